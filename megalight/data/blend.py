@@ -1,4 +1,8 @@
-"""Mixing data sets by weight. All arithmetic is in integers, so the mix is the same on every machine."""
+"""Blending: a mixture of data sets by weight, in integer arithmetic, so that the mix is the same on every machine.
+
+:class:`BlendedDataset` takes each sample from the data set that is furthest behind its weight. :class:`Mixture` reads a
+mixture from options, and :func:`mix` builds the data set of a split from the corpora of a mixture.
+"""
 
 from __future__ import annotations
 
@@ -190,7 +194,7 @@ class BlendedDataset(Generic[ItemT]):
         return self.datasets[int(self.dataset_index[index])][int(self.sample_index[index])]
 
 
-# Mixtures of corpora: parsing them from options, and building the data set of a split from its parts.
+# Mixtures of corpora
 
 
 SampleT = TypeVar("SampleT")

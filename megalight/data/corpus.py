@@ -1,4 +1,7 @@
-"""A prepared corpus: token files that are checked against the tokenizer and the vocabulary before training."""
+"""A prepared corpus: token files, the facts that ``prepare`` writes beside them, and train/validation/test splits.
+
+Training checks a corpus by these facts, without a pass over the tokens.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,6 @@ import numpy as np
 from megalight.data.indexed import IndexedDataset, paths
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import DataError
-
-# Facts about a corpus that ``prepare`` writes beside the token files, to check it quickly before training.
 
 
 @dataclass(frozen=True)
@@ -238,7 +239,7 @@ def same_tokenizer(corpora: Iterable[Corpus]) -> CorpusMeta | None:
     return None if first is None else first.meta
 
 
-# Dividing the documents of a data set into train, validation and test.
+# Splits
 
 
 SPLITS = ("train", "validation", "test")

@@ -1,4 +1,4 @@
-"""Turn blocks of text into tokens in several processes, in the order of the input."""
+"""Tokenization in worker processes: blocks of text become tokens, in the order of the input."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-# Splitting texts into sentences by a simple rule, for data sets of sentence pairs.
+# Sentence splitting, for data sets of sentence pairs
 
 
 END = re.compile(

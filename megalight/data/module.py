@@ -1,4 +1,8 @@
-"""The base class of data modules that read token files: opening and checking corpora, and splits."""
+"""Data modules: a loader that resumes at the trainer's step, and the base classes of data modules of token files.
+
+:class:`ResumableDataModule` yields samples in an order in which the trainer's step count alone gives the position.
+:class:`TokenDataModule` opens and checks corpora, splits them, and builds the loaders.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +28,6 @@ from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError
 from megalight.first_rank import only_first
 
-# A data loader that resumes where the trainer's step count says.
-
 
 class TokenLoader(DataLoader[Any]):
     """A ``DataLoader`` whose sampler asks the trainer for the position in the data when the first batch is taken.
@@ -44,9 +46,6 @@ class TokenLoader(DataLoader[Any]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore nothing."""
-
-
-# The base class of data modules that resume at the sample where a run stopped.
 
 
 log = logging.getLogger(__name__)

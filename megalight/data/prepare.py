@@ -1,4 +1,4 @@
-"""Turn text into token files: read, tokenize in parallel, write in the order of the input, publish at the end."""
+"""Text to token files: read, tokenize in parallel, write in the order of the input, and publish at the end."""
 
 from __future__ import annotations
 
@@ -22,35 +22,6 @@ from megalight.data.sink import DocumentWriter, Encoded
 from megalight.data.text_files import SUFFIXES, Block, Format, Kind, OnBad, TextFile, blocks, find, texts_of
 from megalight.data.tokenizer import Tokenizer, config_path
 from megalight.errors import DataError
-
-# The progress bar of commands that read many files.
-
-
-class _Rate(TextColumn):
-    """Megabytes per second."""
-
-    def __init__(self) -> None:
-        super().__init__("")
-
-    def render(self, task: Any) -> Any:
-        self.text_format = f"{(task.speed or 0) / 1e6:.1f} MB/s"
-        return super().render(task)
-
-
-def progress_bar(show: bool) -> Progress:
-    """Make the progress bar of the command, on standard error."""
-    return Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f}%"),
-        _Rate(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not show,
-    )
-
 
 TRAINING_BYTES_PER_TOKEN = 2 << 10
 """Text that the tokenizer is trained on, per token of its vocabulary."""
@@ -286,3 +257,32 @@ def _train(
     stride = max(1, num_bytes // (vocab_size * TRAINING_BYTES_PER_TOKEN))  # every n-th text: an even sample
     texts = (text.text for block in blocks(files, on_bad) for text in texts_of(block, text_key, on_bad)[0])
     return Tokenizer.train(itertools.islice(texts, 0, None, stride), vocab_size, special_tokens=special_tokens)
+
+
+# Progress bar
+
+
+class _Rate(TextColumn):
+    """Megabytes per second."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+
+    def render(self, task: Any) -> Any:
+        self.text_format = f"{(task.speed or 0) / 1e6:.1f} MB/s"
+        return super().render(task)
+
+
+def progress_bar(show: bool) -> Progress:
+    """Make the progress bar of the command, on standard error."""
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        _Rate(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not show,
+    )

@@ -23,47 +23,6 @@ from megalight.data import webdataset
 from megalight.errors import DataError, decode_utf8
 from megalight.imports import require
 
-# CSV and TSV files as JSON lines: the first row names the columns, and each later one is a line.
-
-
-SEPARATORS = {".tsv": "\t"}
-"""Suffix -> what stands between two values. A comma elsewhere."""
-
-
-def lines(file: Iterable[str], path: Path, suffix: str) -> Iterator[bytes]:
-    """Yield each row as a line of JSON, with the names of the columns as keys.
-
-    Args:
-        file: the lines of the text, with their ends.
-        path: the file, for messages.
-        suffix: of the name, without ``.gz``.
-
-    Raises:
-        DataError: the file is no CSV, two columns have one name, or a row has more or fewer values than
-            there are columns.
-    """
-    # Values may be longer than 128 KiB, Python's default.
-    csv.field_size_limit(sys.maxsize)
-    separator = SEPARATORS.get(suffix, ",")
-    reader = csv.reader(file, delimiter=separator, strict=True)
-    try:
-        names = next((row for row in reader if row), [])
-        twice = next((name for name in names if name and names.count(name) > 1), None)
-        if twice is not None:
-            raise DataError(f"{path} has {names.count(twice)} columns called {twice!r}; give them different names.")
-        for row in reader:
-            if not row:  # an empty line
-                continue
-            if len(row) != len(names):
-                raise DataError(
-                    f"{path} line {reader.line_num} has {len(row)} values, but the first line names {len(names)} "
-                    f"columns ({', '.join(names)}). Values with {separator!r} or line breaks stand in double quotes."
-                )
-            yield json.dumps(dict(zip(names, row, strict=True))).encode()
-    except csv.Error as error:
-        raise DataError(f"{path} line {reader.line_num} is not CSV ({error}). Is the file incomplete?") from error
-
-
 Kind = Literal["text", "jsonl", "json", "csv", "parquet", "webdataset"]
 Format = Literal["auto", "text", "jsonl", "json", "csv", "parquet"]
 OnBad = Literal["raise", "skip"]
@@ -335,11 +294,49 @@ def _dumped(entry: Any) -> bytes:
     return json.dumps(entry).encode()
 
 
+CSV_SEPARATORS = {".tsv": "\t"}
+"""Suffix -> what stands between two values. A comma elsewhere."""
+
+
+def csv_lines(file: Iterable[str], path: Path, suffix: str) -> Iterator[bytes]:
+    """Yield each row of a CSV file as a line of JSON, with the columns that its first row names as keys.
+
+    Args:
+        file: the lines of the text, with their ends.
+        path: the file, for messages.
+        suffix: of the name, without ``.gz``.
+
+    Raises:
+        DataError: the file is no CSV, two columns have one name, or a row has more or fewer values than
+            there are columns.
+    """
+    # Values may be longer than 128 KiB, Python's default.
+    csv.field_size_limit(sys.maxsize)
+    separator = CSV_SEPARATORS.get(suffix, ",")
+    reader = csv.reader(file, delimiter=separator, strict=True)
+    try:
+        names = next((row for row in reader if row), [])
+        twice = next((name for name in names if name and names.count(name) > 1), None)
+        if twice is not None:
+            raise DataError(f"{path} has {names.count(twice)} columns called {twice!r}; give them different names.")
+        for row in reader:
+            if not row:  # an empty line
+                continue
+            if len(row) != len(names):
+                raise DataError(
+                    f"{path} line {reader.line_num} has {len(row)} values, but the first line names {len(names)} "
+                    f"columns ({', '.join(names)}). Values with {separator!r} or line breaks stand in double quotes."
+                )
+            yield json.dumps(dict(zip(names, row, strict=True))).encode()
+    except csv.Error as error:
+        raise DataError(f"{path} line {reader.line_num} is not CSV ({error}). Is the file incomplete?") from error
+
+
 def _table(source: TextFile) -> Iterator[FileChunk]:
     """Pieces of about a megabyte of a CSV file, with a line of JSON for each row under the names of the columns."""
     opener = gzip.open if source.compressed else open
     with cast(BinaryIO, opener(source.path, "rb")) as file:
-        yield from _joined(source, lines(_decoded(file, source.path), source.path, _suffix(source.path)), 1)
+        yield from _joined(source, csv_lines(_decoded(file, source.path), source.path, _suffix(source.path)), 1)
 
 
 def _decoded(file: BinaryIO, path: Path) -> Iterator[str]:

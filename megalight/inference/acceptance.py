@@ -124,9 +124,7 @@ def check_rounds(total: Acceptance, prompts: int, max_new_tokens: int, guesses: 
         )
 
 
-# Questions in MT-Bench's format (https://arxiv.org/abs/2306.05685): conversations of several turns, one per line.
-#
-# A line is ``{"question_id": 81, "category": "writing", "turns": ["Compose ...", "Rewrite ..."]}``.
+# Questions in MT-Bench's format
 
 
 @dataclass(frozen=True)
@@ -143,7 +141,7 @@ class Question:
 
 
 def read_questions(path: str | os.PathLike[str]) -> list[Question]:
-    """Read a JSONL file. Empty lines are skipped.
+    """Read a JSONL file in MT-Bench's format (https://arxiv.org/abs/2306.05685), without its empty lines.
 
     Raises:
         DataError: there is no such file, it has no question, or a line is not of the format. The message names it.
@@ -168,9 +166,6 @@ def _question(line: str, where: str) -> Question:
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
         raise DataError(f'{where} needs "turns", a list of messages of the user, each a text that is not empty.')
     return Question(str(values.get("category", "")), tuple(turns))
-
-
-# Questions of several turns, answered with a draft model.
 
 
 @dataclass(frozen=True)

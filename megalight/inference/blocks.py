@@ -1,4 +1,8 @@
-"""Which rows of a cache belong to which sequences: blocks of rows from one pool, given out and taken back."""
+"""Block tables of the KV cache: blocks of one pool, given to sequences and taken back, with a prefix cache.
+
+:class:`BlockPool` gives each slot a table of blocks. :class:`Prefixes` finds full blocks with the same first tokens,
+which sequences share. :class:`Snapshots` keeps the recurrent states that belong to such a prefix.
+"""
 
 from __future__ import annotations
 
@@ -7,133 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megalight.errors import DataError, integer
-
-# Which states of texts are kept, so that other texts that begin equally go on from them.
-
-
-class Snapshots:
-    """Entries for states, each of a text at the end of a full block. The one that was used longest ago goes first.
-
-    Args:
-        entries: their numbers.
-    """
-
-    def __init__(self, entries: Iterable[int]) -> None:
-        self._free = list(entries)
-        # By block, from the one that was used longest ago.
-        self._kept: OrderedDict[int, int] = OrderedDict()
-
-    def last(self, blocks: Sequence[int]) -> int:
-        """Return how many of the blocks of a text lie before its last state that is kept."""
-        return next((count for count in range(len(blocks), 0, -1) if blocks[count - 1] in self._kept), 0)
-
-    def use(self, block: int) -> int:
-        """Return the entry with the state at the end of a block."""
-        self._kept.move_to_end(block)
-        return self._kept[block]
-
-    def keep(self, block: int) -> int:
-        """Return an entry for the state at the end of a block."""
-        self._kept[block] = self._free.pop() if self._free else self._kept.popitem(last=False)[1]
-        return self._kept[block]
-
-    def forget(self, block: int) -> None:
-        """Let the state at the end of a block be found no more."""
-        if block in self._kept:
-            self._free.append(self._kept.pop(block))
-
-    def clear(self) -> None:
-        """Let no state be found."""
-        self._free += self._kept.values()
-        self._kept.clear()
-
-
-# Which blocks hold the beginnings of texts. Texts that begin equally find, and share, them.
-
-
-@dataclass(eq=False)
-class _BlockTokens:
-    """The tokens of a full block, after those of another one.
-
-    Attributes:
-        block: where they are.
-        tokens: as many as a block has.
-        siblings: the parts that follow the same one, by their tokens. It is among them.
-        after: the parts that follow, by their tokens.
-    """
-
-    block: int
-    tokens: tuple[int, ...]
-    siblings: _Parts
-    after: _Parts = field(default_factory=dict)
-
-
-_Parts = dict[tuple[int, ...], _BlockTokens]
-
-
-class Prefixes:
-    """Full blocks, by the tokens in them and in all blocks before: a tree with a part of a text in each node.
-
-    What a layer keeps of a token follows from this token and those before it. So a block may serve all texts with these
-    tokens. Tokens themselves are compared, not a hash of them. Each sequence of tokens has at most one block.
-
-    Args:
-        size: tokens of a block.
-        entries: for states at the ends of blocks.
-
-    Attributes:
-        snapshots: the states that are kept.
-    """
-
-    def __init__(self, size: int, entries: Iterable[int] = ()) -> None:
-        self._size = size
-        self.snapshots = Snapshots(entries)
-        self._first: _Parts = {}
-        self._parts: dict[int, _BlockTokens] = {}
-
-    def __contains__(self, block: int) -> bool:
-        """Whether the block can be found."""
-        return block in self._parts
-
-    def find(self, tokens: Sequence[int]) -> list[int]:
-        """Return the blocks that hold the first tokens of a text, as many as there are."""
-        found: list[int] = []
-        parts = self._first
-        for end in range(self._size, len(tokens) + 1, self._size):
-            part = parts.get(tuple(tokens[end - self._size : end]))
-            if part is None:
-                break
-            found.append(part.block)
-            parts = part.after
-        return found
-
-    def after(self, before: int | None, tokens: Sequence[int]) -> int | None:
-        """Return the block with these tokens after those of another block (None: at the beginning), if there is one."""
-        part = self._after(before).get(tuple(tokens))
-        return None if part is None else part.block
-
-    def put(self, before: int | None, tokens: Sequence[int], block: int) -> None:
-        """Let a block be found by its tokens, after those of another block (None: at the beginning)."""
-        siblings = self._after(before)
-        part = _BlockTokens(block, tuple(tokens), siblings)
-        siblings[part.tokens] = self._parts[block] = part
-
-    def forget(self, block: int) -> None:
-        """Let a block be found no more, because it gets other tokens. There must be none after it."""
-        if block in self._parts:
-            part = self._parts.pop(block)
-            assert not part.after, "blocks are forgotten from the last to the first"
-            del part.siblings[part.tokens]
-            self.snapshots.forget(block)
-
-    def clear(self) -> None:
-        """Let no block be found."""
-        self._first, self._parts = {}, {}
-        self.snapshots.clear()
-
-    def _after(self, block: int | None) -> _Parts:
-        return self._first if block is None else self._parts[block].after
-
 
 BLOCK_SIZE = 16
 """Tokens of a block where nobody says otherwise."""
@@ -270,3 +147,130 @@ class BlockPool:
             self._free[block] = None
             if block in self.prefixes:
                 self._free.move_to_end(block, last=False)
+
+
+# Prefix cache
+
+
+@dataclass(eq=False)
+class _BlockTokens:
+    """The tokens of a full block, after those of another one.
+
+    Attributes:
+        block: where they are.
+        tokens: as many as a block has.
+        siblings: the parts that follow the same one, by their tokens. It is among them.
+        after: the parts that follow, by their tokens.
+    """
+
+    block: int
+    tokens: tuple[int, ...]
+    siblings: _Parts
+    after: _Parts = field(default_factory=dict)
+
+
+_Parts = dict[tuple[int, ...], _BlockTokens]
+
+
+class Prefixes:
+    """Full blocks, by the tokens in them and in all blocks before: a tree with a part of a text in each node.
+
+    What a layer keeps of a token follows from this token and those before it. So a block may serve all texts with these
+    tokens. Tokens themselves are compared, not a hash of them. Each sequence of tokens has at most one block.
+
+    Args:
+        size: tokens of a block.
+        entries: for states at the ends of blocks.
+
+    Attributes:
+        snapshots: the states that are kept.
+    """
+
+    def __init__(self, size: int, entries: Iterable[int] = ()) -> None:
+        self._size = size
+        self.snapshots = Snapshots(entries)
+        self._first: _Parts = {}
+        self._parts: dict[int, _BlockTokens] = {}
+
+    def __contains__(self, block: int) -> bool:
+        """Whether the block can be found."""
+        return block in self._parts
+
+    def find(self, tokens: Sequence[int]) -> list[int]:
+        """Return the blocks that hold the first tokens of a text, as many as there are."""
+        found: list[int] = []
+        parts = self._first
+        for end in range(self._size, len(tokens) + 1, self._size):
+            part = parts.get(tuple(tokens[end - self._size : end]))
+            if part is None:
+                break
+            found.append(part.block)
+            parts = part.after
+        return found
+
+    def after(self, before: int | None, tokens: Sequence[int]) -> int | None:
+        """Return the block with these tokens after those of another block (None: at the beginning), if there is one."""
+        part = self._after(before).get(tuple(tokens))
+        return None if part is None else part.block
+
+    def put(self, before: int | None, tokens: Sequence[int], block: int) -> None:
+        """Let a block be found by its tokens, after those of another block (None: at the beginning)."""
+        siblings = self._after(before)
+        part = _BlockTokens(block, tuple(tokens), siblings)
+        siblings[part.tokens] = self._parts[block] = part
+
+    def forget(self, block: int) -> None:
+        """Let a block be found no more, because it gets other tokens. There must be none after it."""
+        if block in self._parts:
+            part = self._parts.pop(block)
+            assert not part.after, "blocks are forgotten from the last to the first"
+            del part.siblings[part.tokens]
+            self.snapshots.forget(block)
+
+    def clear(self) -> None:
+        """Let no block be found."""
+        self._first, self._parts = {}, {}
+        self.snapshots.clear()
+
+    def _after(self, block: int | None) -> _Parts:
+        return self._first if block is None else self._parts[block].after
+
+
+# States of recurrent layers at the ends of blocks
+
+
+class Snapshots:
+    """Entries for states, each of a text at the end of a full block. The one that was used longest ago goes first.
+
+    Args:
+        entries: their numbers.
+    """
+
+    def __init__(self, entries: Iterable[int]) -> None:
+        self._free = list(entries)
+        # By block, from the one that was used longest ago.
+        self._kept: OrderedDict[int, int] = OrderedDict()
+
+    def last(self, blocks: Sequence[int]) -> int:
+        """Return how many of the blocks of a text lie before its last state that is kept."""
+        return next((count for count in range(len(blocks), 0, -1) if blocks[count - 1] in self._kept), 0)
+
+    def use(self, block: int) -> int:
+        """Return the entry with the state at the end of a block."""
+        self._kept.move_to_end(block)
+        return self._kept[block]
+
+    def keep(self, block: int) -> int:
+        """Return an entry for the state at the end of a block."""
+        self._kept[block] = self._free.pop() if self._free else self._kept.popitem(last=False)[1]
+        return self._kept[block]
+
+    def forget(self, block: int) -> None:
+        """Let the state at the end of a block be found no more."""
+        if block in self._kept:
+            self._free.append(self._kept.pop(block))
+
+    def clear(self) -> None:
+        """Let no state be found."""
+        self._free += self._kept.values()
+        self._kept.clear()

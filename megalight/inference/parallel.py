@@ -1,4 +1,4 @@
-"""A GPT divided over ranks that is called like a whole GPT, to generate without gathering its weights."""
+"""Generation with a parallel model: a GPT split over ranks that is called like a whole one."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ def _why_blind(model: ParallelModel) -> str | None:
     return None
 
 
-# The mode of modules during generation.
+# Evaluation mode
 
 
 @contextmanager

@@ -1,4 +1,7 @@
-"""Which tokens of which requests run in the next forward pass. Numbers on the host alone: all ranks plan the same."""
+"""Continuous batching: which tokens of which requests run in the next forward pass.
+
+It plans with numbers on the host alone, so all ranks plan the same.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,6 @@ from torch import Generator
 
 from megalight.inference.cache import Cache
 from megalight.inference.sampling import SamplingParams
-
-# A text that the engine completes: what it may become, and what it has become so far.
-
 
 Reason = Literal["end", "stop", "length", "error"]
 """Why a completion ended: with an end token, by ``stop``, at its longest, or because the logits of its next token hold

@@ -234,7 +234,7 @@ class _BaseAndDraft:
         return self.draft.follow(hidden, embedded, sequences, self.drafts.states["layer"])
 
 
-# Drafts from checkpoints, for generation.
+# Loading a draft
 
 
 def load_draft(path: str | os.PathLike[str], base: GPT | ParallelGPT, tokenizer: Tokenizer | None = None) -> DraftModel:

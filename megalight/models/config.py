@@ -1,4 +1,4 @@
-"""Common parts of all families' configurations: checks, groups of settings, conversion to plain values and back."""
+"""Configurations of models: checks, groups of settings that families share, conversion to plain values."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def compare(ours: Mapping[str, Any], theirs: Mapping[str, Any], where: str, path
     return found
 
 
-# The rule for heads of attention. This file imports no torch, so that commands can check them early.
+# Checks that several families share
 
 
 OR_HEAD_DIM = ", or give head_dim"
@@ -241,9 +241,6 @@ def check_heads(hidden_size: int, num_heads: int, remedy: str = "") -> None:
         raise ConfigurationError(
             f"hidden_size {hidden_size} is not a multiple of num_heads {num_heads}; change one of them{remedy}."
         )
-
-
-# Check of the length of sequences.
 
 
 def check_length(sequences: PackedSequences, limit: int) -> None:

@@ -21,8 +21,6 @@ from megalight.ops.norm import add_rms_norm, rms_norm
 from megalight.ops.rotary import apply_rotary
 from megalight.types import PackedSequences
 
-# What all fused classes share: they are derived from a class of ``transformers`` as well.
-
 
 class FusedModule(nn.Module):
     """Goes before a class of ``transformers`` among the bases of a fused class."""
@@ -43,7 +41,7 @@ class FusedModule(nn.Module):
         return getattr(sys.modules[cls.of_transformers().__module__], name)
 
 
-# RMS norms, alone or with the sum before them.
+# Norms
 
 
 class Norm(FusedModule):
@@ -67,7 +65,7 @@ class Norm(FusedModule):
         return add_rms_norm(hidden_states, residual, self.weight, self.variance_epsilon)
 
 
-# Gated MLPs whose activation and product are one kernel.
+# Gated MLPs
 
 
 KINDS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
@@ -94,7 +92,7 @@ class GatedMLP(FusedModule):
         return hidden
 
 
-# The head, together with its loss.
+# The head and its loss
 
 
 class Head(nn.Linear):
@@ -113,7 +111,7 @@ class Head(nn.Linear):
         return linear_cross_entropy(input, self.weight, labels, bias=self.bias)
 
 
-# Decoder layers that add up the residual stream in their norms.
+# Decoder layers
 
 
 class Layer(FusedModule):
@@ -144,7 +142,7 @@ def streamed(hidden: Tensor) -> Tensor:
     return hidden.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else hidden
 
 
-# The decoder: training steps whose mask needs no look at the positions.
+# The decoder
 
 
 class Decoder(FusedModule):
@@ -209,7 +207,7 @@ class Decoder(FusedModule):
         return any(window is not None and window < length for window in (config, *windows))
 
 
-# Rotary embedding of queries and keys by one kernel each, and causal attention.
+# Attention
 
 
 class FusedRotary(FusedModule):
@@ -289,7 +287,7 @@ def _rows(table: Tensor, batch: int) -> Tensor:
     return half.expand(batch, -1, -1).flatten(0, 1)
 
 
-# Language models whose head and loss are one op in training.
+# Language models
 
 
 IGNORED = -100

@@ -30,7 +30,7 @@ from megalight.parallel.source import Source, model_targets
 from megalight.parallel.transform import ModelTransform, apply_transforms, unknown_to
 from megalight.types import Loss, Totals, inverse, mean
 
-# A metric: the quotient of two sums.
+# Metrics
 
 
 class Ratio(Metric):
@@ -61,7 +61,7 @@ class Ratio(Metric):
         return mean(self.total, self.count)
 
 
-# Frozen dataclasses as batches under Lightning's own precision plugins.
+# Frozen dataclasses as batches
 
 
 def keep_batches(plugin: Any) -> None:
@@ -80,7 +80,7 @@ def _converted(convert: Any, batch: Any) -> Any:
     return batch if options is not None and options.frozen else convert(batch)
 
 
-# Check that methods which a user's module overrides take the arguments that they are called with.
+# Checks of the methods that a user's module overrides
 
 
 GIVEN = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -148,7 +148,7 @@ def _plain(signature: inspect.Signature) -> str:
     return str(signature.replace(parameters=plain, return_annotation=inspect.Signature.empty))
 
 
-# Shares of a batch for context parallelism, by the batch's own method.
+# Context parallelism
 
 
 def share_of_batch(module: str, batch: Any, rank: int, size: int, multiple: int, ahead: int = 0) -> Any:
@@ -183,6 +183,9 @@ def _takes(method: Any, given: tuple[Any, ...], named: dict[str, Any]) -> bool:
     except TypeError:
         return False
     return True
+
+
+# The module
 
 
 Carry: TypeAlias = dict[str, Tensor]

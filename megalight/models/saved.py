@@ -1,4 +1,4 @@
-"""Models from folders: build the whole model of a checkpoint on one device, and find the initial weights of a run."""
+"""Models from folders: the whole model of a checkpoint on a single device, and the initial weights of a run."""
 
 from __future__ import annotations
 
@@ -39,127 +39,6 @@ from megalight.parallel.pipeline.stages import check_protocol
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.source import Filled, FillRequest, Source, TensorMetadata, Wrapped
 from megalight.parallel.transform import ModelTransform, apply_transforms
-
-# Weights for all names of a model, from a source that lacks some of them or has others.
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """A tensor that gets its initial value.
-
-    Attributes:
-        shape: global shape.
-        dtype: torch's name of the dtype to store it in; it is drawn in float32.
-        initializer: its distribution.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    initializer: Initializer
-
-
-@dataclass(frozen=True)
-class Completed(Wrapped):
-    """A source with the names of a model: initial values stand in for what it lacks, and others are not shown.
-
-    Attributes:
-        drawn: canonical name -> tensor that ``source`` lacks.
-        hidden: names of ``source`` that the model does not have.
-        seed: seed of the initial values.
-    """
-
-    drawn: Mapping[str, Drawn]
-    hidden: frozenset[str]
-    seed: int
-
-    @property
-    def tensors(self) -> Mapping[str, TensorMetadata]:
-        """The tensors of the model."""
-        shown = {name: stored for name, stored in self.source.tensors.items() if name not in self.hidden}
-        return {**shown, **self.drawn}
-
-    def before(self, request: FillRequest) -> FillRequest:
-        """See :meth:`~megalight.parallel.source.Wrapped.before`."""
-        stored = [target for target in request.targets if target.name not in self.drawn]
-        return replace(request, targets=stored, strict=False)
-
-    def after(self, request: FillRequest, passed: FillRequest, filled: Filled) -> Filled:
-        """See :meth:`~megalight.parallel.source.Wrapped.after`."""
-        for box in request.targets:
-            if box.name in self.drawn:
-                initializer, size = self.drawn[box.name].initializer, tuple(box.data.shape)
-                box.data.copy_(draw(initializer, box.name, box.shape, box.offset, size, self.seed, box.data.device))
-        return Filled(filled.missing, tuple(name for name in filled.unexpected if name not in self.hidden))
-
-
-def completed(lenient: Lenient, model: nn.Module, prefix: str, dtype: torch.dtype, seed: int) -> Source:
-    """Return the weights of a whole model from a source whose names need not be those of the model.
-
-    Args:
-        lenient: the source, and whether the names that differ are logged.
-        model: the one-device model, on any device.
-        prefix: before the canonical names of its tensors in the source.
-        dtype: dtype of tensors that the source lacks.
-        seed: seed of their values.
-
-    Raises:
-        CheckpointError: shapes differ; the source lacks a tensor that has no initial value, such as a buffer.
-    """
-    shapes = {prefix + name: tuple(tensor.shape) for name, tensor in canonical_tensors(model).items()}
-    given = {name: initializer for name, _, _, initializer in initializers(model)}
-    stated = {prefix + part.name: given[part.parameter] for part in parts(model) if part.parameter in given}
-    stored, where, label = lenient.source.tensors, lenient.where, lenient.label
-    with alone() as group:  # names are those of the whole model, on every rank
-        compared = compare(Ranks(group), where, stored, shapes, strict=False, prefix=prefix, label=label)
-    missing, extra = compared.missing, compared.unexpected
-    if lost := [name for name in missing if name not in stated]:
-        raise CheckpointError(
-            f"{where} lacks {', '.join(map(label, lost))}, which has no initial value to take its place."
-        )
-    if lenient.say:
-        report(where, label, missing, [*map(label, extra), *map(repr, lenient.skipped)])
-    kind = str(dtype).removeprefix("torch.")
-    drawn = {name: Drawn(shapes[name], kind, stated[name]) for name in missing}
-    return Completed(lenient.source, drawn, frozenset(extra), seed)
-
-
-# How large a model may be that a file describes, beside the tensors that the file holds.
-#
-# A configuration of a few bytes can describe any number of layers and experts, and all modules are built before
-# shapes are compared. Real files hold at least a matrix for each.
-
-
-def check_held(config: Any, shapes: Iterable[Sequence[int]], where: object) -> None:
-    """Check that files with tensors of these shapes can hold the model, before any of it is built.
-
-    Args:
-        config: the model's configuration.
-        shapes: of all tensors. Those with more than two dims are stacks of matrices.
-        where: the files, for messages.
-
-    Raises:
-        CheckpointError: they hold fewer matrices than the model has layers, or experts in them.
-    """
-    needed, held = blocks(config), sum(prod(shape[:-2]) for shape in shapes)
-    if needed > held:
-        raise CheckpointError(
-            f"{where} describes a model of {needed} layers and experts, and holds {held} tensors or matrices, fewer "
-            "than one for each. The configuration is of another model, or tensors are missing: copy both again."
-        )
-
-
-def blocks(config: Any) -> int:
-    """Count the layers of a model and its parts; a layer of experts counts once for each."""
-    if not is_dataclass(config):
-        return 0
-    inner = sum(blocks(getattr(config, each.name)) for each in fields(config))
-    if isinstance(config, MultiTokenConfig):
-        return config.num_layers * max(1, len(config.pattern))
-    if isinstance(config, GPTConfig) and config.moe is not None:
-        sparse = sum(map(config.has_experts, range(config.num_layers)))
-        return inner + config.num_layers + sparse * (config.moe.num_experts - 1)
-    return inner + int(getattr(config, "num_layers", 0))
-
 
 SEED = 1234
 """Seed of initial values, unless a module has another one."""
@@ -504,7 +383,7 @@ def widest(source: Source) -> torch.dtype:
     return found
 
 
-# Models in single-file checkpoints, which our modules write under Lightning's own strategies.
+# Single-file checkpoints, which modules write under Lightning's own strategies
 
 
 def single_file_model(
@@ -534,3 +413,124 @@ def single_file_model(
     except RuntimeError as error:
         raise CheckpointError(f"{path} does not hold the model that it describes: {error}") from error
     return known, model.to(device, dtype)
+
+
+# Sources that lack some names of a model, or have others
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A tensor that gets its initial value.
+
+    Attributes:
+        shape: global shape.
+        dtype: torch's name of the dtype to store it in; it is drawn in float32.
+        initializer: its distribution.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    initializer: Initializer
+
+
+@dataclass(frozen=True)
+class Completed(Wrapped):
+    """A source with the names of a model: initial values stand in for what it lacks, and others are not shown.
+
+    Attributes:
+        drawn: canonical name -> tensor that ``source`` lacks.
+        hidden: names of ``source`` that the model does not have.
+        seed: seed of the initial values.
+    """
+
+    drawn: Mapping[str, Drawn]
+    hidden: frozenset[str]
+    seed: int
+
+    @property
+    def tensors(self) -> Mapping[str, TensorMetadata]:
+        """The tensors of the model."""
+        shown = {name: stored for name, stored in self.source.tensors.items() if name not in self.hidden}
+        return {**shown, **self.drawn}
+
+    def before(self, request: FillRequest) -> FillRequest:
+        """See :meth:`~megalight.parallel.source.Wrapped.before`."""
+        stored = [target for target in request.targets if target.name not in self.drawn]
+        return replace(request, targets=stored, strict=False)
+
+    def after(self, request: FillRequest, passed: FillRequest, filled: Filled) -> Filled:
+        """See :meth:`~megalight.parallel.source.Wrapped.after`."""
+        for box in request.targets:
+            if box.name in self.drawn:
+                initializer, size = self.drawn[box.name].initializer, tuple(box.data.shape)
+                box.data.copy_(draw(initializer, box.name, box.shape, box.offset, size, self.seed, box.data.device))
+        return Filled(filled.missing, tuple(name for name in filled.unexpected if name not in self.hidden))
+
+
+def completed(lenient: Lenient, model: nn.Module, prefix: str, dtype: torch.dtype, seed: int) -> Source:
+    """Return the weights of a whole model from a source whose names need not be those of the model.
+
+    Args:
+        lenient: the source, and whether the names that differ are logged.
+        model: the one-device model, on any device.
+        prefix: before the canonical names of its tensors in the source.
+        dtype: dtype of tensors that the source lacks.
+        seed: seed of their values.
+
+    Raises:
+        CheckpointError: shapes differ; the source lacks a tensor that has no initial value, such as a buffer.
+    """
+    shapes = {prefix + name: tuple(tensor.shape) for name, tensor in canonical_tensors(model).items()}
+    given = {name: initializer for name, _, _, initializer in initializers(model)}
+    stated = {prefix + part.name: given[part.parameter] for part in parts(model) if part.parameter in given}
+    stored, where, label = lenient.source.tensors, lenient.where, lenient.label
+    with alone() as group:  # names are those of the whole model, on every rank
+        compared = compare(Ranks(group), where, stored, shapes, strict=False, prefix=prefix, label=label)
+    missing, extra = compared.missing, compared.unexpected
+    if lost := [name for name in missing if name not in stated]:
+        raise CheckpointError(
+            f"{where} lacks {', '.join(map(label, lost))}, which has no initial value to take its place."
+        )
+    if lenient.say:
+        report(where, label, missing, [*map(label, extra), *map(repr, lenient.skipped)])
+    kind = str(dtype).removeprefix("torch.")
+    drawn = {name: Drawn(shapes[name], kind, stated[name]) for name in missing}
+    return Completed(lenient.source, drawn, frozenset(extra), seed)
+
+
+# The size of a model against the tensors of its files
+
+
+def check_held(config: Any, shapes: Iterable[Sequence[int]], where: object) -> None:
+    """Check that files with tensors of these shapes can hold the model, before any of it is built.
+
+    A configuration of a few bytes can describe any number of layers and experts, and all modules are built before
+    shapes are compared. Real files hold at least a matrix for each.
+
+    Args:
+        config: the model's configuration.
+        shapes: of all tensors. Those with more than two dims are stacks of matrices.
+        where: the files, for messages.
+
+    Raises:
+        CheckpointError: they hold fewer matrices than the model has layers, or experts in them.
+    """
+    needed, held = blocks(config), sum(prod(shape[:-2]) for shape in shapes)
+    if needed > held:
+        raise CheckpointError(
+            f"{where} describes a model of {needed} layers and experts, and holds {held} tensors or matrices, fewer "
+            "than one for each. The configuration is of another model, or tensors are missing: copy both again."
+        )
+
+
+def blocks(config: Any) -> int:
+    """Count the layers of a model and its parts; a layer of experts counts once for each."""
+    if not is_dataclass(config):
+        return 0
+    inner = sum(blocks(getattr(config, each.name)) for each in fields(config))
+    if isinstance(config, MultiTokenConfig):
+        return config.num_layers * max(1, len(config.pattern))
+    if isinstance(config, GPTConfig) and config.moe is not None:
+        sparse = sum(map(config.has_experts, range(config.num_layers)))
+        return inner + config.num_layers + sparse * (config.moe.num_experts - 1)
+    return inner + int(getattr(config, "num_layers", 0))

@@ -204,7 +204,7 @@ def save_model(
         )
 
 
-# How a folder of ``transformers`` differs from another one, or from a checkpoint: by canonical names.
+# Differences between two folders, by canonical names
 
 
 class FolderWeights:

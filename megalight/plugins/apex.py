@@ -1,6 +1,7 @@
 """NVIDIA Apex: backends for norms, weight gradients and Adam.
 
-This folder does not import the package; a backend does when it is used.
+This module does not import the package; a backend does when it is used. Apex's version has been 0.1 for years, so the
+extensions that were built are looked for instead.
 """
 
 from __future__ import annotations
@@ -18,9 +19,6 @@ from megalight.plugins.multi_tensor import MultiTensorAdam
 from megalight.plugins.package import Package
 from megalight.registry import Backend
 
-# The package Apex. Its version has been 0.1 for years, so we look for the extensions that were built.
-
-
 PACKAGE = Package(
     "apex",
     "apex",
@@ -34,7 +32,7 @@ def package_why_not(device: str, feature: str, *paths: str) -> str | None:
     return PACKAGE.why_not(device, feature, *paths)
 
 
-# Apex's fused norms.
+# Norms
 
 
 MODULE = "apex.normalization.fused_layer_norm"
@@ -78,7 +76,7 @@ add_rms_norm = of_sum(rms_norm)
 add_layer_norm = of_sum(layer_norm)
 
 
-# Weight gradients added to the main gradient inside Apex's product.
+# Weight gradients, added to the main gradient inside the GEMM
 
 
 WEIGHT_GRADIENT_EXTENSION = "fused_weight_gradient_mlp_cuda"
@@ -113,7 +111,7 @@ def accumulate(main_grad: Tensor, grad_y: Tensor, x: Tensor, write: bool) -> Non
     PACKAGE.load(_kernel(main_grad.dtype))(x.contiguous(), grad_y.contiguous(), main_grad)
 
 
-# Adam with Apex's multi-tensor kernels.
+# Adam, by multi-tensor kernels
 
 
 APPLY = "apex.multi_tensor_apply:multi_tensor_applier"

@@ -1,7 +1,7 @@
-"""DeepEP (https://github.com/deepseek-ai/DeepEP): exchanges of tokens by kernels of its own, over NVLink and RDMA.
+"""DeepEP (https://github.com/deepseek-ai/DeepEP): expert dispatch by kernels of its own, over NVLink and RDMA.
 
-A token is sent once to each rank that has experts for it, instead of once for each expert. Importing this folder
-imports nothing of the package; a dispatcher does when a model is split.
+A token is sent once to each rank that has experts for it, instead of once for each expert. This module imports nothing
+of the package; a dispatcher does when a model is split.
 """
 
 from __future__ import annotations
@@ -31,9 +31,6 @@ from megalight.plugins.package import Package
 
 if TYPE_CHECKING:
     from megalight.parallel.tensor.shared import Shared
-
-
-# What both dispatchers of the package share: their conditions, and the form of tokens and routes that they send.
 
 
 PACKAGE = Package("deep_ep", "deep_ep", "build https://github.com/deepseek-ai/DeepEP for your torch and CUDA")
@@ -132,7 +129,7 @@ def settle(event: Any) -> None:
         event.current_stream_wait()
 
 
-# The package's normal kernels (``deep_ep.Buffer``): a token travels once to each rank, and is copied there.
+# Normal kernels (``deep_ep.Buffer``): a token is sent once to each rank, and copied there
 
 
 @dataclass(eq=False)
@@ -269,7 +266,7 @@ class _NormalCombine(torch.autograd.Function):
         return rows, None
 
 
-# The package's hybrid kernels (``deep_ep.HybridEPBuffer``): exchange and copies by expert in one kernel.
+# Hybrid kernels (``deep_ep.HybridEPBuffer``): exchange and copies by expert in one kernel
 
 
 FEWEST_TOKENS = 512

@@ -1,6 +1,6 @@
 """flash-linear-attention: the gated delta rule in its Triton kernels.
 
-Importing this folder imports nothing of the package; the backend does when its name is asked for.
+This module imports nothing of the package; the backend does when its name is asked for.
 """
 
 from __future__ import annotations
@@ -12,9 +12,6 @@ from megalight.ops.delta_rule import DELTA_RULE, DeltaRuleSpec
 from megalight.plugins.package import Package
 from megalight.registry import Backend
 from megalight.types import PackedSequences
-
-# The gated delta rule of ``flash-linear-attention``.
-
 
 PACKAGE = Package("fla", "flash-linear-attention", "pip install flash-linear-attention")
 MINIMUM = "0.2"

@@ -1,8 +1,7 @@
-"""flash-attn: attention by releases 2, 3 and 4, which are packages of their own and may stand side by side.
+"""flash-attn: attention by releases 2, 3 and 4, separate packages that may be installed together.
 
-Release 4 also serves the blocks of ring attention, under the same name.
-
-Importing this folder imports nothing of the packages; a backend does when its name is asked for.
+Release 4 also serves the blocks of ring attention, under the same name. This module imports nothing of the packages; a
+backend does when its name is asked for.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from megalight.plugins.package import Package
 from megalight.registry import Backend
 from megalight.types import PackedSequences
 
-# Common code of all releases: two functions, one for equally long sequences and one for packed sequences.
+# All releases: one function for equally long sequences, and one for packed sequences
 
 
 DENSE, PACKED = "flash_attn_func", "flash_attn_varlen_func"
@@ -168,7 +167,7 @@ VERSION_4 = Release(
 """flash-attn 4, for Hopper and Blackwell. It is written in CuTe and compiled at its first use."""
 
 
-# Blocks of ring attention by flash-attn 4: its forward pass returns the log-sum-exp, its backward pass takes it.
+# Blocks of ring attention, by release 4
 #
 # The package has no public function for the backward pass alone, so both are the functions behind its own autograd.
 

@@ -1,6 +1,6 @@
-"""The packages of Mamba's authors: the scan of ``mamba-ssm``, and the convolution of ``causal-conv1d``.
+"""``mamba-ssm`` and ``causal-conv1d``: the scan of Mamba-2, and its causal convolution.
 
-Importing this folder imports nothing of the packages; a backend does when its name is asked for.
+This module imports nothing of the packages; a backend does when its name is asked for.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from megalight.ops.ssd import SSD, SSDSpec
 from megalight.plugins.package import Package
 from megalight.registry import Backend
 
-# Where packed sequences begin, in the form of these packages.
-
 
 def numbers(positions: Tensor) -> Tensor:
     """From positions in sequences ``[T]`` to the number of each token's sequence, ``[1, T]`` in int32, from 0 on."""
@@ -25,7 +23,7 @@ def numbers(positions: Tensor) -> Tensor:
     return (begins.cumsum(0) - 1).int()[None]
 
 
-# The convolution of ``causal-conv1d``.
+# Causal convolution
 
 
 CONV_PACKAGE = Package("causal_conv1d", "causal-conv1d", "pip install --no-build-isolation causal-conv1d")
@@ -57,7 +55,7 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tenso
     return out[0].t()
 
 
-# The scan of ``mamba-ssm``.
+# Scan
 
 
 SCAN_PACKAGE = Package("mamba_ssm", "mamba-ssm", "pip install --no-build-isolation mamba-ssm")

@@ -1,4 +1,4 @@
-"""The Lightning data module of prompts."""
+"""The Lightning data module of prompts, which may bring each prompt in several steps."""
 
 from __future__ import annotations
 
@@ -19,51 +19,6 @@ from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError
 from megalight.rl.environment import Environment, PromptBatch, Reward, RLTask
 from megalight.rl.prompts import SUFFIXES, PromptDataset, PromptWriter, Row, RowSource, TaskDataset, read_rows
-
-# Prompts whose answers are trained on in several steps.
-
-
-class Use(NamedTuple):
-    """A task in a batch.
-
-    Attributes:
-        task: the task.
-        number: how many batches had it before, of those that share its answers.
-    """
-
-    task: RLTask
-    number: int
-
-
-class ReusedTasks:
-    """Tasks in global batches, each of which comes several times in a row.
-
-    Args:
-        tasks: the tasks of a run.
-        batch: tasks of a global batch.
-        times: how often it comes.
-
-    Attributes:
-        order: hash of everything that the order depends on.
-    """
-
-    def __init__(self, tasks: TaskDataset, batch: int, times: int) -> None:
-        self.tasks, self.batch, self.times = tasks, batch, times
-        self.order = f"{tasks.order}/{times}"
-
-    def __len__(self) -> int:
-        return len(self.tasks) // self.batch * self.batch * self.times
-
-    def __getitem__(self, index: int | None) -> Use | None:
-        """Return task ``index``; None stays None, and fills up a batch."""
-        if index is None:
-            return None
-        batch, place = divmod(index, self.batch)
-        first, number = divmod(batch, self.times)
-        task = self.tasks[first * self.batch + place]
-        assert task is not None
-        return Use(task, number)
-
 
 log = logging.getLogger(__name__)
 
@@ -291,3 +246,48 @@ def _rows(source: Source, form: Format) -> list[tuple[str, Row]]:
     if isinstance(source, RowSource):
         return [(f"{type(source).__name__} row {number}", row) for number, row in enumerate(source.rows())]
     return read_rows(_listed(source), form)
+
+
+# Several steps on the same answers
+
+
+class Use(NamedTuple):
+    """A task in a batch.
+
+    Attributes:
+        task: the task.
+        number: how many batches had it before, of those that share its answers.
+    """
+
+    task: RLTask
+    number: int
+
+
+class ReusedTasks:
+    """Tasks in global batches, each of which comes several times in a row.
+
+    Args:
+        tasks: the tasks of a run.
+        batch: tasks of a global batch.
+        times: how often it comes.
+
+    Attributes:
+        order: hash of everything that the order depends on.
+    """
+
+    def __init__(self, tasks: TaskDataset, batch: int, times: int) -> None:
+        self.tasks, self.batch, self.times = tasks, batch, times
+        self.order = f"{tasks.order}/{times}"
+
+    def __len__(self) -> int:
+        return len(self.tasks) // self.batch * self.batch * self.times
+
+    def __getitem__(self, index: int | None) -> Use | None:
+        """Return task ``index``; None stays None, and fills up a batch."""
+        if index is None:
+            return None
+        batch, place = divmod(index, self.batch)
+        first, number = divmod(batch, self.times)
+        task = self.tasks[first * self.batch + place]
+        assert task is not None
+        return Use(task, number)

@@ -1,4 +1,4 @@
-"""The loss of GRPO: clipped ratios of probabilities, and a divergence from a reference."""
+"""The loss of GRPO: clipped ratios of probabilities, a KL divergence, and group-relative advantages."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def divergence(log_probs: Tensor, reference: Tensor) -> Tensor:
     return ratio.exp() - ratio - 1
 
 
-# What an answer is worth beside the other answers to its prompt.
+# Advantages
 
 
 Scale = Literal["group", "none"]

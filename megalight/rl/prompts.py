@@ -1,4 +1,4 @@
-"""Rows as prompts: their token ids, and in which order a run reads them."""
+"""Prompts: rows of files or of a generator, their token ids, and the order in which a run reads them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megalight.data.tokenizer import Tokenizer, check_unicode
 from megalight.errors import ConfigurationError, DataError
 from megalight.rl.environment import RLTask
 
-# Where the rows of prompts come from: files, or a generator.
+# Rows
 
 
 Row = Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""Answers of a policy to prompts, drawn and scored."""
+"""Rollouts: the policy samples answers to prompts between two steps, and rewards score them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megalight.parallel.trace import span
 from megalight.rl.environment import PromptBatch, RLTask, Score
 from megalight.strategies import MegatronStrategy
 
-# The trained model as one that draws answers, between two steps.
+# The policy as a generator
 
 
 T = TypeVar("T")
@@ -97,6 +97,9 @@ class Policy:
         if why is not None:
             raise MegalightError(f"the first rank of this replica failed: {why}")
         return value  # type: ignore[return-value]  # it has not failed
+
+
+# Rollouts
 
 
 @dataclass(frozen=True, kw_only=True)

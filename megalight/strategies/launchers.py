@@ -1,7 +1,7 @@
 """Launchers start the processes of ``devices=N``: they re-run the script, fork in notebooks, or start nothing.
 
 Under torchrun and SLURM the processes run already. We then only check that there are ``devices x num_nodes``. In all
-cases, :mod:`megalight.strategies.launchers` runs before processes start.
+cases, :func:`check` runs before processes start, and ranks end when rank 0 is killed (:func:`watch`).
 """
 
 from __future__ import annotations
@@ -51,145 +51,6 @@ from megalight.strategies.setup import check_plain
 from megalight.strategies.unsharded_optimizer import check_early
 from megalight.strategies.user_module import options_for
 from megalight.types.packed_sequences import check_length
-
-# Ends the ranks that rank 0 has started when rank 0 is killed.
-#
-# A killed rank 0 cannot end its children. On GPUs they would wait for ever: an NCCL collective without rank 0 never
-# ends, and the store that its watchdog asks has gone with rank 0.
-
-
-STARTED_BY = "MEGALIGHT_STARTED_BY"
-"""Set for child processes: the id of rank 0's process, a colon, and the path of the mark."""
-
-PERIOD_SECONDS = 0.5
-"""Time between two looks at the parent."""
-
-ORPHANS_GRACE_SECONDS = 3.0
-"""Time for an orphan to end by itself and to show its own error."""
-
-
-def announce() -> None:
-    """On rank 0, before it starts children: leave a mark that is removed at a normal exit and stays after a kill."""
-    if STARTED_BY in os.environ and os.environ[STARTED_BY].startswith(f"{os.getpid()}:"):
-        return
-    handle, path = tempfile.mkstemp(prefix="megalight-rank0-")
-    os.close(handle)
-    os.environ[STARTED_BY] = f"{os.getpid()}:{path}"
-    atexit.register(Path(path).unlink, missing_ok=True)
-
-
-def watch() -> None:
-    """On a child of rank 0: end this process soon after rank 0 was killed. Other processes are not watched."""
-    parent, _, mark = os.environ.get(STARTED_BY, "").partition(":")
-    if parent == str(os.getppid()) and not any(thread.name == STARTED_BY for thread in threading.enumerate()):
-        threading.Thread(target=_watch, args=(int(parent), Path(mark)), name=STARTED_BY, daemon=True).start()
-
-
-def _watch(parent: int, mark: Path) -> None:
-    # A process whose parent dies gets another parent.
-    while os.getppid() == parent:
-        time.sleep(PERIOD_SECONDS)
-    if not mark.exists():
-        return  # rank 0 ended by itself, with or without an error; its launcher ends the others where needed
-    time.sleep(ORPHANS_GRACE_SECONDS)
-    with suppress(OSError):
-        mark.unlink()
-    with suppress(OSError):
-        sys.stderr.write(f"Rank 0 (process {parent}) was killed; process {os.getpid()}, which it started, ends too.\n")
-        sys.stderr.flush()
-    os._exit(1)
-
-
-# Checks before any process or process group starts: one message, nothing written, and no rank that hangs.
-
-
-NAMED = ("best", "last", "hpc")
-"""Values of ``ckpt_path`` that Lightning resolves later."""
-
-
-def check(
-    strategy: MeshStrategy, trainer: pl.Trainer | None, function: Callable[..., Any], *args: Any, **kwargs: Any
-) -> None:
-    """Check the arguments of the trainer's ``function`` before it is called.
-
-    Modules can have their own checks: ``check_data(datamodule)`` and ``check_checkpoint(entries)``. A callback with a
-    method ``attach(module)`` can change the model that the module will build.
-
-    Raises:
-        ConfigurationError: processes cannot meet at MASTER_PORT; there is a limit on multiprocessors, but messages are
-            not sent with NCCL; no plan says how to split the module; or a callback would prune layers that it cannot
-            see whole.
-        LayoutError: the model or the batch does not divide over the ranks.
-        DataError: the data does not fit the model or the division of sequences.
-        CheckpointError: the checkpoint is incomplete, has an unknown format, or is of another model.
-    """
-    check_address(strategy)
-    given = inspect.signature(function).bind(*args, **kwargs).arguments
-    module: Any = given.get("model") or strategy.lightning_module
-    data = next((value for value in given.values() if isinstance(value, pl.LightningDataModule)), None)
-    # First, because a callback may change the model that is checked below.
-    for callback in getattr(trainer, "callbacks", ()):
-        if hasattr(callback, "attach"):
-            callback.attach(module)
-    check_max_ctas("data_parallel.max_ctas", strategy.data_parallel.max_ctas, backend_of(strategy))
-    check_max_ctas("TensorOptions.max_ctas", strategy.tensor.max_ctas, backend_of(strategy))
-    ranks = strategy.num_nodes * strategy.num_processes
-    parts = strategy.parts(ranks)
-    fitting = trainer if trainer is not None and trainer.state.fn == TrainerFn.FITTING else None
-    if fitting is not None:
-        check_tuners(fitting, module, data, ranks)
-    for part in parts:
-        strategy.check_module(module, part.mesh)
-        if fitting is not None:
-            check_early(strategy, fitting, module, part.mesh)
-            check_pruning(fitting, module, part.mesh)
-        if ranks > 1:
-            if isinstance(module, MegalightModule):
-                _split_on_meta(strategy, module, part)
-            else:
-                check_plain(strategy, module, part.mesh)
-    mesh = parts[-1].mesh
-    size = getattr(data, "global_batch_size", None)
-    if isinstance(size, int):
-        GlobalBatchSampler(size, size, num_replicas=mesh.dp)  # refuses what does not divide
-    length = getattr(data, "sequence_length", None)
-    if isinstance(length, int) and mesh.cp > 1:
-        check_length(length, mesh.cp)
-    if data is not None and hasattr(module, "check_data"):
-        module.check_data(data)
-    path = given.get("ckpt_path")
-    if not path and isinstance(module, MegalightModule) and module.model is None:
-        module.initial_weights()  # opens the folder, which checks that it exists, is complete and of this family
-    if path and path not in NAMED:
-        entries = open_saved(str(path), module).common
-        if hasattr(module, "check_checkpoint"):
-            module.check_checkpoint(entries)
-
-
-def _split_on_meta(strategy: MeshStrategy, module: Any, part: ModelPart) -> None:
-    """Build the model without memory, and split a part of it like its first rank.
-
-    This runs the module's ``build_model`` once more than training. We cannot keep this model: ``setup`` hooks, which
-    may prepare what ``build_model`` needs, have not run yet, and with ``start_method="fork"`` or ``"spawn"`` another
-    process trains. On the meta device the extra run needs no memory and little time.
-    """
-    built_elsewhere = type(module).configure_model is not MegalightModule.configure_model
-    if built_elsewhere or module.model is not None:
-        return
-    # The state of the generator stays, so that the later real build draws the same values
-    # as without this check.
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        model = module.build_model()
-        check_lazy(model)
-        apply_transforms(model, module.transforms)
-        module.check_model(model)
-        model = part.take(model)
-        options = options_for(module, model, part.options)
-        check_split(model, part.mesh, options, strategy.precision.dtype, strategy.root_device)
-        strategy.precision.check(model)
-        for frozen in module.frozen_models().values():
-            frozen.check(part.mesh, strategy.precision.dtype, strategy.root_device)
-
 
 GRACE_SECONDS = 1.0
 """How long other ranks may run after rank 0 has failed and shown its error. It is enough to end by themselves, and too
@@ -399,3 +260,144 @@ def _check_started(environment: ClusterEnvironment, devices: int, num_nodes: int
             f"{expected}. Make both the same: start {devices} on each node (torchrun --nproc-per-node {devices}, "
             f"srun --ntasks-per-node {devices}), or set devices={max(1, found // num_nodes)}."
         )
+
+
+# Orphans: ranks end when rank 0, which started them, is killed
+#
+# A killed rank 0 cannot end its children. On GPUs they would wait for ever: an NCCL collective without rank 0 never
+# ends, and the store that its watchdog asks is gone.
+
+
+STARTED_BY = "MEGALIGHT_STARTED_BY"
+"""Set for child processes: the id of rank 0's process, a colon, and the path of the mark."""
+
+
+PERIOD_SECONDS = 0.5
+"""Time between two looks at the parent."""
+
+
+ORPHANS_GRACE_SECONDS = 3.0
+"""Time for an orphan to end by itself and to show its own error."""
+
+
+def announce() -> None:
+    """On rank 0, before it starts children: leave a mark that is removed at a normal exit and stays after a kill."""
+    if STARTED_BY in os.environ and os.environ[STARTED_BY].startswith(f"{os.getpid()}:"):
+        return
+    handle, path = tempfile.mkstemp(prefix="megalight-rank0-")
+    os.close(handle)
+    os.environ[STARTED_BY] = f"{os.getpid()}:{path}"
+    atexit.register(Path(path).unlink, missing_ok=True)
+
+
+def watch() -> None:
+    """On a child of rank 0: end this process soon after rank 0 was killed. Other processes are not watched."""
+    parent, _, mark = os.environ.get(STARTED_BY, "").partition(":")
+    if parent == str(os.getppid()) and not any(thread.name == STARTED_BY for thread in threading.enumerate()):
+        threading.Thread(target=_watch, args=(int(parent), Path(mark)), name=STARTED_BY, daemon=True).start()
+
+
+def _watch(parent: int, mark: Path) -> None:
+    # A process whose parent dies gets another parent.
+    while os.getppid() == parent:
+        time.sleep(PERIOD_SECONDS)
+    if not mark.exists():
+        return  # rank 0 ended by itself, with or without an error; its launcher ends the others where needed
+    time.sleep(ORPHANS_GRACE_SECONDS)
+    with suppress(OSError):
+        mark.unlink()
+    with suppress(OSError):
+        sys.stderr.write(f"Rank 0 (process {parent}) was killed; process {os.getpid()}, which it started, ends too.\n")
+        sys.stderr.flush()
+    os._exit(1)
+
+
+# Checks before any process or process group starts
+
+
+NAMED = ("best", "last", "hpc")
+"""Values of ``ckpt_path`` that Lightning resolves later."""
+
+
+def check(
+    strategy: MeshStrategy, trainer: pl.Trainer | None, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> None:
+    """Check the arguments of the trainer's ``function`` before it is called.
+
+    Modules can have their own checks: ``check_data(datamodule)`` and ``check_checkpoint(entries)``. A callback with a
+    method ``attach(module)`` can change the model that the module will build.
+
+    Raises:
+        ConfigurationError: processes cannot meet at MASTER_PORT; there is a limit on multiprocessors, but messages are
+            not sent with NCCL; no plan says how to split the module; or a callback would prune layers that it cannot
+            see whole.
+        LayoutError: the model or the batch does not divide over the ranks.
+        DataError: the data does not fit the model or the division of sequences.
+        CheckpointError: the checkpoint is incomplete, has an unknown format, or is of another model.
+    """
+    check_address(strategy)
+    given = inspect.signature(function).bind(*args, **kwargs).arguments
+    module: Any = given.get("model") or strategy.lightning_module
+    data = next((value for value in given.values() if isinstance(value, pl.LightningDataModule)), None)
+    # First, because a callback may change the model that is checked below.
+    for callback in getattr(trainer, "callbacks", ()):
+        if hasattr(callback, "attach"):
+            callback.attach(module)
+    check_max_ctas("data_parallel.max_ctas", strategy.data_parallel.max_ctas, backend_of(strategy))
+    check_max_ctas("TensorOptions.max_ctas", strategy.tensor.max_ctas, backend_of(strategy))
+    ranks = strategy.num_nodes * strategy.num_processes
+    parts = strategy.parts(ranks)
+    fitting = trainer if trainer is not None and trainer.state.fn == TrainerFn.FITTING else None
+    if fitting is not None:
+        check_tuners(fitting, module, data, ranks)
+    for part in parts:
+        strategy.check_module(module, part.mesh)
+        if fitting is not None:
+            check_early(strategy, fitting, module, part.mesh)
+            check_pruning(fitting, module, part.mesh)
+        if ranks > 1:
+            if isinstance(module, MegalightModule):
+                _split_on_meta(strategy, module, part)
+            else:
+                check_plain(strategy, module, part.mesh)
+    mesh = parts[-1].mesh
+    size = getattr(data, "global_batch_size", None)
+    if isinstance(size, int):
+        GlobalBatchSampler(size, size, num_replicas=mesh.dp)  # refuses what does not divide
+    length = getattr(data, "sequence_length", None)
+    if isinstance(length, int) and mesh.cp > 1:
+        check_length(length, mesh.cp)
+    if data is not None and hasattr(module, "check_data"):
+        module.check_data(data)
+    path = given.get("ckpt_path")
+    if not path and isinstance(module, MegalightModule) and module.model is None:
+        module.initial_weights()  # opens the folder, which checks that it exists, is complete and of this family
+    if path and path not in NAMED:
+        entries = open_saved(str(path), module).common
+        if hasattr(module, "check_checkpoint"):
+            module.check_checkpoint(entries)
+
+
+def _split_on_meta(strategy: MeshStrategy, module: Any, part: ModelPart) -> None:
+    """Build the model without memory, and split a part of it like its first rank.
+
+    This runs the module's ``build_model`` once more than training. We cannot keep this model: ``setup`` hooks, which
+    may prepare what ``build_model`` needs, have not run yet, and with ``start_method="fork"`` or ``"spawn"`` another
+    process trains. On the meta device the extra run needs no memory and little time.
+    """
+    built_elsewhere = type(module).configure_model is not MegalightModule.configure_model
+    if built_elsewhere or module.model is not None:
+        return
+    # The state of the generator stays, so that the later real build draws the same values
+    # as without this check.
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        model = module.build_model()
+        check_lazy(model)
+        apply_transforms(model, module.transforms)
+        module.check_model(model)
+        model = part.take(model)
+        options = options_for(module, model, part.options)
+        check_split(model, part.mesh, options, strategy.precision.dtype, strategy.root_device)
+        strategy.precision.check(model)
+        for frozen in module.frozen_models().values():
+            frozen.check(part.mesh, strategy.precision.dtype, strategy.root_device)

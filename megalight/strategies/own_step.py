@@ -1,4 +1,4 @@
-"""Run the user's own ``training_step`` on each micro-batch."""
+"""The user's own ``training_step``: it runs on each micro-batch, and its gradients, outputs and logs are averaged."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from megalight.models.batch_size import weights
 from megalight.parallel.coupling import contents, is_empty
 from megalight.parallel.trace import span
 from megalight.plugins.precision import MegatronPrecision
-
-# Errors that Lightning's users catch under Lightning's own names.
 
 
 class StepError(ConfigurationError, MisconfigurationException):

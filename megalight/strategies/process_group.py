@@ -1,4 +1,4 @@
-"""The process group of all ranks."""
+"""The process group of all ranks, which first meet at rank 0: who waits says for what."""
 
 from __future__ import annotations
 
@@ -15,9 +15,6 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.parallel.groups import end_at_exit
 from megalight.strategies.mesh_strategy import MeshStrategy
-
-# All processes of a run meet at rank 0, before they make their process group. Who waits says for what.
-
 
 log = logging.getLogger(__name__)
 

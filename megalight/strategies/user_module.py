@@ -1,4 +1,4 @@
-"""The user's LightningModule as the strategy sees it: its model, its seed, and its own steps."""
+"""The user's LightningModule as the strategy sees it: its model, its seed, its own steps, and its hooks."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _overridden(module: MegalightModule, method: str) -> bool:
     return getattr(type(module), method) is not getattr(MegalightModule, method)
 
 
-# Find Lightning's hooks that the user's code defines.
+# Hooks that the user's code defines
 
 
 OURS = ("lightning", "megalight")
@@ -112,7 +112,7 @@ def defines(owner: pl.Callback | pl.LightningModule, hook: str) -> bool:
     return not is_ours(getattr(owner, hook))
 
 
-# Find code of users that may read weights where these are not whole: parameters are gathered before it runs.
+# Code that may read weights, which are gathered before it runs
 
 
 log = logging.getLogger(__name__)

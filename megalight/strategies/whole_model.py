@@ -1,4 +1,4 @@
-"""The one-device model of a module that ranks have divided, for those who count its parameters."""
+"""The single-device model of a module that is split over ranks, for those who count its parameters."""
 
 from __future__ import annotations
 
@@ -103,9 +103,7 @@ def _numel(module: nn.Module) -> int:
     return sum(0 if is_lazy(parameter) else parameter.numel() for parameter in module.parameters())
 
 
-# How Lightning's own summaries show their figures under our strategies: without FLOPs where nobody counted any.
-#
-# Lightning counts them while the module runs its ``example_input_array``. Without one, it would show 0.
+# Lightning's model summaries, without FLOPs where nobody counted any
 
 
 Columns = list[tuple[str, list[str]]]

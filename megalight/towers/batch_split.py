@@ -1,4 +1,4 @@
-"""Which replica of a tower reads which images."""
+"""Batch split of towers: which replica of a tower reads which images."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def end_to_end(parts: Sequence[Images]) -> Images:
     )
 
 
-# Which replica of a tower reads which images, if both models have the same ranks.
+# Colocated: both models have the same ranks
 
 
 def balanced(homes: Sequence[Sequence[int]], replicas: int) -> list[list[list[int]]]:
@@ -92,7 +92,7 @@ def balanced(homes: Sequence[Sequence[int]], replicas: int) -> list[list[list[in
     return [[sorted(own) for own in each] for each in found]
 
 
-# Which replicas of two models on ranks of their own work together.
+# Disjoint: each model has ranks of its own
 
 
 class Division:

@@ -293,24 +293,24 @@ def _replicas(mesh: ParallelMesh, stage: int | None = None) -> list[tuple[int, .
     ]
 
 
-# A vision tower and a language model on the same ranks, each in a layout of its own, without Lightning.
-#
-# ::
-#
-#     run = TowersBeside(
-#         config,
-#         tower=Side(ranks=4),
-#         language=Side(ranks=4, tensor_parallel=2, sequence_parallel=True),
-#         optimizer=make_optimizer,
-#     )
-#     for number in range(steps):
-#         loss = run.forward_backward(micro_batches_of(run.replica, number))
-#         run.clip_grad_norm(1.0)
-#         run.step()
+# Without Lightning
 
 
 class TowersBeside(Towers):
     """One training run of a vision-language model whose towers share all ranks, but not a layout.
+
+    ::
+
+        run = TowersBeside(
+            config,
+            tower=Side(ranks=4),
+            language=Side(ranks=4, tensor_parallel=2, sequence_parallel=True),
+            optimizer=make_optimizer,
+        )
+        for number in range(steps):
+            loss = run.forward_backward(micro_batches_of(run.replica, number))
+            run.clip_grad_norm(1.0)
+            run.step()
 
     In each step the tower runs for all micro-batches, then the language model's schedule, then the tower backward.
     Before each pass of the tower, the images of a micro-batch, of all replicas of the language model, are divided among

@@ -39,8 +39,6 @@ from megalight.towers.layout import Side
 from megalight.towers.run import Build, MakeOptimizer, Towers
 from megalight.training import Training
 
-# The language model's side of a step: features that come from the ranks of the tower.
-
 
 class FeatureReceiver:
     """Receives the features of each micro-batch, and sends their gradients back.
@@ -74,9 +72,6 @@ class FeatureReceiver:
 
     def _answer(self, gradient: Tensor) -> None:
         self.bridge.send_backward({"features": gradient})
-
-
-# The tower's side of a step: images in, features out, and the gradients that come back for them.
 
 
 Together = Sequence[ImageTextBatch]

@@ -1,4 +1,4 @@
-"""What a language model computes in a training step, with features that a tower has made elsewhere."""
+"""The training step of a language model whose image features come from a tower in another layout."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def padded(features: Tensor, multiple: int) -> Tensor:
     return F.pad(features, (0, 0, 0, rows + -rows % multiple - len(features)))
 
 
-# The features of images, from a tower in any layout.
+# Features of images
 
 
 def features(config: VLMConfig, tower: ParallelModel, images: Images) -> Tensor:

@@ -1,4 +1,4 @@
-"""The layout of one of two models that have ranks of their own."""
+"""The layout of a tower, or of the language model beside it, and the part of the model that a rank holds."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def check_tower(side: Side) -> None:
         )
 
 
-# The part of a model with a vision tower that a rank holds.
+# The part of a rank
 
 
 def part_of(whole: nn.Module, tower: bool) -> nn.Module:

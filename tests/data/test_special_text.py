@@ -12,7 +12,7 @@ from tokenizers import models, pre_tokenizers
 
 from megalight.cli.main import main
 from megalight.data.indexed import IndexedDataset
-from megalight.data.multimodal.images import TOKENS
+from megalight.data.multimodal.images import VIDEO_TOKENS
 from megalight.data.multimodal.template import FRAMES, IMAGE_TOKEN
 from megalight.data.prepare import prepare
 from megalight.data.tokenizer import MEDIA, Tokenizer
@@ -79,7 +79,7 @@ def test_no_text_stands_for_an_image(make: Any) -> None:
 def test_all_names_are_known() -> None:
     tokens = [token for token in MEDIA if any(token in frame.whole for frame in FRAMES)]
     assert len(tokens) == len(FRAMES)
-    assert {IMAGE_TOKEN, *TOKENS, *tokens} == {*MEDIA}
+    assert {IMAGE_TOKEN, *VIDEO_TOKENS, *tokens} == {*MEDIA}
 
 
 def test_a_tokenizer_names_its_own_token(tmp_path: Path) -> None:

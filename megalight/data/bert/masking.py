@@ -1,4 +1,4 @@
-"""Masking of whole words (BERT, https://arxiv.org/abs/1810.04805; its release of May 2019 masks whole words)."""
+"""Whole-word masking (BERT, https://arxiv.org/abs/1810.04805; its release of May 2019 masks whole words)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megalight.data.bert.batch import IGNORED
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import DataError
 
-# What masking needs to know of a vocabulary: special tokens, and which tokens continue a word.
+# Words of a vocabulary
 
 
 CLASSIFY = ("[CLS]", "<s>", "<cls>")
@@ -102,6 +102,9 @@ def _letter_of_bytes(character: str) -> bool:
     on, and higher bytes as U+00A1 to U+00FF or from U+0122 on.
     """
     return character.isalnum() if character.isascii() else not 0x100 <= ord(character) <= 0x121
+
+
+# Masking
 
 
 KEPT = 0.1

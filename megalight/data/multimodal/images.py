@@ -1,4 +1,8 @@
-"""Pictures to squares of patches, by Pillow."""
+"""Image preprocessing: files are decoded by Pillow, and become squares of patches.
+
+:func:`decode` gives an upright image in 8-bit colors, and :class:`ImageForm` makes patches of it. Videos are
+recognized, and not supported.
+"""
 
 from __future__ import annotations
 
@@ -147,7 +151,7 @@ class ImageForm:
     @property
     def filter(self) -> Any:
         """Pillow's filter for resizing."""
-        return getattr(_images_pillow().Resampling, self.resample.upper())
+        return getattr(_pillow().Resampling, self.resample.upper())
 
     def array(self, image: Any) -> NDArray[np.uint8]:
         """``[height, width, channels]`` of a Pillow image with these colors."""
@@ -197,14 +201,14 @@ class ImageForm:
     def _padded(self, image: Any, side: int) -> Any:
         """Return a square with the image in the middle."""
         border = self.border if self.channels == 3 else self.border[0]
-        square = _images_pillow().new(image.mode, (side, side), border)
+        square = _pillow().new(image.mode, (side, side), border)
         square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
         return square
 
 
 def _too_large(width: int, height: int) -> bool:
     """Return whether an image would have more pixels than Pillow decodes."""
-    most = _images_pillow().MAX_IMAGE_PIXELS
+    most = _pillow().MAX_IMAGE_PIXELS
     return most is not None and width * height > most
 
 
@@ -218,44 +222,7 @@ def rgb(image: Any, channels: int) -> Any:
     return image.convert("RGB" if channels == 3 else "L")
 
 
-def _images_pillow() -> ModuleType:
-    return require("PIL.Image", "images")
-
-
-# Videos, which are not read: how they are recognized, so that they are refused by name.
-
-
-KEYS = ("video", "videos")
-"""Keys of rows that hold videos, and types of parts of a message."""
-TOKENS = ("<video>", "<|video_pad|>")
-"""Tokens of published models that stand for videos."""
-SUFFIXES = ("mp4", "avi", "mov", "mkv", "webm", "mpg", "mpeg")
-
-
-def is_video(data: bytes) -> bool:
-    """Return whether the bytes of a file begin as those of a video: MP4 and MOV, AVI, Matroska and WebM, MPEG."""
-    boxes = data[4:8] in (b"ftyp", b"moov", b"mdat")
-    return boxes or data[:4] in (b"\x1aE\xdf\xa3", b"\0\0\1\xba", b"\0\0\1\xb3") or data[8:12] == b"AVI "
-
-
-def videos_of(record: Any) -> str | None:
-    """Return where a row of conversations has a video; None: it has none."""
-    if not isinstance(record, Mapping):
-        return None
-    return next((f"key {key!r}" for key in KEYS if record.get(key)), None) or next(_parts(record), None)
-
-
-def _parts(record: Mapping[str, Any]) -> Iterator[str]:
-    # Messages may be lists of parts, each of a type.
-    for messages in record.values():
-        for message in messages if isinstance(messages, list) else ():
-            content = message.get("content") if isinstance(message, Mapping) else None
-            for part in content if isinstance(content, list) else ():
-                if isinstance(part, Mapping) and part.get("type") in KEYS:
-                    yield f"a message with a part of type {part['type']!r}"
-
-
-# Image files to upright pictures in 8-bit colors, by Pillow.
+# Decoding
 
 
 def decode(data: bytes, place: str) -> Any:
@@ -275,7 +242,7 @@ def decode(data: bytes, place: str) -> Any:
         image.load()
         turn = TURNS.get(_orientation(image, data))
         found = _in_bytes(image, place)
-        return found if turn is None else found.transpose(_files_pillow().Transpose[turn])
+        return found if turn is None else found.transpose(_pillow().Transpose[turn])
 
 
 def measure(data: bytes, place: str) -> tuple[int, int]:
@@ -292,7 +259,7 @@ def measure(data: bytes, place: str) -> tuple[int, int]:
 @contextmanager
 def _opened(data: bytes, place: str) -> Iterator[Any]:
     """Give the Pillow image in the bytes of a file; errors raised inside name the place."""
-    pillow = _files_pillow()
+    pillow = _pillow()
     with warnings.catch_warnings():
         # Pillow warns of damage without a name. It warns of a bomb up to twice the limit, and only then raises.
         warnings.simplefilter("ignore")
@@ -314,7 +281,7 @@ def _in_bytes(image: Any, place: str) -> Any:
     """Return a Pillow image in gray or in red, green, blue, of 8 bits each."""
     sixteen = image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
     if sixteen:  # Pillow's own conversion makes all above 255 white
-        return _files_pillow().fromarray((np.asarray(image).astype(np.int64) >> 8).astype(np.uint8))
+        return _pillow().fromarray((np.asarray(image).astype(np.int64) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):
         raise DataError(
             f"{place} has pixels of 32 bits (mode {image.mode!r}), whose range nobody states; write it with 8 bits."
@@ -364,7 +331,7 @@ def _unreadable(data: bytes, place: str, error: Exception) -> str:
         return f"{place} is a video, and videos are not read; give an image of it."
     if not data:
         return f"{place} is empty; write the file again, or leave the image out."
-    if isinstance(error, _files_pillow().UnidentifiedImageError):  # its message names an object in memory
+    if isinstance(error, _pillow().UnidentifiedImageError):  # its message names an object in memory
         kind = next((kind for start, kind in SIGNATURES if data.startswith(start)), "")
         if kind:
             return f"{place} begins as {kind}, and is damaged: Pillow cannot read it. Write the file again."
@@ -372,5 +339,42 @@ def _unreadable(data: bytes, place: str, error: Exception) -> str:
     return f"{place} cannot be read as an image ({type(error).__name__}: {error})."
 
 
-def _files_pillow() -> ModuleType:
+def _pillow() -> ModuleType:
     return require("PIL.Image", "images")
+
+
+# Videos
+
+
+VIDEO_KEYS = ("video", "videos")
+"""Keys of rows that hold videos, and types of parts of a message."""
+
+
+VIDEO_TOKENS = ("<video>", "<|video_pad|>")
+"""Tokens of published models that stand for videos."""
+
+
+VIDEO_SUFFIXES = ("mp4", "avi", "mov", "mkv", "webm", "mpg", "mpeg")
+
+
+def is_video(data: bytes) -> bool:
+    """Return whether the bytes of a file begin as those of a video: MP4 and MOV, AVI, Matroska and WebM, MPEG."""
+    boxes = data[4:8] in (b"ftyp", b"moov", b"mdat")
+    return boxes or data[:4] in (b"\x1aE\xdf\xa3", b"\0\0\1\xba", b"\0\0\1\xb3") or data[8:12] == b"AVI "
+
+
+def videos_of(record: Any) -> str | None:
+    """Return where a row of conversations has a video; None: it has none."""
+    if not isinstance(record, Mapping):
+        return None
+    return next((f"key {key!r}" for key in VIDEO_KEYS if record.get(key)), None) or next(_parts(record), None)
+
+
+def _parts(record: Mapping[str, Any]) -> Iterator[str]:
+    # Messages may be lists of parts, each of a type.
+    for messages in record.values():
+        for message in messages if isinstance(messages, list) else ():
+            content = message.get("content") if isinstance(message, Mapping) else None
+            for part in content if isinstance(content, list) else ():
+                if isinstance(part, Mapping) and part.get("type") in VIDEO_KEYS:
+                    yield f"a message with a part of type {part['type']!r}"

@@ -18,7 +18,7 @@ from megalight.data.chat.template import TrainOn, read_template
 from megalight.data.corpus import image_prefix, loss_prefix, tokenizer_path
 from megalight.data.encode import encode_files
 from megalight.data.indexed import IndexedWriter, token_dtype
-from megalight.data.multimodal.images import TOKENS, decode, videos_of
+from megalight.data.multimodal.images import VIDEO_TOKENS, decode, videos_of
 from megalight.data.multimodal.template import IMAGE_TOKEN, ImageTemplate, image_text_of, images_of, is_image
 from megalight.data.prepare import PrepareReport, find_inputs, progress_bar, publish_facts
 from megalight.data.sink import Encoded
@@ -75,7 +75,7 @@ class _ImageEncoder(ChatEncoder):
                 f"{place}: the text holds {self.image_token!r} {count} times, and there are {len(given)} images; each "
                 "image needs one."
             )
-        for token in TOKENS:
+        for token in VIDEO_TOKENS:
             if any(self.tokenizer.vocabulary.get(token, -1) in ids for ids, _ in encoded):
                 raise DataError(f"{place} has {token!r}, which stands for a video, and videos are not read.")
         # Last, because it is most of the work.

@@ -1,4 +1,4 @@
-"""The form of images that a model takes."""
+"""Image preprocessing for any resolution: tiles of one size (AnyRes), or patches in the image's own shape (dynamic)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megalight.data.multimodal.images import ImageForm, Resize, rgb
 from megalight.errors import DataError
 from megalight.imports import require
 
-# Images of any shape as squares: the whole image, and a grid of tiles without its borders.
+# AnyRes: the whole image, and a grid of tiles without its borders
 
 
 class Lines(NamedTuple):
@@ -187,7 +187,7 @@ def mixtures(rows: NDArray[np.int64], shape: tuple[int, int]) -> tuple[NDArray[n
     return corners.reshape(4, -1).T.copy(), weights.reshape(4, -1).T.copy()
 
 
-# Images of any size to patches: each keeps its shape, and nearly its size.
+# Dynamic resolution: each image keeps its shape, and nearly its size
 
 
 LONGEST = 200
@@ -340,6 +340,9 @@ class DynamicForm:
             for left in range(0, columns, side)
         ]
         return np.concatenate(parts), tuple(map(len, parts))
+
+
+# The form of a model
 
 
 def form_of(config: Any, resize: Resize | None = None) -> ImageFormat:

@@ -1,4 +1,4 @@
-"""Chat templates of models that read images."""
+"""Chat templates of models that read images: where a row has its images, and what stands for one in its text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from megalight.data.chat.template import PROBE, ChatTemplate, Span
 from megalight.errors import DataError
 
-# Where rows of conversations have their images.
+# Images of a row of conversations
 
 
 KEYS = ("images", "image")
@@ -53,7 +53,7 @@ def _parts(record: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             yield from filter(is_image, content if isinstance(content, list) else ())
 
 
-# What stands for an image in texts: ``<image>``, and what models have in its place.
+# Placeholders: ``<image>``, and what models have in its place
 
 
 IMAGE_TOKEN = "<image>"
@@ -130,6 +130,9 @@ def image_text_of(image_token: str, vocabulary: Mapping[str, int], given: str | 
 
 def _tokens(frame: ImageText) -> list[str]:
     return [f"<{part}" for part in frame.whole.strip().split("<")[1:]]
+
+
+# Templates
 
 
 IMAGE = {"type": "image"}

@@ -82,7 +82,7 @@ class BertConfig(ModelConfig):
         return self.hidden_size // self.num_heads
 
 
-# Numbers of parameters and floating-point operations of a BERT, computed from its configuration.
+# Parameters and FLOPs
 
 
 MASKED = 0.15

@@ -1,4 +1,4 @@
-"""What a student's LightningModule needs of its teacher."""
+"""The teacher of a student: its frozen model, the hidden states that are compared, and the loss."""
 
 from __future__ import annotations
 
@@ -33,53 +33,6 @@ from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.source import Chosen
 from megalight.parallel.styles import VocabHeadStyle
 from megalight.types import PackedSequences, TokenBatch
-
-# Names of places in a model at which hidden states can be compared.
-
-
-PARTS = {
-    "self_attention": "attention",
-    "self_attention.linear_proj": "attention",
-    "input_layernorm": "attention_norm",
-    "pre_mlp_layernorm": "mlp_norm",
-    "mlp.linear_fc2": "mlp",
-    "mixer": "mamba",
-    "norm": "mamba_norm",
-}
-"""Megatron's names of parts of a layer -> ours."""
-
-
-def place(name: str) -> str:
-    """Return our name of a place that Megatron names, and other names as they are."""
-    if name == "decoder.final_layernorm":
-        return "head.norm"
-    found = re.fullmatch(r"decoder\.(layers\.\d+)(?:\.(.+))?", name)
-    if found is None:
-        return name
-    layer, part = found.groups()
-    return layer if part is None else f"{layer}.{PARTS.get(part, part)}"
-
-
-def check_place(name: str, known: Collection[str], model: str) -> None:
-    """Refuse a place that a model does not have.
-
-    Args:
-        model: which model, for the error.
-
-    Raises:
-        ConfigurationError: names what it has.
-    """
-    if place(name) in known:
-        return
-    layers = sum(other.count(".") == 1 for other in known) - 1
-    first = [other for other in known if other.startswith("layers.0")]
-    raise ConfigurationError(
-        f"{model} has no place {name!r} whose hidden states could be compared."
-        + nearest(place(name), known)
-        + f" It has {layers} layers, from layers.0 to layers.{layers - 1}; places of the first are {', '.join(first)}, "
-        "and head.norm is the final norm."
-    )
-
 
 TEACHER = "teacher"
 """Name of the teacher among the frozen models of a run, and first part of its canonical names."""
@@ -347,3 +300,50 @@ def check_tokenizer(model: str, files: Mapping[str, bytes], data: Mapping[str, b
             f"{model} was trained with another tokenizer than that of the data, so ids do not mean the same to it. "
             "Prepare the data with its tokenizer.json, or take another model."
         )
+
+
+# Megatron's names of hidden states
+
+
+PARTS = {
+    "self_attention": "attention",
+    "self_attention.linear_proj": "attention",
+    "input_layernorm": "attention_norm",
+    "pre_mlp_layernorm": "mlp_norm",
+    "mlp.linear_fc2": "mlp",
+    "mixer": "mamba",
+    "norm": "mamba_norm",
+}
+"""Megatron's names of parts of a layer -> ours."""
+
+
+def place(name: str) -> str:
+    """Return our name of a place that Megatron names, and other names as they are."""
+    if name == "decoder.final_layernorm":
+        return "head.norm"
+    found = re.fullmatch(r"decoder\.(layers\.\d+)(?:\.(.+))?", name)
+    if found is None:
+        return name
+    layer, part = found.groups()
+    return layer if part is None else f"{layer}.{PARTS.get(part, part)}"
+
+
+def check_place(name: str, known: Collection[str], model: str) -> None:
+    """Refuse a place that a model does not have.
+
+    Args:
+        model: which model, for the error.
+
+    Raises:
+        ConfigurationError: names what it has.
+    """
+    if place(name) in known:
+        return
+    layers = sum(other.count(".") == 1 for other in known) - 1
+    first = [other for other in known if other.startswith("layers.0")]
+    raise ConfigurationError(
+        f"{model} has no place {name!r} whose hidden states could be compared."
+        + nearest(place(name), known)
+        + f" It has {layers} layers, from layers.0 to layers.{layers - 1}; places of the first are {', '.join(first)}, "
+        "and head.norm is the final norm."
+    )

@@ -129,7 +129,7 @@ def _check_positive(name: str, value: float) -> None:
         raise ConfigurationError(f"{name}={value} must be positive and finite; 1 is usual.")
 
 
-# Settings of distillation as ModelOpt's plugin for Megatron reads them from YAML.
+# ModelOpt's settings of distillation, in YAML
 
 
 KNOWN = ("logit_layers", "intermediate_layer_pairs", "skip_lm_loss", "kd_loss_scale", "logit_kl_temperature")

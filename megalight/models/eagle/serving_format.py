@@ -1,4 +1,4 @@
-"""The format of drafts that serving engines read: names of tensors, and ``config.json``."""
+"""The format of drafts that vLLM, SGLang and TensorRT-LLM read (``LlamaForCausalLMEagle3``): export and import."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _sizes(config: EagleConfig) -> Mapping[str, Any]:
     }
 
 
-# Drafts to the format that serving engines read (vLLM, SGLang, TensorRT-LLM: ``LlamaForCausalLMEagle3``).
+# Export
 
 
 def export_draft(
@@ -196,7 +196,7 @@ def in_order(weight: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
     return torch.cat(list(blocks.values()), 1)
 
 
-# Drafts from the format that serving engines read.
+# Import
 
 
 HEAD = "head.output_layer.weight"

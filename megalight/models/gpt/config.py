@@ -19,170 +19,6 @@ from megalight.models.gpt.mixer_config import AttentionConfig, DeltaNetConfig, L
 from megalight.nn.mlp import is_gated
 from megalight.nn.moe import MoEConfig
 
-# Patterns of hybrid models: one symbol per layer, each a single residual sublayer.
-
-
-SYMBOLS = {"M": "Mamba-2", "G": "Gated DeltaNet", "*": "attention", "-": "MLP", "E": "experts"}
-"""Symbol -> what the layer is."""
-
-
-def check_symbols(name: str, pattern: str) -> None:
-    """Check the symbols of a pattern.
-
-    Raises:
-        ConfigurationError: a symbol is unknown.
-    """
-    known = ", ".join(f"{symbol} ({meaning})" for symbol, meaning in SYMBOLS.items())
-    for place, symbol in enumerate(pattern):
-        require(symbol in SYMBOLS, f"{name} has the unknown symbol {symbol!r} for layer {place}; known: {known}.")
-
-
-def check_pattern(pattern: str, num_layers: int) -> None:
-    """Check symbols and length of a pattern.
-
-    Raises:
-        ConfigurationError: a symbol is unknown, or the pattern is not as long as the model is deep.
-    """
-    check_symbols("layer_pattern", pattern)
-    require(
-        len(pattern) == num_layers,
-        f"layer_pattern has {len(pattern)} symbols and num_layers is {num_layers}; give one symbol for each layer.",
-    )
-
-
-def spread(num_layers: int, attention_ratio: float, mlp_ratio: float = 0.0) -> str:
-    """Return a pattern with these fractions of attention and MLP layers, spread evenly; the others are Mamba-2.
-
-    Attention lies between equal runs of other layers, so the first and the last layer are not attention. MLP layers
-    replace Mamba-2 layers, so that equal runs of these come before each.
-
-    Raises:
-        ConfigurationError: a ratio is negative, too small to give a layer, or both leave no layer for Mamba-2.
-    """
-    for name, ratio in (("attention_ratio", attention_ratio), ("mlp_ratio", mlp_ratio)):
-        require(
-            ratio == 0 or 0.5 < num_layers * ratio < num_layers,
-            f"{name}={ratio} of {num_layers} layers gives none such, or no other; choose one from {1 / num_layers:.3g} "
-            f"to {1 - 1 / num_layers:.3g}, or leave it out.",
-        )
-    # Rounded, so that the same ratio fits models of any depth.
-    attention, mlp = round(num_layers * attention_ratio), round(num_layers * mlp_ratio)
-    require(
-        attention + mlp < num_layers,
-        f"attention_ratio={attention_ratio} and mlp_ratio={mlp_ratio} of {num_layers} layers; they must leave "
-        "layers for Mamba-2. Lower one of them.",
-    )
-    pattern = ["M"] * num_layers
-    # As Megatron-LM places them, so that its ratios give the same layers.
-    _place(pattern, list(range(num_layers)), "*", (num_layers - attention) / (attention + 1), attention)
-    # MLP layers after attention: runs are counted among the layers that are still Mamba-2.
-    free = [layer for layer in range(num_layers) if pattern[layer] == "M"]
-    _place(pattern, free, "-", (len(free) - mlp) / mlp if mlp else 0.0, mlp)
-    return "".join(pattern)
-
-
-def _place(pattern: list[str], free: list[int], symbol: str, run: float, count: int) -> None:
-    """Put ``count`` symbols at free places, each after a run of ``run`` others on average."""
-    # Runs are fractions: what is left of one goes into the next, so that gaps differ by one layer at most.
-    left = run
-    for layer in free:
-        if left < 0.5 and count:
-            pattern[layer], left, count = symbol, left + run, count - 1
-        else:
-            left -= 1
-
-
-# Settings that act in some layers only. Each must reach one, or it would do nothing without a word.
-
-
-ATTENTION = {"attention", "latent_attention"}
-"""Mixers that attend."""
-
-
-def check_reach(config: GPTConfig) -> None:
-    """Check that settings of attention, rotation, experts and convolutions reach a layer.
-
-    A pattern may be longer than the model is deep: what only a mixer behind the last layer would use is not checked.
-
-    Raises:
-        ConfigurationError: one reaches none.
-    """
-    layers = sorted({*range(config.num_layers), *config.depth_layers})
-    attending = [layer for layer in layers if config.mixer_of(layer) in ATTENTION]
-    if attending:
-        _check_local(config, attending)
-        _check_rotated(config, attending)
-    elif config.layer_pattern or not ATTENTION & set(config.mixer_pattern):
-        stated = stated_of(config.attention)
-        require(
-            not stated,
-            f"{', '.join(stated)} are set, and no layer has attention; leave them out, or give layers attention.",
-        )
-        require(
-            config.latent is None,
-            f"latent is set, and layer_pattern {config.layer_pattern!r} has no attention (*); leave latent and "
-            "mixer_pattern out, or give layers attention.",
-        )
-    moe = config.moe
-    require(
-        moe is None or any(config.has_experts(layer) for layer in layers),
-        f"moe.pattern gives experts from layer {moe.pattern.index(True) if moe else 0} on, and num_layers is "
-        f"{config.num_layers}; change the pattern, or leave moe out.",
-    )
-    require(
-        config.conv_kernel == type(config).conv_kernel or "conv" in config.mixer_pattern,
-        f"conv_kernel is {config.conv_kernel}, and no entry of mixer_pattern is conv. Mamba-2 and Gated DeltaNet have "
-        "mamba.conv_kernel and delta.conv_kernel; leave it out.",
-    )
-
-
-def stated_of(attention: AttentionConfig) -> list[str]:
-    """Return the names of the options that differ from their defaults."""
-    default = type(attention)()
-    return [
-        f"attention.{field.name}"
-        for field in fields(attention)
-        if getattr(attention, field.name) != getattr(default, field.name)
-    ]
-
-
-def _check_local(config: GPTConfig, attending: list[int]) -> None:
-    attention = config.attention
-    local = [layer for layer in attending if attention.is_local(layer)]
-    sized = "window" if attention.window is not None else "chunk"
-    require(
-        bool(local) or (attention.window is None and attention.chunk is None),
-        f"attention.{sized} is {getattr(attention, sized)}, and attention.window_pattern "
-        f"{list(attention.windowed)} gives it to no layer with attention, which are {attending}. Change the pattern, "
-        f"or leave attention.{sized} out.",
-    )
-    require(
-        config.position.local_base is None or any(config.position.rotates(layer) for layer in local),
-        f"position.local_base is {config.position.local_base}, and no layer that rotates has a window or chunks; set "
-        "attention.window, or leave it out.",
-    )
-
-
-def _check_rotated(config: GPTConfig, attending: list[int]) -> None:
-    position, attention = config.position, config.attention
-    rotated = [layer for layer in attending if position.rotates(layer)]
-    require(
-        position.kind != "rope" or bool(rotated),
-        f"position.pattern {list(position.pattern)} rotates no layer with attention, which are {attending}. Change it; "
-        "for no rotation at all, set position.kind=none.",
-    )
-    require(
-        not attention.qk_l2_norm or bool(rotated),
-        f"attention.qk_l2_norm=true with position.kind={position.kind}; it norms in layers that rotate. Set "
-        "position.kind=rope, or choose attention.qk_norm.",
-    )
-    require(
-        attention.temperature is None or len(rotated) < len(attending),
-        "attention.temperature is set, and all layers with attention rotate; it scales queries of layers that do not. "
-        "Set position.pattern or position.kind, or leave it out.",
-    )
-
-
 MIXERS = ("attention", "latent_attention", "conv", "mamba", "gated_delta_net")
 """The mixers that a layer can have."""
 
@@ -528,3 +364,167 @@ class GPTConfig(ModelConfig):
             return self.latent.rotary_dim
         # Rounded down to pairs: an odd feature has no partner.
         return int(self.head_dim * self.position.fraction) // 2 * 2
+
+
+# Layer patterns of hybrid models: one symbol per layer
+
+
+SYMBOLS = {"M": "Mamba-2", "G": "Gated DeltaNet", "*": "attention", "-": "MLP", "E": "experts"}
+"""Symbol -> what the layer is."""
+
+
+def check_symbols(name: str, pattern: str) -> None:
+    """Check the symbols of a pattern.
+
+    Raises:
+        ConfigurationError: a symbol is unknown.
+    """
+    known = ", ".join(f"{symbol} ({meaning})" for symbol, meaning in SYMBOLS.items())
+    for place, symbol in enumerate(pattern):
+        require(symbol in SYMBOLS, f"{name} has the unknown symbol {symbol!r} for layer {place}; known: {known}.")
+
+
+def check_pattern(pattern: str, num_layers: int) -> None:
+    """Check symbols and length of a pattern.
+
+    Raises:
+        ConfigurationError: a symbol is unknown, or the pattern is not as long as the model is deep.
+    """
+    check_symbols("layer_pattern", pattern)
+    require(
+        len(pattern) == num_layers,
+        f"layer_pattern has {len(pattern)} symbols and num_layers is {num_layers}; give one symbol for each layer.",
+    )
+
+
+def spread(num_layers: int, attention_ratio: float, mlp_ratio: float = 0.0) -> str:
+    """Return a pattern with these fractions of attention and MLP layers, spread evenly; the others are Mamba-2.
+
+    Attention lies between equal runs of other layers, so the first and the last layer are not attention. MLP layers
+    replace Mamba-2 layers, so that equal runs of these come before each.
+
+    Raises:
+        ConfigurationError: a ratio is negative, too small to give a layer, or both leave no layer for Mamba-2.
+    """
+    for name, ratio in (("attention_ratio", attention_ratio), ("mlp_ratio", mlp_ratio)):
+        require(
+            ratio == 0 or 0.5 < num_layers * ratio < num_layers,
+            f"{name}={ratio} of {num_layers} layers gives none such, or no other; choose one from {1 / num_layers:.3g} "
+            f"to {1 - 1 / num_layers:.3g}, or leave it out.",
+        )
+    # Rounded, so that the same ratio fits models of any depth.
+    attention, mlp = round(num_layers * attention_ratio), round(num_layers * mlp_ratio)
+    require(
+        attention + mlp < num_layers,
+        f"attention_ratio={attention_ratio} and mlp_ratio={mlp_ratio} of {num_layers} layers; they must leave "
+        "layers for Mamba-2. Lower one of them.",
+    )
+    pattern = ["M"] * num_layers
+    # As Megatron-LM places them, so that its ratios give the same layers.
+    _place(pattern, list(range(num_layers)), "*", (num_layers - attention) / (attention + 1), attention)
+    # MLP layers after attention: runs are counted among the layers that are still Mamba-2.
+    free = [layer for layer in range(num_layers) if pattern[layer] == "M"]
+    _place(pattern, free, "-", (len(free) - mlp) / mlp if mlp else 0.0, mlp)
+    return "".join(pattern)
+
+
+def _place(pattern: list[str], free: list[int], symbol: str, run: float, count: int) -> None:
+    """Put ``count`` symbols at free places, each after a run of ``run`` others on average."""
+    # Runs are fractions: what is left of one goes into the next, so that gaps differ by one layer at most.
+    left = run
+    for layer in free:
+        if left < 0.5 and count:
+            pattern[layer], left, count = symbol, left + run, count - 1
+        else:
+            left -= 1
+
+
+# Validation: settings that act in some layers only must reach one
+
+
+ATTENTION = {"attention", "latent_attention"}
+"""Mixers that attend."""
+
+
+def check_reach(config: GPTConfig) -> None:
+    """Check that settings of attention, rotation, experts and convolutions reach a layer.
+
+    A pattern may be longer than the model is deep: what only a mixer behind the last layer would use is not checked.
+
+    Raises:
+        ConfigurationError: one reaches none.
+    """
+    layers = sorted({*range(config.num_layers), *config.depth_layers})
+    attending = [layer for layer in layers if config.mixer_of(layer) in ATTENTION]
+    if attending:
+        _check_local(config, attending)
+        _check_rotated(config, attending)
+    elif config.layer_pattern or not ATTENTION & set(config.mixer_pattern):
+        stated = stated_of(config.attention)
+        require(
+            not stated,
+            f"{', '.join(stated)} are set, and no layer has attention; leave them out, or give layers attention.",
+        )
+        require(
+            config.latent is None,
+            f"latent is set, and layer_pattern {config.layer_pattern!r} has no attention (*); leave latent and "
+            "mixer_pattern out, or give layers attention.",
+        )
+    moe = config.moe
+    require(
+        moe is None or any(config.has_experts(layer) for layer in layers),
+        f"moe.pattern gives experts from layer {moe.pattern.index(True) if moe else 0} on, and num_layers is "
+        f"{config.num_layers}; change the pattern, or leave moe out.",
+    )
+    require(
+        config.conv_kernel == type(config).conv_kernel or "conv" in config.mixer_pattern,
+        f"conv_kernel is {config.conv_kernel}, and no entry of mixer_pattern is conv. Mamba-2 and Gated DeltaNet have "
+        "mamba.conv_kernel and delta.conv_kernel; leave it out.",
+    )
+
+
+def stated_of(attention: AttentionConfig) -> list[str]:
+    """Return the names of the options that differ from their defaults."""
+    default = type(attention)()
+    return [
+        f"attention.{field.name}"
+        for field in fields(attention)
+        if getattr(attention, field.name) != getattr(default, field.name)
+    ]
+
+
+def _check_local(config: GPTConfig, attending: list[int]) -> None:
+    attention = config.attention
+    local = [layer for layer in attending if attention.is_local(layer)]
+    sized = "window" if attention.window is not None else "chunk"
+    require(
+        bool(local) or (attention.window is None and attention.chunk is None),
+        f"attention.{sized} is {getattr(attention, sized)}, and attention.window_pattern "
+        f"{list(attention.windowed)} gives it to no layer with attention, which are {attending}. Change the pattern, "
+        f"or leave attention.{sized} out.",
+    )
+    require(
+        config.position.local_base is None or any(config.position.rotates(layer) for layer in local),
+        f"position.local_base is {config.position.local_base}, and no layer that rotates has a window or chunks; set "
+        "attention.window, or leave it out.",
+    )
+
+
+def _check_rotated(config: GPTConfig, attending: list[int]) -> None:
+    position, attention = config.position, config.attention
+    rotated = [layer for layer in attending if position.rotates(layer)]
+    require(
+        position.kind != "rope" or bool(rotated),
+        f"position.pattern {list(position.pattern)} rotates no layer with attention, which are {attending}. Change it; "
+        "for no rotation at all, set position.kind=none.",
+    )
+    require(
+        not attention.qk_l2_norm or bool(rotated),
+        f"attention.qk_l2_norm=true with position.kind={position.kind}; it norms in layers that rotate. Set "
+        "position.kind=rope, or choose attention.qk_norm.",
+    )
+    require(
+        attention.temperature is None or len(rotated) < len(attending),
+        "attention.temperature is set, and all layers with attention rotate; it scales queries of layers that do not. "
+        "Set position.pattern or position.kind, or leave it out.",
+    )

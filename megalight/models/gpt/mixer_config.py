@@ -1,4 +1,4 @@
-"""Options of the attention of a GPT, and sizes of latent attention."""
+"""Options of the mixers of a GPT: attention, latent attention, positions, Gated DeltaNet and Mamba-2."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Literal
 
 from megalight.models.config import require, require_choice
 from megalight.ops.rotary import RotaryAxes, RotaryScaling
+
+# Attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +159,7 @@ class LatentConfig:
         )
 
 
-# How a GPT encodes positions.
+# Positions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +230,7 @@ class PositionConfig:
         return self.kind == "rope" and self.pattern[layer % len(self.pattern)]
 
 
-# Sizes of the Gated DeltaNet mixers of a model.
+# Gated DeltaNet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,7 +284,7 @@ class DeltaNetConfig:
         return self.inner_size + 2 * self.num_key_heads * self.key_dim
 
 
-# Sizes of the Mamba-2 mixers of a model.
+# Mamba-2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""LoRA: low-rank adapters beside frozen linear layers (https://arxiv.org/abs/2106.09685)."""
+"""LoRA and DoRA: low-rank adapters beside frozen linear layers (https://arxiv.org/abs/2106.09685)."""
 
 from __future__ import annotations
 
@@ -298,7 +298,7 @@ def matches(name: str, target: str) -> bool:
     return fnmatch.fnmatchcase(name, target) or fnmatch.fnmatchcase(name, f"*.{target}")
 
 
-# DoRA: low-rank adapters that learn the length of each weight row apart (https://arxiv.org/abs/2402.09353).
+# DoRA: the magnitude of each weight row is learned on its own (https://arxiv.org/abs/2402.09353)
 
 
 @register

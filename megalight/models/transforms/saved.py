@@ -1,4 +1,4 @@
-"""Adapters in checkpoints: which there are, to begin a run with them, and those of several checkpoints in one."""
+"""Adapters in checkpoints: which there are, a run that starts with them, several in one checkpoint, and merging."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def _renamed(name: str, adapter: str) -> str:
     return tensor_name(parsed[0], parsed[1], adapter)
 
 
-# Merge adapters: turn a checkpoint with adapters into a checkpoint of a plain model.
+# Merging: a checkpoint of a plain model
 
 
 RUN = ("optimizer", "callbacks", "lr_schedulers")

@@ -10,8 +10,6 @@ from megalight.models.config import DropoutConfig, InitConfig, require, require_
 from megalight.models.gpt.config import GPTBackendConfig
 from megalight.nn.mlp import is_gated
 
-# How a vision transformer for squares reads images of any shape, in tiles.
-
 
 @dataclass(frozen=True, kw_only=True)
 class AnyResConfig:
@@ -44,9 +42,6 @@ class AnyResConfig:
             f"vision.anyres.grids is {list(self.grids)}; give at least one pair of rows and columns, such as (2, 1).",
         )
         require(self.most >= 0, f"vision.anyres.most is {self.most}; it must be at least 1, or 0.")
-
-
-# How a vision transformer reads images of any size.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,7 +292,7 @@ class VisionConfig:
         return self.init.residual_std(2 * self.num_layers)
 
 
-# Floating-point operations of a vision transformer, computed from its configuration.
+# FLOPs
 
 
 @dataclass(frozen=True)

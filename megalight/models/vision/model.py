@@ -333,7 +333,7 @@ class VisionTower(nn.Module):
         return (hidden if self.output_norm is None else self.output_norm(hidden)), *tapped
 
 
-# Pixels as a tower takes them.
+# Pixels
 
 
 def normalized(pixels: Tensor, config: VisionConfig) -> Tensor:

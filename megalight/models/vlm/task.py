@@ -23,69 +23,6 @@ from megalight.models.vlm.model import Arrived
 from megalight.ops.rows import put_rows
 from megalight.types import Loss, PackedSequences
 
-# Whether a batch is one that a vision-language model can read.
-
-
-def check_batch(batch: Any) -> None:
-    """Refuse what is no batch of text and images.
-
-    Raises:
-        DataError: it is another object.
-    """
-    if not isinstance(batch, ImageTextBatch) or batch.images is None or batch.source is None:
-        raise DataError(
-            f"the batch is a {type(batch).__name__}; a vision-language model reads ImageTextBatch, also where a sample "
-            "has no image. MultimodalDataModule yields it; by hand, make it with with_images or with_cuts of "
-            "megalight.data.multimodal.batch."
-        )
-
-
-def check_images(config: VLMConfig, images: Images) -> None:
-    """Refuse images that were cut for another model. Only numbers that the host knows are compared.
-
-    Raises:
-        DataError: positions have other axes, or images another number of rows.
-    """
-    vision = config.vision
-    axes = () if vision.dynamic is None else (4,) if vision.dynamic.table else (2,)
-    found = tuple(images.positions.shape[:-1])
-    if found != axes:
-        raise DataError(
-            f"positions of patches are {[*found, 'P']}; this tower reads {[*axes, 'P']}. The images were cut for "
-            "another model: cut them by form_of(config) of megalight.data.multimodal.resolution."
-        )
-    places = vision.num_patches if config.added_rows else vision.num_positions
-    if vision.dynamic is None and images.highest is not None and images.highest >= places:
-        raise DataError(
-            f"a patch has position {images.highest}; this tower has a table of {places} places. Cut images by "
-            "form_of(config) of megalight.data.multimodal.resolution."
-        )
-    own = vision.num_patches if config.added_rows else vision.num_rows
-    if vision.dynamic is None and (other := [length for length in images.lengths if length != own]):
-        raise DataError(
-            f"an image has {other[0]} rows of patches; this tower reads {own} of each image or tile of "
-            f"{vision.image_size} x {vision.image_size} pixels. Cut images by form_of(config) of "
-            "megalight.data.multimodal.resolution."
-        )
-
-
-def check_newlines(model: nn.Module, batch: ImageTextBatch) -> None:
-    """Refuse tokens that stand for a learned row, where the model has none. Only what the host knows is looked at.
-
-    Args:
-        model: the part of the model that reads tokens and images.
-        batch: the micro-batch.
-
-    Raises:
-        DataError: the batch has such a token.
-    """
-    if batch.has_newlines and getattr(model.get_submodule("embed"), "newline", None) is None:
-        raise DataError(
-            "a token stands for the learned row after an image (NEWLINE), and this model has none (newline: false). "
-            "The images were cut for another model: cut them by form_of(config) of "
-            "megalight.data.multimodal.resolution, or leave newline out of with_images."
-        )
-
 
 def pictures_of(config: VLMConfig, images: Images, source: Tensor, multiple: int) -> Pictures:
     """Return images for the tower. Without any, it gets a row that no token reads.
@@ -212,7 +149,7 @@ def source_of(model: nn.Module, batch: ImageTextBatch, sequences: PackedSequence
     return pack(batch.parts()[1], sequences, -1)
 
 
-# Parts of a model that are not trained.
+# Frozen parts
 
 
 def freeze(model: nn.Module, patterns: Sequence[str], prefix: str = "model.") -> None:
@@ -239,3 +176,67 @@ def freeze(model: nn.Module, patterns: Sequence[str], prefix: str = "model.") ->
         for name in found:
             # A tower without trained parameters then keeps nothing for the backward pass.
             named[name].requires_grad_(False)
+
+
+# Checks of batches
+
+
+def check_batch(batch: Any) -> None:
+    """Refuse what is no batch of text and images.
+
+    Raises:
+        DataError: it is another object.
+    """
+    if not isinstance(batch, ImageTextBatch) or batch.images is None or batch.source is None:
+        raise DataError(
+            f"the batch is a {type(batch).__name__}; a vision-language model reads ImageTextBatch, also where a sample "
+            "has no image. MultimodalDataModule yields it; by hand, make it with with_images or with_cuts of "
+            "megalight.data.multimodal.batch."
+        )
+
+
+def check_images(config: VLMConfig, images: Images) -> None:
+    """Refuse images that were cut for another model. Only numbers that the host knows are compared.
+
+    Raises:
+        DataError: positions have other axes, or images another number of rows.
+    """
+    vision = config.vision
+    axes = () if vision.dynamic is None else (4,) if vision.dynamic.table else (2,)
+    found = tuple(images.positions.shape[:-1])
+    if found != axes:
+        raise DataError(
+            f"positions of patches are {[*found, 'P']}; this tower reads {[*axes, 'P']}. The images were cut for "
+            "another model: cut them by form_of(config) of megalight.data.multimodal.resolution."
+        )
+    places = vision.num_patches if config.added_rows else vision.num_positions
+    if vision.dynamic is None and images.highest is not None and images.highest >= places:
+        raise DataError(
+            f"a patch has position {images.highest}; this tower has a table of {places} places. Cut images by "
+            "form_of(config) of megalight.data.multimodal.resolution."
+        )
+    own = vision.num_patches if config.added_rows else vision.num_rows
+    if vision.dynamic is None and (other := [length for length in images.lengths if length != own]):
+        raise DataError(
+            f"an image has {other[0]} rows of patches; this tower reads {own} of each image or tile of "
+            f"{vision.image_size} x {vision.image_size} pixels. Cut images by form_of(config) of "
+            "megalight.data.multimodal.resolution."
+        )
+
+
+def check_newlines(model: nn.Module, batch: ImageTextBatch) -> None:
+    """Refuse tokens that stand for a learned row, where the model has none. Only what the host knows is looked at.
+
+    Args:
+        model: the part of the model that reads tokens and images.
+        batch: the micro-batch.
+
+    Raises:
+        DataError: the batch has such a token.
+    """
+    if batch.has_newlines and getattr(model.get_submodule("embed"), "newline", None) is None:
+        raise DataError(
+            "a token stands for the learned row after an image (NEWLINE), and this model has none (newline: false). "
+            "The images were cut for another model: cut them by form_of(config) of "
+            "megalight.data.multimodal.resolution, or leave newline out of with_images."
+        )

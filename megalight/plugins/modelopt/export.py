@@ -1,4 +1,4 @@
-"""Write quantized models as ``transformers`` folders in ModelOpt's format: narrow weights, scales, their description.
+"""Export of quantized models: ``transformers`` folders in ModelOpt's format, written, and read again as plain numbers.
 
 TensorRT-LLM, vLLM and SGLang read such folders (``quantization="modelopt"``). ModelOpt's own functions choose the
 format of each layer, compute its scales and pack its weight; names and files are ours.
@@ -342,12 +342,11 @@ def _json(values: Any) -> bytes:
     return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
 
 
-# Read the weights of a folder in ModelOpt's format as plain numbers, for libraries that do not know it.
+# Reading: quantized weights as plain numbers
 
 
-FOLDER_SCALES = ("weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale", "k_scale", "v_scale")
-"""What stands beside weights."""
-
+SCALE_SUFFIXES = ("weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale", "k_scale", "v_scale")
+"""Ends of the names of tensors that are no weights."""
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of a floating-point number of four bits; the highest bit is the sign."""
@@ -369,7 +368,7 @@ def plain_weights(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
         tensors |= load_file(file)
     if not tensors:
         raise CheckpointError(f"{os.fspath(folder)} holds no *.safetensors; give a folder of megalight convert.")
-    found = {name: tensor for name, tensor in tensors.items() if not name.endswith(FOLDER_SCALES)}
+    found = {name: tensor for name, tensor in tensors.items() if not name.endswith(SCALE_SUFFIXES)}
     for name in [name for name in tensors if name.endswith("weight_scale")]:
         module, parting = name.removesuffix("weight_scale")[:-1], name.removesuffix("weight_scale")[-1]
         if parting == "_":

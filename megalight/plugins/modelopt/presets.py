@@ -16,8 +16,6 @@ from typing import Any
 from megalight.errors import ConfigurationError, nearest
 from megalight.imports import require
 
-# Imports ModelOpt.
-
 
 def modelopt(part: str = "torch.quantization") -> ModuleType:
     """Import a part of the package and return it.

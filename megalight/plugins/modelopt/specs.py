@@ -1,4 +1,4 @@
-"""What a rank holds of the numbers of quantizers, under names that are the same in every layout."""
+"""What a rank holds of a quantizer's scales, under names that are the same in every layout."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def row_weights(spec: ShardSpec) -> list[float] | None:
     return found
 
 
-# Scales of tokens where ranks hold parts of the features of each.
+# Scales per token, where ranks hold parts of its features
 
 
 def share_tokens(model: ParallelModel, matrix: Matrix) -> None:

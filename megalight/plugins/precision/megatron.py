@@ -10,7 +10,7 @@
 ``16-mixed``            float16 weights, float32 masters         float32 weights, fp16 autocast
 ======================  =======================================  =============================
 
-In ``16-mixed`` the loss is scaled (:mod:`~megalight.plugins.precision.megatron`), and a step whose gradients overflow
+In ``16-mixed`` the loss is scaled dynamically (:class:`LossScale`), and a step whose gradients overflow
 on any rank is skipped on all ranks.
 """
 
@@ -32,8 +32,6 @@ from megalight.optim.adam import Adam
 from megalight.optim.sharded import sharding_of
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.precision import remove_low_precision
-
-# Dynamic loss scaling (Micikevicius et al. 2018): float16 gradients are kept away from zero and from overflow.
 
 
 @dataclass

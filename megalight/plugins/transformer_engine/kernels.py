@@ -1,4 +1,4 @@
-"""Activations by TransformerEngine's kernels: what Megatron calls ``use_te_activation_func``."""
+"""TransformerEngine's kernels: backends for activations, norms, weight gradients and Adam."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from megalight.ops.norm.reference import of_sum
 from megalight.plugins.multi_tensor import MultiTensorAdam
 from megalight.plugins.transformer_engine.package import KERNELS, PACKAGE, dtype_code, kernel
 from megalight.plugins.transformer_engine.package import why_not as package_why_not
+
+# Activations: what Megatron calls ``use_te_activation_func``
+
 
 ACTIVATION_MINIMUM = "2.8"
 KINDS = {
@@ -81,7 +84,7 @@ def gated(x: Tensor, kind: str) -> Tensor:
     return out
 
 
-# Norms by TransformerEngine's kernels: one pass forward, one and a sum over rows backward.
+# Norms: one pass forward, one and a sum over rows backward
 
 
 NORM_MINIMUM = "2.1"
@@ -171,7 +174,7 @@ add_rms_norm = of_sum(rms_norm)
 add_layer_norm = of_sum(layer_norm)
 
 
-# Adam with TransformerEngine's multi-tensor kernels, which also write the low-precision copy.
+# Adam, by multi-tensor kernels, which also write the low-precision copy
 
 
 ADAM_MINIMUM = "2.1"
@@ -197,7 +200,7 @@ def adam_why_not(spec: AdamSpec) -> str | None:
 adam_step = MultiTensorAdam(applier=lambda: PACKAGE.load(APPLY), kernel=kernel, writes_out=True)
 
 
-# Weight gradients added to the main gradient inside TransformerEngine's product.
+# Weight gradients, added to the main gradient inside the GEMM
 
 
 WEIGHT_GRADIENT_MINIMUM = "2.1"

@@ -1,4 +1,7 @@
-"""The places where texts hold their final answers."""
+r"""Answer extraction: where texts hold their final answers, and how the numbers in them are read.
+
+Answers stand in ``\boxed{...}``, in ``<answer>...</answer>``, after ``####``, or are the last number of a text.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Literal, NamedTuple, get_args
 
 from megalight.errors import ConfigurationError
 
-# Numbers as texts write them: separators, decimals, fractions, percents, powers of ten, and LaTeX. Read exactly.
+# Numbers: separators, decimals, fractions, percents, powers of ten and LaTeX, read exactly
 
 
 LONGEST = 400
@@ -140,6 +143,9 @@ def _scaled(value: Fraction, exponent: str) -> Fraction | None:
     if len(exponent) > 5 or abs(int(exponent)) > LARGEST_EXPONENT:
         return None
     return value * Fraction(10) ** int(exponent)
+
+
+# Extraction
 
 
 Mark = Literal["boxed", "tags", "hashes", "last_number"]

@@ -1,4 +1,4 @@
-"""The penalty of answers that come near the longest that is allowed."""
+"""Rewards of the form of an answer: its length, a pattern, and rewards for some rows only."""
 
 from __future__ import annotations
 
@@ -36,9 +36,6 @@ class SoftOverlong:
         return -min(max(over, 0) / self.buffer, 1.0)
 
 
-# The reward of answers of a form, as a regular expression.
-
-
 class Pattern:
     r"""1 if an answer has a form, else 0.
 
@@ -64,9 +61,6 @@ class Pattern:
         """Return the value of an answer."""
         found = self.pattern.fullmatch(answer.text.strip()) if self.whole else self.pattern.search(answer.text)
         return 1.0 if found else 0.0
-
-
-# A reward for some of the rows.
 
 
 class Where:

@@ -1,4 +1,4 @@
-"""What several kinds of models of ``transformers`` say alike in their configurations."""
+"""What several model types of ``transformers`` share in their ``config.json``: layers, experts, rotary embedding."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def tied_head(config: GPTConfig, embedding: str) -> dict[str, str]:
     return {"lm_head.weight": f"{embedding}.weight"} if config.tie_embeddings else {}
 
 
-# Rotary embedding in configurations of ``transformers``: how a ``config.json`` states base and scaling.
+# Rotary embedding: base and scaling
 
 
 LENGTH = "original_max_position_embeddings"

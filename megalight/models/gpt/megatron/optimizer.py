@@ -107,12 +107,7 @@ def _entries(state: Any, name: str, levels: int = 4) -> Iterator[Any]:
             yield from _entries(inner, name, levels - 1)
 
 
-# Optimizer state of the format ``fully_sharded_model_space``: flat pieces, as boxes of tensors shaped like
-# parameters.
-#
-# A tensor of shape ``[X, Y]`` in chunks of ``[x, y]`` is stored with the shape ``[X / x, Y / y, x * y]``. The first
-# dims count chunks. The last dim is a chunk in row-major order, and each data-parallel rank has written an interval
-# of it. The shape ``[X, Y]`` is in an attribute that Megatron-core adds to the metadata (``mcore_data``).
+# Flat state of the format ``fully_sharded_model_space``
 
 
 NOTES = "mcore_data"
@@ -124,6 +119,10 @@ SHAPE = "nd_reformulated_orig_global_shape"
 
 def unflattened(tensors: Mapping[str, TorchTensor], notes: Mapping[str, Any], where: object) -> dict[str, TorchTensor]:
     """Return all tensors, those of flat pieces in their own shapes. Nothing is read.
+
+    A tensor of shape ``[X, Y]`` in chunks of ``[x, y]`` is stored with the shape ``[X / x, Y / y, x * y]``. The last
+    dim is a chunk in row-major order, and each data-parallel rank has written an interval of it. The shape ``[X, Y]``
+    is in an attribute that Megatron-core adds to the metadata (``mcore_data``).
 
     Args:
         tensors: their tensors by key, as they are stored.

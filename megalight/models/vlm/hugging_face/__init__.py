@@ -20,7 +20,7 @@ def settings(config: VLMConfig) -> dict[str, Any]:
     return values
 
 
-FAMILY = ModelKinds((*gemma3.KINDS, *internvl.KINDS, *qwen.QWEN3_KINDS, *qwen.QWEN2_5_KINDS, *llava.KINDS), settings)
+FAMILY = ModelKinds((*gemma3.KINDS, *internvl.KINDS, *qwen.KINDS, *llava.KINDS), settings)
 weight_map = FAMILY.weight_map
 config_from_transformers = FAMILY.read
 config_to_transformers = FAMILY.write

@@ -1,4 +1,4 @@
-"""Settings of the image processor in a ``transformers`` folder, which say how its model wants images."""
+"""The image processor in a ``transformers`` folder: how its settings become ours, and are written again."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _tiles(tiles: int, found: Mapping[str, Any]) -> int:
     return int(found.get("max_patches", tiles))
 
 
-# Settings of image processors of ``transformers`` that prepare images as a model of ours reads them.
+# Writing
 
 
 TILED = {
@@ -249,7 +249,7 @@ def _joined(config: VLMConfig, kind: str, values: Mapping[str, Any]) -> dict[str
     return strategy | {"patch_size": vision.patch_size, "num_additional_image_tokens": int(vision.class_token)}
 
 
-# The token of videos in ``config.json``: videos are not read, so it is known only to be refused.
+# The token of videos, which are not supported
 
 
 def token_from(values: Mapping[str, Any], key: str, usual: int, vocab_size: int) -> int | None:

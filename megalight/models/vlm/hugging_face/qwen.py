@@ -1,4 +1,4 @@
-"""What the towers of Qwen2.5-VL and Qwen3-VL share in ``transformers``: names of tensors, names of sizes, checks."""
+"""Qwen2.5-VL and Qwen3-VL in ``transformers``: names of tensors and configurations."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from megalight.models.vision import hugging_face
 from megalight.models.vision.config import DynamicConfig, VisionConfig
 from megalight.models.vlm.config import ProjectorConfig, VLMConfig
 from megalight.models.vlm.hugging_face import image_processor
+
+# What both have
+
 
 EPS = 1e-6
 """Of all norms of the towers. It is no setting of theirs."""
@@ -130,7 +133,7 @@ def written(config: VLMConfig, model_type: str, text_type: str, **vision: Any) -
     }
 
 
-# Qwen2.5-VL in ``transformers``: names of tensors and configurations.
+# Qwen2.5-VL
 
 
 QWEN2_5_MODEL_TYPE = "qwen2_5_vl"
@@ -178,7 +181,7 @@ TEXT_DEFAULTS: dict[str, Any] = {
 """What a ``config.json`` need not say."""
 
 
-def qwen2_5_weight_map(config: VLMConfig) -> WeightMap:
+def _qwen2_5_weights(config: VLMConfig) -> WeightMap:
     """Return where Qwen2.5-VL keeps the tensors of a model."""
     language = gpt_map(config.language)
     return WeightMap(
@@ -243,19 +246,7 @@ def _qwen2_5_suits(config: VLMConfig) -> bool:
     return config.vision.dynamic is not None
 
 
-QWEN2_5_KINDS = (
-    ModelKind(
-        QWEN2_5_MODEL_TYPE,
-        "Qwen2_5_VLForConditionalGeneration",
-        _qwen2_5_suits,
-        qwen2_5_weight_map,
-        _qwen2_5_read,
-        _qwen2_5_write,
-    ),
-)
-
-
-# Qwen3-VL in ``transformers``: names of tensors and configurations.
+# Qwen3-VL
 
 
 QWEN3_MODEL_TYPE = "qwen3_vl"
@@ -290,7 +281,7 @@ QWEN3_VISION_DEFAULTS: dict[str, Any] = {
 """What a ``config.json`` need not say."""
 
 
-def qwen3_weight_map(config: VLMConfig) -> WeightMap:
+def _qwen3_weights(config: VLMConfig) -> WeightMap:
     """Return where Qwen3-VL keeps the tensors of a model."""
     language = gpt_map(config.language)
     every = places(config.vision, QWEN3_NAMED) | dict(language.places)
@@ -355,8 +346,17 @@ def _qwen3_suits(config: VLMConfig) -> bool:
     return config.vision.dynamic is not None and config.vision.dynamic.table > 0
 
 
-QWEN3_KINDS = (
+KINDS = (
     ModelKind(
-        QWEN3_MODEL_TYPE, "Qwen3VLForConditionalGeneration", _qwen3_suits, qwen3_weight_map, _qwen3_read, _qwen3_write
+        QWEN3_MODEL_TYPE, "Qwen3VLForConditionalGeneration", _qwen3_suits, _qwen3_weights, _qwen3_read, _qwen3_write
+    ),
+    ModelKind(
+        QWEN2_5_MODEL_TYPE,
+        "Qwen2_5_VLForConditionalGeneration",
+        _qwen2_5_suits,
+        _qwen2_5_weights,
+        _qwen2_5_read,
+        _qwen2_5_write,
     ),
 )
+"""Qwen3-VL first: the other one suits all towers for images of any size."""
