@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 
 from megalight.callbacks import GarbageCollection, Stragglers, Timers
-from megalight.callbacks.timing.timer import LEVELS, OFF, TimerTable
+from megalight.callbacks.timing.step_timing import LEVELS, OFF, TimerTable
 from megalight.callbacks.timing.timers import program_start, spans
 from megalight.errors import ConfigurationError, MegalightError
 from megalight.parallel.trace import SILENCE, SPANS, span

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megalight.callbacks.profiling.profiler_window import check_ranks
-from megalight.callbacks.timing.spans import StepSpans, label
+from megalight.callbacks.timing.step_timing import StepSpans, label
 from megalight.errors import ConfigurationError, MegalightError
 
 # Hooks that report the forward and backward pass of each layer to a listener.

@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from megalight.callbacks.timing.spans import StepSpans, label
+from megalight.callbacks.timing.step_timing import StepSpans, label
 from megalight.errors import ConfigurationError
 
 # Windows of steps on some ranks, for tools that are too expensive to run all the time.

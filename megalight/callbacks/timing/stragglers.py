@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import lightning.pytorch as pl
 
-from megalight.callbacks.timing.timed_steps import TimedSteps, log_row
-from megalight.callbacks.timing.timer import Times
+from megalight.callbacks.timing.step_timing import TimedSteps, Times, log_row
 from megalight.errors import ConfigurationError
 
 log = logging.getLogger(__name__)

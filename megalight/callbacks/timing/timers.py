@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 
-from megalight.callbacks.timing.timed_steps import TimedSteps, log_row
-from megalight.callbacks.timing.timer import OFF, Timer, TimerTable, Times, check_level
+from megalight.callbacks.timing.step_timing import OFF, TimedSteps, Timer, TimerTable, Times, check_level, log_row
 from megalight.errors import ConfigurationError
 
 # The time that a run needs to start.
