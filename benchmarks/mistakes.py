@@ -139,7 +139,7 @@ MISTAKES = {
     "average that does not move": f"{RUN} --trainer.callbacks+=EMA --trainer.callbacks.decay=1",
     "best checkpoints of nothing": f"{RUN} --trainer.callbacks+=ModelCheckpoint --trainer.callbacks.save_top_k=3",
     "window that ends first": (
-        f"{RUN} --trainer.callbacks+=NsysWindow --trainer.callbacks.start_step=5 --trainer.callbacks.stop_step=2"
+        f"{RUN} --trainer.callbacks+=ProfilerWindow --trainer.callbacks.start_step=5 --trainer.callbacks.stop_step=2"
     ),
     "level that does not exist": f"{RUN} --trainer.callbacks+=Timers --trainer.callbacks.level=5",
     "preemption before the start": f"{RUN} --trainer.callbacks+=Preemption --trainer.callbacks.after_minutes=-1",

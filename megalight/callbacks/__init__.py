@@ -15,7 +15,7 @@ from megalight.callbacks.optimizer_monitor import OptimizerMonitor
 from megalight.callbacks.preemption import Preemption
 from megalight.callbacks.profiling.memory_snapshot import MemorySnapshot
 from megalight.callbacks.profiling.nvtx import NVTX
-from megalight.callbacks.profiling.profiler_window import NsysWindow, ProfilerWindow
+from megalight.callbacks.profiling.profiler_window import ProfilerWindow
 from megalight.callbacks.progress import StepProgress
 from megalight.callbacks.retention import Retention
 from megalight.callbacks.run_record import RunRecord
@@ -40,7 +40,6 @@ __all__ = [
     "GarbageCollection",
     "MemorySnapshot",
     "ModelOptQuantization",
-    "NsysWindow",
     "OptimizerMonitor",
     "Preemption",
     "ProfilerWindow",

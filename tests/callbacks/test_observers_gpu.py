@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from megalight.callbacks import NVTX, GarbageCollection, MemorySnapshot, NsysWindow, ProfilerWindow, Stragglers, Timers
+from megalight.callbacks import NVTX, GarbageCollection, MemorySnapshot, ProfilerWindow, Stragglers, Timers
 from megalight.models.gpt.module import GPTModule
 from megalight.strategies import MegatronStrategy
 from tests.callbacks.rows import Rows
@@ -62,7 +62,7 @@ def test_no_step_waits_for_the_device_and_losses_are_as_without(tmp_path):
 
 def test_windows(tmp_path):
     profiler = ProfilerWindow(2, 4, dirpath=str(tmp_path))
-    fit([NVTX(), profiler, NsysWindow(6, 8)])
+    fit([NVTX(), profiler, ProfilerWindow(6, 8, "nsys")])
     (trace,) = profiler.traces
     with gzip.open(trace) as file:
         names = [event["name"] for event in json.load(file)["traceEvents"] if event.get("cat") == "user_annotation"]

@@ -4,7 +4,7 @@ import json
 import pytest
 import torch
 
-from megalight.callbacks import NsysWindow, ProfilerWindow
+from megalight.callbacks import ProfilerWindow
 from megalight.callbacks.profiling.profiler_window import StepWindow
 from megalight.errors import ConfigurationError
 from megalight.parallel.trace import SILENCE, span
@@ -42,19 +42,19 @@ class Nsight:
 
 
 def on_gpu(window, monkeypatch):
-    monkeypatch.setattr(window, "on_train_start", lambda *given: None)  # which looks for a GPU
+    monkeypatch.setattr(window.tool, "check", lambda trainer: None)  # which looks for a GPU
     trainer = tiny_trainer(callbacks=[window])
     return trainer, Nsight(monkeypatch, trainer)
 
 
 def test_nsight_records_the_steps_of_its_window(monkeypatch):
-    trainer, nsight = on_gpu(NsysWindow(3, 5), monkeypatch)
+    trainer, nsight = on_gpu(ProfilerWindow(3, 5, "nsys"), monkeypatch)
     trainer.fit(Tiny())
     assert nsight.calls == ["wait", "start 3", "wait", "stop 5"]
 
 
 def test_nsight_is_stopped_where_training_ends_or_fails(monkeypatch):
-    trainer, nsight = on_gpu(NsysWindow(10, 50), monkeypatch)
+    trainer, nsight = on_gpu(ProfilerWindow(10, 50, "nsys"), monkeypatch)
     trainer.fit(Tiny())
     assert nsight.calls == ["wait", "start 10", "wait", "stop 12"]
 
@@ -63,22 +63,22 @@ def test_nsight_is_stopped_where_training_ends_or_fails(monkeypatch):
             if batch_idx == 11:
                 raise RuntimeError("broken")
 
-    trainer, nsight = on_gpu(NsysWindow(10, 50), monkeypatch)
+    trainer, nsight = on_gpu(ProfilerWindow(10, 50, "nsys"), monkeypatch)
     with pytest.raises(RuntimeError, match="broken"):
         trainer.fit(Broken())
     assert nsight.calls == ["wait", "start 10", "stop 11"]
 
 
 def test_nsight_leaves_other_ranks_alone(monkeypatch):
-    trainer, nsight = on_gpu(NsysWindow(3, 5, ranks=(1,)), monkeypatch)
+    trainer, nsight = on_gpu(ProfilerWindow(3, 5, "nsys", ranks=(1,)), monkeypatch)
     trainer.fit(Tiny())
     assert nsight.calls == []
 
 
 def test_nsight_needs_cuda_on_the_ranks_it_records():
     with pytest.raises(ConfigurationError, match="rank 0 runs on cpu"):
-        tiny_trainer(callbacks=[NsysWindow(3, 5)]).fit(Tiny())
-    tiny_trainer(callbacks=[NsysWindow(3, 5, ranks=(1,))], max_steps=1).fit(Tiny())
+        tiny_trainer(callbacks=[ProfilerWindow(3, 5, "nsys")]).fit(Tiny())
+    tiny_trainer(callbacks=[ProfilerWindow(3, 5, "nsys", ranks=(1,))], max_steps=1).fit(Tiny())
 
 
 def spans_in(path):
@@ -131,7 +131,13 @@ def test_a_profile_is_made_by_the_ranks_that_were_asked(tmp_path):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [({"warmup": -1}, "warmup"), ({"rows": 0}, "rows"), ({"every_n_steps": 2, "warmup": 2}, "at least 4")],
+    [
+        ({"warmup": -1}, "warmup"),
+        ({"rows": 0}, "rows"),
+        ({"every_n_steps": 2, "warmup": 2}, "at least 4"),
+        ({"tool": "perf"}, "torch, nsys"),
+        ({"tool": "nsys", "shapes": True}, "leave them out"),
+    ],
 )
 def test_impossible_profiles_are_refused(arguments, message):
     with pytest.raises(ConfigurationError, match=message):
@@ -141,6 +147,6 @@ def test_impossible_profiles_are_refused(arguments, message):
 @pytest.mark.gpu
 def test_on_a_gpu_traces_hold_kernels(tmp_path):
     window = ProfilerWindow(2, 4, dirpath=str(tmp_path))
-    tiny_trainer(callbacks=[window, NsysWindow(5, 6)], accelerator="gpu").fit(Tiny())
+    tiny_trainer(callbacks=[window, ProfilerWindow(5, 6, "nsys")], accelerator="gpu").fit(Tiny())
     with gzip.open(window.traces[0]) as file:
         assert {event.get("cat") for event in json.load(file)["traceEvents"]} >= {"kernel", "user_annotation"}

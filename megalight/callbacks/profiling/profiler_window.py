@@ -1,4 +1,4 @@
-"""A window of steps for torch's profiler."""
+"""Profile a window of steps with torch's profiler or Nsight Systems."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import lightning.pytorch as pl
 import torch
@@ -98,38 +98,137 @@ class Annotations:
         self._threads.stack.pop().__exit__(None, None, None)
 
 
-class ProfilerWindow(StepSpans):
-    """Profiles a few steps with ``torch.profiler``. Parts of a step have the names in :mod:`megalight.parallel.trace`.
+class Tool(Protocol):
+    """A profiler that records one window of steps."""
 
-    For each window and rank it writes the trace ``steps=A-B-rank=R.json.gz`` (for Perfetto or ``chrome://tracing``) and
-    a table of the most expensive operators, ``steps=A-B-rank=R.txt``.
+    def check(self, trainer: pl.Trainer) -> None:
+        """Raise a ConfigurationError if this rank cannot record."""
+
+    def start(self, trainer: pl.Trainer, warmup: int, steps: int) -> None:
+        """Start ``warmup`` steps before a window of ``steps`` steps."""
+
+    def step(self) -> None:
+        """Called after each optimizer step but the last of the window."""
+
+    def stop(self, trainer: pl.Trainer, first: int, last: int, failed: bool) -> Path | None:
+        """Stop, and return the trace of the steps ``first`` to ``last`` if one was written. ``failed``: by an error."""
+
+
+class TorchProfiler:
+    """``torch.profiler``: writes a trace and a table of operators; the arguments are those of ``ProfilerWindow``."""
+
+    def __init__(self, rows: int, shapes: bool, stacks: bool, memory: bool, dirpath: str | None) -> None:
+        self.rows = rows
+        self.options: dict[str, Any] = {"record_shapes": shapes, "with_stack": stacks, "profile_memory": memory}
+        self.dirpath = dirpath
+        self._profiler: profile | None = None
+
+    def check(self, trainer: pl.Trainer) -> None:
+        """Do nothing: it runs on every device."""
+
+    def start(self, trainer: pl.Trainer, warmup: int, steps: int) -> None:
+        """Start the profiler, which records after ``warmup`` steps."""
+        activities = [ProfilerActivity.CPU]
+        if trainer.strategy.root_device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        # `repeat=1`: the next window gets a profiler of its own.
+        when = schedule(wait=0, warmup=warmup, active=steps, repeat=1)
+        self._profiler = profile(activities=activities, schedule=when, **self.options)
+        self._profiler.start()
+
+    def step(self) -> None:
+        """Count an optimizer step: the profiler's schedule tells which of them it records."""
+        assert self._profiler is not None
+        self._profiler.step()
+
+    def stop(self, trainer: pl.Trainer, first: int, last: int, failed: bool) -> Path | None:
+        """Stop, and write the trace and the table. Without a recorded step, there is none."""
+        profiler, self._profiler = self._profiler, None
+        assert profiler is not None
+        profiler.stop()
+        # A trace without a recorded step is an empty file, which would be taken for a result.
+        if last < first:
+            log.warning("training ended in the profiler's warm-up, before step %d: no trace written.", first)
+            return None
+        folder = Path(self.dirpath or Path(trainer.default_root_dir) / "profile")
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"steps={first}-{last}-rank={trainer.global_rank}.json.gz"
+        profiler.export_chrome_trace(str(path))
+        device = "device" if trainer.strategy.root_device.type == "cuda" else "cpu"
+        table = profiler.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=self.rows)
+        path.with_name(path.name.replace(".json.gz", ".txt")).write_text(table, encoding="utf-8")
+        log.info("profile of steps %d to %d: %s", first, last, path)
+        return path
+
+
+class Nsys:
+    """Nsight Systems: ``nsys profile --capture-range=cudaProfilerApi ...`` records between the calls."""
+
+    def check(self, trainer: pl.Trainer) -> None:
+        """Raise a ConfigurationError if this rank is not on CUDA."""
+        if trainer.strategy.root_device.type != "cuda":
+            raise ConfigurationError(
+                f"ProfilerWindow(tool='nsys') needs a CUDA device, but rank {trainer.global_rank} runs on "
+                f"{trainer.strategy.root_device.type}; use tool='torch'."
+            )
+
+    def start(self, trainer: pl.Trainer, warmup: int, steps: int) -> None:
+        """Start recording, after the device has finished what was queued before the window."""
+        torch.cuda.synchronize()
+        torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
+
+    def step(self) -> None:
+        """Do nothing."""
+
+    def stop(self, trainer: pl.Trainer, first: int, last: int, failed: bool) -> Path | None:
+        """Stop recording, after the device has finished the window."""
+        # After a failure of the device, waiting would hang or raise again.
+        if not failed:
+            torch.cuda.synchronize()
+        torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
+        return None
+
+
+class ProfilerWindow(StepSpans):
+    """Profiles a few steps with ``torch.profiler`` or Nsight Systems.
+
+    ``tool="torch"`` writes for each window and rank the trace ``steps=A-B-rank=R.json.gz`` (for Perfetto or
+    ``chrome://tracing``) and a table of the most expensive operators, ``steps=A-B-rank=R.txt``. Parts of a step have
+    the names in :mod:`megalight.parallel.trace`.
+
+    ``tool="nsys"`` makes ``nsys profile --capture-range=cudaProfilerApi ...`` record only these steps. The host waits
+    for the device at both ends of the window, so that it holds whole steps. It takes no options of ``torch``.
 
     Args:
         start_step: the first optimizer step of the window. Training begins with step 0.
         stop_step: the first optimizer step after the window.
+        tool: ``torch`` or ``nsys``.
         every_n_steps: steps from the start of one window to the next. null: one window only.
-        warmup: steps before the window in which the profiler runs without recording, because its start is slow.
         ranks: the ranks that profile.
-        rows: rows of the table.
-        shapes: whether to record the input shapes of operators.
-        stacks: whether to record the Python stack of every operator (slow).
-        memory: whether to record allocations.
-        dirpath: folder to write to. null: ``profile`` in the trainer's ``default_root_dir``.
+        warmup: for ``torch``: steps before the window in which the profiler runs without recording, because its start
+            is slow.
+        rows: for ``torch``: rows of the table.
+        shapes: for ``torch``: whether to record the input shapes of operators.
+        stacks: for ``torch``: whether to record the Python stack of every operator (slow).
+        memory: for ``torch``: whether to record allocations.
+        dirpath: for ``torch``: folder to write to. null: ``profile`` in the trainer's ``default_root_dir``.
 
     Attributes:
         traces: paths of the traces that this rank has written.
 
     Raises:
-        ConfigurationError: an argument is out of range, or windows are empty or overlap.
+        ConfigurationError: an argument is out of range or not one of the tool, or windows are empty or overlap; in
+            ``fit``, one of ``ranks`` is not on CUDA with ``nsys``.
     """
 
     def __init__(
         self,
         start_step: int,
         stop_step: int,
+        tool: Literal["torch", "nsys"] = "torch",
         every_n_steps: int | None = None,
-        warmup: int = 1,
         ranks: Sequence[int] = (0,),
+        warmup: int = 1,
         rows: int = 20,
         shapes: bool = False,
         stacks: bool = False,
@@ -137,10 +236,19 @@ class ProfilerWindow(StepSpans):
         dirpath: str | None = None,
     ) -> None:
         super().__init__()
+        if tool not in ("torch", "nsys"):
+            raise ConfigurationError(f"tool is {tool!r}; choose one of torch, nsys.")
         if warmup < 0 or rows < 1:
             raise ConfigurationError(
                 f"warmup is {warmup} and rows is {rows}; warmup must be at least 0, rows at least 1."
             )
+        if tool == "nsys":
+            if (warmup, rows, shapes, stacks, memory, dirpath) != (1, 20, False, False, False, None):
+                raise ConfigurationError(
+                    "ProfilerWindow(tool='nsys') has no warmup, rows, shapes, stacks, memory or dirpath, which are "
+                    "options of nsys itself; leave them out, or use tool='torch'."
+                )
+            warmup = 0
         self.window = StepWindow(start_step, stop_step, every_n_steps)
         if every_n_steps is not None and every_n_steps < self.window.steps + warmup:
             raise ConfigurationError(
@@ -149,41 +257,46 @@ class ProfilerWindow(StepSpans):
             )
         self.warmup = warmup
         self.ranks = check_ranks(ranks)
-        self.rows = rows
-        self.shapes = shapes
-        self.stacks = stacks
-        self.memory = memory
-        self.dirpath = dirpath
+        self.tool: Tool = TorchProfiler(rows, shapes, stacks, memory, dirpath) if tool == "torch" else Nsys()
         self.traces: list[Path] = []
-        self._profiler: profile | None = None
+        self._profiles = False
+        self._recording = False
         self._first = 0
         self._step = 0
         self._seen = 0
 
     def listener(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Annotations | None:
-        """Return the listener, on the ranks that profile."""
-        return Annotations() if trainer.global_rank in self.ranks else None
+        """Return the listener of ``torch``, on the ranks that profile; ranges for nsys are those of ``NVTX``."""
+        return Annotations() if self._profiles and isinstance(self.tool, TorchProfiler) else None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Check that the tool can record on this rank."""
+        self._profiles = trainer.global_rank in self.ranks
+        if self._profiles:
+            self.tool.check(trainer)
+        super().on_train_start(trainer, pl_module)
 
     def _listen(self, trainer: pl.Trainer) -> None:
         """Listen only inside a window."""
         # Outside of a window nothing listens, so that spans cost nothing there.
-        if self._profiler is not None:
+        if self._recording:
             super()._listen(trainer)
 
     def _begin(self, name: str) -> None:
-        if self._profiler is not None:
+        if self._recording:
             super()._begin(name)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Start the profiler before the first step of the warm-up."""
+        """Start the tool before the first step of the warm-up."""
         step = trainer.global_step
-        if self._listener is not None and self._profiler is None and self.window.begins(step, self.warmup):
+        if self._profiles and not self._recording and self.window.begins(step, self.warmup):
             # A window at the very start has less warm-up than was asked for.
             warmup = self.window.start - step if step <= self.window.start else self.warmup
             self._first, self._step = step + warmup, step
-            self._profiler = self._start(trainer, warmup)
+            self.tool.start(trainer, warmup, self.window.steps)
+            self._recording = True
             self._listen(trainer)
         # Steps that the trace holds are those that were begun.
         self._seen = step
@@ -192,10 +305,10 @@ class ProfilerWindow(StepSpans):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Stop the profiler after the last step of the window."""
+        """Stop the tool after the last step of the window."""
         # First: `step()` of the profiler must not fall inside a range of ours.
         self._end_all()
-        if self._profiler is None:
+        if not self._recording:
             return
         # With gradient accumulation, several batches make one step.
         if trainer.global_step > self._step:
@@ -203,8 +316,7 @@ class ProfilerWindow(StepSpans):
             if self._step == self._first + self.window.steps:
                 self._write(trainer)
                 return
-            # The profiler counts optimizer steps, and its schedule tells which of them it records.
-            self._profiler.step()
+            self.tool.step()
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -216,105 +328,14 @@ class ProfilerWindow(StepSpans):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Write an unfinished window: it may show the cause of the error."""
         self._end_all()
-        self._write(trainer)
+        self._write(trainer, failed=True)
         super().on_exception(trainer, pl_module, exception)
 
-    def _start(self, trainer: pl.Trainer, warmup: int) -> profile:
-        activities = [ProfilerActivity.CPU]
-        if trainer.strategy.root_device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        profiler = profile(
-            activities=activities,
-            # Once: the next window gets a profiler of its own.
-            schedule=schedule(wait=0, warmup=warmup, active=self.window.steps, repeat=1),
-            record_shapes=self.shapes,
-            with_stack=self.stacks,
-            profile_memory=self.memory,
-        )
-        profiler.start()
-        return profiler
-
-    def _write(self, trainer: pl.Trainer) -> None:
-        profiler, self._profiler = self._profiler, None
-        if profiler is None:
+    def _write(self, trainer: pl.Trainer, failed: bool = False) -> None:
+        if not self._recording:
             return
-        self._stop()
-        # After our ranges have ended: an open one would be missing in the trace.
-        profiler.stop()
-        # A trace without a recorded step is an empty file, which would be taken for a result.
-        if self._seen < self._first:
-            log.warning("training ended in the profiler's warm-up, before step %d: no trace written.", self._first)
-            return
-        folder = Path(self.dirpath or Path(trainer.default_root_dir) / "profile")
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"steps={self._first}-{self._seen}-rank={trainer.global_rank}.json.gz"
-        profiler.export_chrome_trace(str(path))
-        device = "device" if trainer.strategy.root_device.type == "cuda" else "cpu"
-        table = profiler.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=self.rows)
-        path.with_name(path.name.replace(".json.gz", ".txt")).write_text(table, encoding="utf-8")
-        self.traces.append(path)
-        log.info("profile of steps %d to %d: %s", self._first, self._seen, path)
-
-
-# A window of steps for Nsight Systems.
-
-
-class NsysWindow(pl.Callback):
-    """Makes Nsight Systems record only a few steps: ``nsys profile --capture-range=cudaProfilerApi ...``.
-
-    The host waits for the device at both ends of the window, so that it holds whole steps.
-
-    Args:
-        start_step: the first recorded optimizer step. Training begins with step 0.
-        stop_step: the first optimizer step after the window.
-        ranks: the ranks that record.
-
-    Raises:
-        ConfigurationError: the window is empty, or one of ``ranks`` is not on CUDA (in ``fit``).
-    """
-
-    def __init__(self, start_step: int, stop_step: int, ranks: Sequence[int] = (0,)) -> None:
-        self.window = StepWindow(start_step, stop_step)
-        self.ranks = check_ranks(ranks)
         self._recording = False
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Check that this rank is on CUDA."""
-        if trainer.global_rank in self.ranks and trainer.strategy.root_device.type != "cuda":
-            raise ConfigurationError(
-                f"NsysWindow needs a CUDA device, but rank {trainer.global_rank} runs on "
-                f"{trainer.strategy.root_device.type}; use megalight.callbacks.ProfilerWindow instead."
-            )
-
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Start recording before the first step of the window."""
-        if not self._recording and trainer.global_rank in self.ranks and self.window.begins(trainer.global_step):
-            # The device first finishes what was queued before the window.
-            torch.cuda.synchronize()
-            torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
-            self._recording = True
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Stop recording after the last step of the window."""
-        if trainer.global_step >= self.window.stop:
-            self._stop()
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stop recording."""
+        # Our ranges end before the tool stops: an open one would be missing in the trace.
         self._stop()
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Stop recording without waiting for the device, which may have failed."""
-        self._stop(wait=False)
-
-    def _stop(self, wait: bool = True) -> None:
-        if self._recording:
-            self._recording = False
-            # After a failure of the device, waiting would hang or raise again.
-            if wait:
-                torch.cuda.synchronize()
-            torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
+        if (path := self.tool.stop(trainer, self._first, self._seen, failed)) is not None:
+            self.traces.append(path)
