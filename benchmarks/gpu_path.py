@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import host
 from megalight import registry
 from megalight.nn.moe.dispatch import HostCounts
+from megalight.ops.jit import AbsentKernel
 from megalight.ops.scaled_accumulate import cublaslt
 from megalight.registry import BackendRegistry
 
@@ -41,17 +43,9 @@ LAUNCHES: Counter[str] = Counter()
 """Launches of kernels, by name."""
 
 
-class Kernel:
-    """Stands in for a Triton kernel: a launch is counted, and does nothing."""
-
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        self.name = f"{fn.__module__.removeprefix('megalight.ops.')}.{fn.__name__}"
-
-    def __getitem__(self, grid: Any) -> Callable[..., None]:
-        return self.launch
-
-    def launch(self, *args: Any, **kwargs: Any) -> None:
-        LAUNCHES[self.name] += 1
+def launch(kernel: AbsentKernel, *args: Any, **kwargs: Any) -> None:
+    """Count a launch of a kernel, which does nothing."""
+    LAUNCHES[f"{kernel.fn.__module__.removeprefix('megalight.ops.')}.{kernel.fn.__name__}"] += 1
 
 
 class Descriptor:
@@ -60,13 +54,6 @@ class Descriptor:
     @staticmethod
     def from_tensor(matrix: Tensor, block: list[int]) -> Descriptor:
         return Descriptor()
-
-
-class Constant:
-    """Stands in for a constant of Triton's, which holds a value."""
-
-    def __init__(self, value: object) -> None:
-        self.value = value
 
 
 class Anything(ModuleType):
@@ -79,14 +66,10 @@ class Anything(ModuleType):
 
 
 def triton() -> dict[str, ModuleType]:
-    """Return modules that stand in for Triton's."""
-    root, language, tools, described = (
-        Anything(f"triton{name}") for name in ("", ".language", ".tools", ".tools.tensor_descriptor")
-    )
-    root.__dict__.update(jit=Kernel, language=language)
-    language.__dict__.update(constexpr=Constant)
+    """Return modules that stand in for those of Triton that host code imports."""
+    root, tools, described = (Anything(f"triton{name}") for name in ("", ".tools", ".tools.tensor_descriptor"))
     described.__dict__.update(TensorDescriptor=Descriptor)
-    return {module.__name__: module for module in (root, language, tools, described)}
+    return {module.__name__: module for module in (root, tools, described)}
 
 
 def scaled_mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype, out: Tensor | None = None, **options: Any) -> Tensor:
@@ -138,6 +121,7 @@ def gpu_path() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.dict(sys.modules, triton()))
         for where, name, value in (
+            (AbsentKernel, "__getitem__", lambda kernel, grid: partial(launch, kernel)),
             (BackendRegistry, "select", as_on_gpu),
             (torch, "_scaled_mm", scaled_mm),
             (torch, "empty", torch.zeros),  # routes that nobody writes must be experts that exist

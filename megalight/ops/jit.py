@@ -13,19 +13,33 @@ from megalight.errors import MissingPackageError
 from megalight.imports import require
 
 
-class _Absent:
-    """Stands for Triton, its decorators, types and kernels where it is not installed."""
+class AbsentKernel:
+    """Stands for a kernel where Triton is not installed: ``kernel[grid]`` raises."""
 
-    def __getattr__(self, name: str) -> _Absent:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> _Absent:
-        return self
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.fn = fn
 
     def __getitem__(self, grid: Any) -> Any:
         return require("triton", "a Triton kernel")  # raises
+
+
+class _Constant:
+    """Stands for ``tl.constexpr``, which holds a value."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class _Absent:
+    """Stands for Triton and its language where it is not installed: what modules read when they define kernels."""
+
+    jit = AbsentKernel
+    constexpr = _Constant
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
 
 
 triton: Any

@@ -63,8 +63,8 @@ def test_a_rank_verifies_what_it_reads_and_no_more(block: int, tmp_path: Path) -
     file.write_bytes(data)
     if block < 4096:
         part = torch.zeros(1000 - block)
-        opened.fill(checkpoint.targets_of({"x": View("x", (1000,), [Box((block,), rank_files)])}))
-        assert torch.equal(rank_files, whole[block:])
+        opened.fill(checkpoint.targets_of({"x": View("x", (1000,), [Box((block,), part)])}))
+        assert torch.equal(part, whole[block:])
     part = torch.zeros(20)
     with pytest.raises(CheckpointError, match="torn: bytes"):
         opened.fill(checkpoint.targets_of({"x": View("x", (1000,), [Box((5,), part)])}))

@@ -100,4 +100,4 @@ def test_kinds():
     assert kinds["s.start_method"] == "auto|popen|fork|spawn"
     assert kinds["s.micro_batch_size"] == "int|auto|null"
     assert kinds["s.pipeline.messages"] == "auto|plain|symmetric"  # an alias
-    assert kinds["s.plan"] == "Plan | None"
+    assert kinds["s.plan"] == "ParallelizePlan | None"

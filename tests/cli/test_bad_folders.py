@@ -56,8 +56,14 @@ def data(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
     return lambda folder: (folder / WEIGHTS).write_bytes(change((folder / WEIGHTS).read_bytes())) and None
 
 
-def index(name: str) -> Callable[[Path], None]:
-    return text("model.safetensors.index.json", json.dumps({"weight_map": {"lm_head.weight": name}}))
+def index(name: object) -> Callable[[Path], None]:
+    """An index, and no single file, which would be read in its place."""
+
+    def change(folder: Path) -> None:
+        (folder / WEIGHTS).unlink()
+        text("model.safetensors.index.json", json.dumps({"weight_map": {"lm_head.weight": name}}))(folder)
+
+    return change
 
 
 def pickled(folder: Path) -> None:
@@ -99,8 +105,8 @@ BAD = {
     "no JSON": (text("config.json", "{"), r"config\.json is not JSON"),
     "a list": (text("config.json", "[]"), r"config\.json holds a list"),
     "brackets": (text("config.json", "[" * 100_000), r"config\.json is not JSON"),
-    "a word": (option(hidden_size="wide"), "llama model has a value of a wrong kind"),
-    "null": (option(num_hidden_layers=None), "llama model has a value of a wrong kind"),
+    "a word": (option(hidden_size="wide"), 'hidden_size is "wide"; it must be an integer'),
+    "null": (option(num_hidden_layers=None), "num_hidden_layers is null; it must be an integer"),
     "another kind": (option(model_type="t5"), "t5"),
     "other sizes": (
         option(vocab_size=21),
@@ -110,7 +116,7 @@ BAD = {
     "odd tokens": (option(eos_token_id="</s>"), None),
     "climbs": (index("../llama/model.safetensors"), r"file name '\.\./llama/model\.safetensors'"),
     "absolute": (index("/etc/passwd"), "file name '/etc/passwd'"),
-    "a number": (text("model.safetensors.index.json", '{"weight_map": {"a": 3}}'), "file name 3"),
+    "a number": (index(3), "file name 3"),
     "not there": (index("model-2.safetensors"), r"model-2\.safetensors does not exist"),
     "layers without end": (option(num_hidden_layers=10**12), "num_hidden_layers is 1000000000000; at most 10000"),
     "layers of a part": (option(text_config={"num_hidden_layers": 10**12}), "num_hidden_layers is 1000000000000; at m"),

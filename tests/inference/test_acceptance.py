@@ -130,7 +130,7 @@ def test_a_round_yields_its_right_guesses_and_one_token(
     base, draft = models()
     plain = generate(base, PROMPTS, max_new_tokens=24, temperature=0.0)
     Knowing.text, Knowing.wrong = [prompt + text for prompt, text in zip(PROMPTS, plain, strict=True)], wrong
-    monkeypatch.setattr(speculative, "_Pair", Knowing)
+    monkeypatch.setattr(speculative, "_BaseAndDraft", Knowing)
     texts, counts = measure(base, draft, PROMPTS, max_new_tokens=24)
     assert texts == plain
     for prompt, count in zip(PROMPTS, counts, strict=True):

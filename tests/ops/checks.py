@@ -40,13 +40,14 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 8e-3, tor
 
 
 class Kernels:
-    """The Triton functions of an op that is one file, by the names that they have where an op has a file ``triton``."""
+    """The functions of one backend in an op that is one file, by the names that they have where it has its own file."""
 
-    def __init__(self, module: Any) -> None:
-        self.__dict__["module"] = module
+    def __init__(self, module: Any, backend: str = "triton") -> None:
+        self.__dict__.update(module=module, backend=backend)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.module, f"triton_{name}" if hasattr(self.module, f"triton_{name}") else name)
+        own = f"{self.backend}_{name}"
+        return getattr(self.module, own if hasattr(self.module, own) else name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.module, name, value)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from megalight.errors import BackendError
-from megalight.ops import embedding as reference
+from megalight.ops import embedding as op
 from megalight.ops.choice import use_backends
 from megalight.ops.embedding import embedding
 from megalight.ops.parameter import collect
@@ -16,7 +16,7 @@ IDS = torch.tensor([[3, 0, 3], [9, 3, 1]])
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_are_added_to_the_main_gradient(dtype: torch.dtype) -> None:
-    checks.check_embedding_gradient(reference, "cpu", dtype)
+    checks.check_embedding_gradient(checks.Kernels(op, "reference"), "cpu", dtype)
 
 
 @pytest.mark.parametrize("keep", [None, torch.tensor([[True, False, True], [True, False, True]])])

@@ -191,7 +191,7 @@ def test_under_recomputation() -> None:
 
 def test_the_next_input_comes_during_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    monkeypatch.setattr(weight_gradient, "add", lambda weight, grad_y, x: events.append(f"product {x}"))
+    monkeypatch.setattr(weight_gradient, "add_weight_gradient", lambda weight, grad_y, x: events.append(f"product {x}"))
     queue = WeightGradients()
 
     def put(name: str) -> None:

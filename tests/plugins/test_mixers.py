@@ -136,7 +136,7 @@ def test_convolution_of_causal_conv1d(packages: Fakes, silu: bool, width: int, f
     positions = begins(first)
     same_as_the_reference(
         lambda x, w, b: mamba_ssm.causal_conv(x[:, :8], w, b, positions, silu),
-        lambda x, w, b: causal_conv.reference.causal_conv(x[:, :8], w, b, positions, silu),
+        lambda x, w, b: causal_conv.reference_causal_conv(x[:, :8], w, b, positions, silu),
         [doubles(10, width), doubles(8, 4), doubles(8)],
     )
     good = causal_conv.EXAMPLE._replace(device="cuda")

@@ -333,11 +333,11 @@ def _warnings(room: str, module: Callable[[], MegalightModule], **options: Any) 
 
 
 def test_too_few_micro_batches_are_told_once_by_the_first_rank() -> None:
-    first, second = run(_warnings, 2, "pipeline.timetable", ToyModule)
+    first, second = run(_warnings, 2, "pipeline.agenda", ToyModule)
     assert len(first) == 1
     assert "1 micro-batch in a pipeline of 2 ranks: the bubble is 100% of the work" in first[0]
     assert second == []
-    assert run(functools.partial(_warnings, micro_batch_size=1), 2, "pipeline.timetable", ToyModule) == [[], []]
+    assert run(functools.partial(_warnings, micro_batch_size=1), 2, "pipeline.agenda", ToyModule) == [[], []]
 
 
 def _own_layers() -> MegalightModule:
@@ -365,7 +365,7 @@ def _own_layers() -> MegalightModule:
 )
 def test_layers_that_defer_nothing_are_told_once(module: Any, schedule: Any, told: str | None) -> None:
     options = {"micro_batch_size": 1, "pipeline": PipelineOptions(schedule=schedule)}
-    first, second = run(functools.partial(_warnings, **options), 2, "split_by_options", module)
+    first, second = run(functools.partial(_warnings, **options), 2, "apply", module)
     assert second == []
     assert len(first) == (told is not None)
     assert all(re.search(str(told), text) for text in first), first

@@ -323,7 +323,7 @@ class Wordy(Plain):
 
 
 def test_batches_that_cannot_be_cut() -> None:
-    assert "a batch of type object cannot be cut into micro-batches; give it a split(size) method" in refused(_wordy)
+    assert "cannot cut this batch, because it is not certain what its samples are" in refused(_wordy)
 
 
 def _wordy() -> None:

@@ -153,8 +153,8 @@ class FolderCheckpoints(MeshStrategy):
                 "resumes from it; a ModelCheckpoint saves both while they run.",
                 filepath,
             )
-        training = self._setup_of if self._is_training else None
-        if training is not None and getattr(training.trainer, "fast_dev_run", False):
+        module = self._setup_of
+        if module is not None and self._is_training and getattr(module.trainer, "fast_dev_run", False):
             return  # ModelCheckpoint(save_last=True) would save at the end, and later runs would take it
         # Weights may still be gathered, and edits are compared with what is there.
         self.sync_parameters()

@@ -49,7 +49,7 @@ FAILURES: dict[str, tuple[object, str, Exception]] = {
     "memory": (SharedMemory, "reserve", OSError(errno.ENOMEM, "Cannot allocate memory")),
     "device": (saving, "_copied", torch.OutOfMemoryError("out of memory")),
     "disk": (saves.publish, "begin", OSError(errno.EIO, "Input/output error")),
-    "process": (saves, "Worker", OSError(errno.EAGAIN, "Resource temporarily unavailable")),
+    "process": (saves, "SaveWorker", OSError(errno.EAGAIN, "Resource temporarily unavailable")),
 }
 
 
@@ -197,10 +197,10 @@ def abort_at(place: str, background: Background, patch: pytest.MonkeyPatch) -> N
 
     target, name, value = {
         "staging": (saves, "stage", staging_),
-        "starting": (saves, "Worker", Starting),
+        "starting": (saves, "SaveWorker", Starting),
         "giving": (SaveWorker, "give", giving),
         "started": (Ranks, "together", started),
-        "noting": (saves, "Pending", Noted),
+        "noting": (saves, "PendingSave", Noted),
     }[place]
     patch.setattr(target, name, value)
 
@@ -293,7 +293,7 @@ def test_a_process_group_that_is_gone_does_not_keep_the_folder(
         return together(ranks, what, work)
 
     monkeypatch.setattr(Ranks, "together", lost)
-    monkeypatch.setattr(saves, "Worker", raising(OSError(errno.EAGAIN, "no more processes")))
+    monkeypatch.setattr(saves, "SaveWorker", raising(OSError(errno.EAGAIN, "no more processes")))
     with pytest.raises(CheckpointError, match="no more processes"):
         simple.save(tmp_path / "a.ckpt", 1, background)
     assert not list(tmp_path.iterdir())

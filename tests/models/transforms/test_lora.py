@@ -303,7 +303,7 @@ def test_layers_that_cannot_be_split_with_an_adapter() -> None:
     mesh = ParallelMesh(2, 0, tp=2)
     model = GPT(GPTConfig(**BASE))
     LoRA(rank=2, targets=["output_layer"]).change(model)
-    with pytest.raises(LayoutError, match="head has an adapter, which the style VocabHead does not split"):
+    with pytest.raises(LayoutError, match="head has an adapter, which the style VocabHeadStyle does not split"):
         parallelize(model, gpt_plan(model), mesh)
     model = GPT(GPTConfig(**BASE))
     LoRA(rank=2).change(model)

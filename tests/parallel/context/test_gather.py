@@ -67,7 +67,7 @@ def test_where_blocks_are_dense(lengths: list[int], causal: bool, dense: bool) -
 )
 def test_what_blocks_can_do(options: dict, plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(all_gather, "attend", lambda q, *args, **kwargs: asked.append(kwargs) or q)
+    monkeypatch.setattr(all_gather, "attend_dense", lambda q, *args, **kwargs: asked.append(kwargs) or q)
     monkeypatch.setattr(InnerAttention, "forward", lambda self, q, *args: q)
     share, _ = PackedSequences.of_lengths([8, 8]).zigzag(0, 1)
     x = torch.zeros(16, 2, 4)

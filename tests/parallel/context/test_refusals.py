@@ -116,11 +116,11 @@ def test_layers_have_their_own_kinds() -> None:
 @pytest.mark.parametrize(
     ("options", "tp", "chosen"),
     [
-        ({}, 1, "exchange"),
+        ({}, 1, "all_to_all"),
         ({}, 2, "ring"),
-        ({**SOFTCAP, "num_kv_heads": 2}, 2, "gather"),
-        (SDPA, 2, "gather"),
-        (WINDOW, 2, "gather"),
+        ({**SOFTCAP, "num_kv_heads": 2}, 2, "all_gather"),
+        (SDPA, 2, "all_gather"),
+        (WINDOW, 2, "all_gather"),
     ],
 )
 def test_auto_takes_the_first_that_can(options: dict, tp: int, chosen: str) -> None:

@@ -151,7 +151,7 @@ def per_layer(limit: int | None) -> tuple[list[str], list[int | None]]:
 
 def test_patterns_and_the_limit_on_multiprocessors_act() -> None:
     for limit, given in ((5, 5), (None, MAX_CTAS)):
-        assert run(per_layer, 2, limit) == [(["Pipelined", "Plain", "Plain", "Pipelined"], [given])] * 2
+        assert run(per_layer, 2, limit) == [(["Pipelined", "NoOverlap", "NoOverlap", "Pipelined"], [given])] * 2
 
 
 def limited(way: str) -> None:
