@@ -1,7 +1,7 @@
 """Make the table and the plot of the performance page from the results in benchmarks/results/*.json.
 
     python benchmarks/render.py            # rewrite docs/performance/index.md and the table of README.md; with
-                                           # matplotlib, rows.svg and parts.svg too
+                                           # matplotlib, the charts too
     python benchmarks/render.py --check    # exit 1 if a page differs from the results
 
 A result belongs to the row of :data:`benchmarks.rows.ROWS` with the same step. Rooflines are computed again.
@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -30,19 +31,14 @@ from megalight.imports import has, require
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "performance" / "index.md"
-PLOT, PARTS_PLOT = PAGE.with_name("rows.svg"), PAGE.with_name("parts.svg")
+PLOT, PARTS_PLOT, README_PLOT = (PAGE.with_name(f"{name}.svg") for name in ("rows", "parts", "speed"))
 README = ROOT / "README.md"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 OURS = "megalight"
 
 HEADLINES = (
-    "8b-16l-bf16", "8b-16l-fp8", "8b-16l-fp8-delayed", "2b-24l", "mixtral-4l-mbs2", "qwen3-moe-8l", "125m-graph",
-    "8b-16l-dp2", "8b-16l-tp2-symmetric", "llama3-16l-dp2-full", "llama3-16l-dp2-full-copies", "llama3-8b-dp4",
-    "llama3-8b-dp4-fp8", "llama3-8b-dp4-graph-copies-mbs2", "llama3-8b-dp4-graph-flash",
-    "llama3-8b-dp4-fp8-delayed-graph-flash", "llama3-8b-tp4-graph-flash", "llama3-8b-tp2dp2-graph-copies",
-    "llama3-8b-dp4-full", "qwen3-moe-24l-ep4-mbs2", "llama3-8b-pp4-halves", "llama3-8b-pp4-vpp4",
-    "llama3-8b-pp4-vpp4-zb-flash", "llama3-8b-cp4-128k-all-gather-offload", "llama3-8b-cp4-128k-all-gather-fp8",
-    "llama3-8b-cp4-128k-all-gather-flash-grads", "llama3-8b-cp4-256k-all-gather-flash-grads",
+    "8b-16l-bf16", "8b-16l-fp8-delayed", "qwen3-moe-8l", "llama3-8b-dp4-graph-copies-mbs2", "llama3-8b-dp4-full",
+    "llama3-8b-tp4-graph-flash", "llama3-8b-pp4-vpp4-zb-flash", "llama3-8b-cp4-128k-all-gather-offload",
 )  # fmt: skip
 """Rows of the README's table."""
 
@@ -53,26 +49,19 @@ PEAKS = {"NVIDIA H200": HOPPER, "NVIDIA H100 80GB HBM3": HOPPER}
 PLACES = (*PARTS[:-1], "computing", PARTS[-1], "idle", "accounted")
 """Parts of a breakdown, in the order of the table."""
 
-LABELS = ("products", "attention", "optimizer", "other kernels", "exposed messages", "idle")
+LABELS = ("matmuls", "attention", "optimizer", "other kernels", "exposed communication", "idle")
 
 ABOUT = {
-    "8b-16l-fp8": "the same in FP8",
-    "8b-16l-fp8-delayed": "the same in FP8 with scales of past steps",
-    "mixtral-4l-mbs2": "Mixtral 8x7B cut to 4 layers, micro-batches of two sequences",
-    "125m-graph": "125M, micro-batches of 1024 tokens, as a CUDA graph",
-    "8b-16l-dp2": "the first row on two GPUs, DP=2",
-    "8b-16l-tp2-symmetric": "the first row on two GPUs, TP=2 with SP",
-    "llama3-16l-dp2-full": "16 layers of Llama-3-8B, fully sharded",
-    "llama3-8b-dp4-fp8": "Llama-3-8B, DP=4, in FP8",
-    "llama3-8b-dp4-graph-copies-mbs2": "Llama-3-8B, DP=4, micro-batches of two sequences, steps as CUDA graphs",
-    "llama3-8b-dp4-full": "Llama-3-8B, DP=4, parameters and gradients sharded",
-    "llama3-8b-pp4-halves": "Llama-3-8B, PP=4, 1F1B, stages that end inside a layer",
-    "llama3-8b-cp4-128k-all-gather-offload": "Llama-3-8B, CP=4, 131,072 tokens, all gather, MLPs kept in host memory",
-    "llama3-8b-cp4-128k-all-gather-fp8": "the same in FP8 with scales of past steps",
-    "llama3-8b-cp4-128k-all-gather-flash-grads": "Llama-3-8B, CP=4, 131,072 tokens, all gather, with flash-attn 4",
-    "llama3-8b-cp4-256k-all-gather-flash-grads": "Llama-3-8B, CP=4, 262,144 tokens, all gather, with flash-attn 4",
+    "8b-16l-bf16": "8B width, 16 layers, 4096 tokens, bf16",
+    "8b-16l-fp8-delayed": "8B width, 16 layers, FP8, delayed scaling",
+    "qwen3-moe-8l": "Qwen3-30B-A3B cut to 8 layers, balanced routing",
+    "llama3-8b-dp4-graph-copies-mbs2": "Llama-3-8B, DP=4, CUDA graph",
+    "llama3-8b-dp4-full": "Llama-3-8B, full sharding, DP=4",
+    "llama3-8b-tp4-graph-flash": "Llama-3-8B, TP=4 with SP, CUDA graph, flash-attn 4",
+    "llama3-8b-pp4-vpp4-zb-flash": "Llama-3-8B, PP=4, VPP=4, zero bubble, flash-attn 4",
+    "llama3-8b-cp4-128k-all-gather-offload": "Llama-3-8B, CP=4, 131,072 tokens, activations offloaded",
 }
-"""What rows are whose own line refers to the row above them in the list of all."""
+"""Short names of the rows in the README."""
 
 Record = dict[str, Any]
 
@@ -178,7 +167,7 @@ def page_table(found: dict[str, Record]) -> str:
             ]
         )
     columns = ["row", "on", "s per step", "alone", "TFLOP/s", "tokens/s", "GiB", "roofline", "of it", "aim", "checked",
-               "beside it", "earlier", "from"]  # fmt: skip
+               "peers", "earlier", "from"]  # fmt: skip
     return markdown(columns, lines)
 
 
@@ -219,7 +208,7 @@ def parts_table(found: dict[str, Record]) -> str:
         shares = parts(found.get(name, {}).get("peers", {}).get(OURS, {}))
         if shares:
             lines.append([f"`{name}`", *(number(shares.get(part), ".1%") for part in PLACES)])
-    columns = ["row", "products", "attention", "optimizer", "other kernels", "all computing", "exposed", "idle", "sum"]
+    columns = ["row", "matmuls", "attention", "optimizer", "other kernels", "all computing", "exposed", "idle", "sum"]
     return markdown(columns, lines)
 
 
@@ -229,7 +218,7 @@ def rows_table() -> str:
         [f"`{name}`", row.about, str(row.gpus), ", ".join(row.peers), " ".join(row.step.words()).replace("|", "\\|")]
         for name, row in ROWS.items()
     ]
-    return markdown(["row", "what", "GPUs", "beside it", "arguments of `benchmarks/dense_step.py`"], lines)
+    return markdown(["row", "what", "GPUs", "peers", "arguments of `benchmarks/dense_step.py`"], lines)
 
 
 def row_table(record: Record) -> str:
@@ -255,7 +244,7 @@ def row_table(record: Record) -> str:
                 *(number(parts(row).get(part), ".1%") for part in PLACES),
             ]
         )
-    columns = ["peer", "s/step", "alone", "TFLOP/s", "tokens/s", "GiB", "ours / it", "of roofline", "products",
+    columns = ["peer", "s/step", "alone", "TFLOP/s", "tokens/s", "GiB", "ours / it", "of roofline", "matmuls",
                "attention", "optimizer", "other", "computing", "exposed", "idle", "sum"]  # fmt: skip
     return "\n".join([markdown(columns, lines), *notes])
 
@@ -290,7 +279,7 @@ def headlines(found: dict[str, Record]) -> str:
         peers = {peer: it["tflops"] for peer, it in entry["peers"].items() if peer != OURS} or row.figures
         lines.append(
             [
-                ABOUT.get(name, row.about),
+                ABOUT[name],
                 f"{entry['gpus']} x {entry['device'].removeprefix('NVIDIA ')}",
                 fitting(ours["tflops"]),
                 number(bound and ours["tflops"] / bound, ".0%"),
@@ -298,7 +287,7 @@ def headlines(found: dict[str, Record]) -> str:
                 ", ".join(f"{peer} {fitting(rate)}" for peer, rate in peers.items()),
             ]
         )
-    columns = ["", "on", "TFLOP/s per GPU", "of the sustained rates", "of the chip's peak", "others"]
+    columns = ["", "on", "TFLOP/s per GPU", "of sustained rates", "of peak", "peers"]
     return markdown(columns, lines)
 
 
@@ -306,7 +295,8 @@ def blocks(found: dict[str, Record]) -> str:
     """Make the text between the page's markers."""
     return (
         f"{page_table(found)}\n\n{missing(found)}![TFLOP/s per GPU by row]({PLOT.name})\n\n"
-        f"Where a step's time goes, Megalight, means over the ranks:\n\n{parts_table(found)}\n\n"
+        f"Where a step's time goes, Megalight, means over the ranks:\n\n"
+        f"![Parts of a step]({PARTS_PLOT.name})\n\n{parts_table(found)}\n\n"
         f"The rows:\n\n{rows_table()}"
     )
 
@@ -338,6 +328,15 @@ def points(found: dict[str, Record]) -> list[dict[str, Any]]:
     ]
 
 
+def headline_points(found: dict[str, Record]) -> list[dict[str, Any]]:
+    """Return the values that the README's plot shows: its rows by their short names, with peers of earlier calls."""
+    rows = {point["row"]: point for point in points(found)}
+    peers = {name: {**ROWS[name].figures, **rows[name]["peers"]} for name in HEADLINES}
+    return [
+        {**rows[name], "row": "\n".join(wrap(ABOUT[name], 36)), "aim": None, "peers": peers[name]} for name in HEADLINES
+    ]
+
+
 def digest(shown: Any) -> str:
     """Return a hash of the points, which shows whether a plot is up to date."""
     return hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest()[:16]
@@ -349,7 +348,7 @@ def plot(shown: list[dict[str, Any]], output: Path) -> None:
     matplotlib.use("Agg")
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "megalight"})
     pyplot = require("matplotlib.pyplot", "the plot")
-    figure, axes = pyplot.subplots(figsize=(8, 0.8 + 0.34 * max(1, len(shown))), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(8, 0.8 + 0.4 * max(1, len(shown))), layout="constrained")
     places = range(len(shown))
     axes.barh(places, [point["peers"][OURS] for point in shown], height=0.6, color="#4c72b0", label="Megalight")
     for key, mark, color in (("roofline", "|", "black"), ("aim", "d", "#55a868")):
@@ -366,7 +365,7 @@ def plot(shown: list[dict[str, Any]], output: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("model TFLOP/s per GPU")
     axes.grid(axis="x", alpha=0.3)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12 - 0.5 / max(1, len(shown))), ncols=6, fontsize=8)
+    figure.legend(loc="outside lower center", ncols=7, fontsize=8)
     figure.savefig(output, metadata={"Date": None, "Description": f"points {digest(shown)}"})
     pyplot.close(figure)
 
@@ -393,7 +392,7 @@ def plot_parts(shown: dict[str, dict[str, float]], output: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, 100)
     axes.set_xlabel("% of a step")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1 - 0.5 / len(shown)), ncols=6, fontsize=8)
+    figure.legend(loc="outside lower center", ncols=6, fontsize=8)
     figure.savefig(output, metadata={"Date": None, "Description": f"points {digest(shown)}"})
     pyplot.close(figure)
 
@@ -410,6 +409,7 @@ def main() -> int:
         path.write_text(text, encoding="utf-8")
     if has("matplotlib"):
         plot(points(found), PLOT)
+        plot(headline_points(found), README_PLOT)
         plot_parts(shares(found), PARTS_PLOT)
     return 0
 

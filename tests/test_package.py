@@ -173,3 +173,14 @@ def test_make_targets_are_listed(target: str) -> None:
     answer = subprocess.run(["make", "help"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     assert re.search(rf"^{target} +\S", answer, re.MULTILINE), answer
     subprocess.run(["make", "--dry-run", target], cwd=ROOT, check=True, capture_output=True)
+
+
+def test_workflows_run_targets_that_exist() -> None:
+    """GitHub runs the same targets of make as a developer does."""
+    found = set()
+    for path in sorted((ROOT / ".github" / "workflows").glob("*.yml")):
+        found |= set(re.findall(r"\bmake ((?:[a-z-]+ ?)+)", path.read_text(encoding="utf-8")))
+    targets = {word for words in found for word in words.split()}
+    assert targets >= {"checks", "test", "test-full", "test-gpu", "site", "docs-check"}
+    for target in targets:
+        subprocess.run(["make", "--dry-run", target], cwd=ROOT, check=True, capture_output=True)

@@ -16,7 +16,12 @@ def test_the_pages_are_up_to_date():
 
 def test_the_plots_are_up_to_date():
     found = render.collect()
-    for plot, shown in ((render.PLOT, render.points(found)), (render.PARTS_PLOT, render.shares(found))):
+    plots = {
+        render.PLOT: render.points(found),
+        render.README_PLOT: render.headline_points(found),
+        render.PARTS_PLOT: render.shares(found),
+    }
+    for plot, shown in plots.items():
         assert render.digest(shown) in plot.read_text(encoding="utf-8"), "run: python benchmarks/render.py"
 
 
