@@ -167,7 +167,7 @@ def plain(way: str, tiny: bool) -> dict[str, Any]:
 
     from benchmarks.meter import Meter, random_rows
     from benchmarks.peers.huggingface import llama
-    from megalight.callbacks import AutomaticCUDAGraph, FusedOps
+    from megalight.callbacks import CUDAGraph, FusedOps
     from megalight.strategies import MegatronStrategy
 
     words = way.split()
@@ -206,7 +206,7 @@ def plain(way: str, tiny: bool) -> dict[str, Any]:
     found: list[float] = []
     callbacks: list[pl.Callback] = [Clock()]
     if {"graphs", "true"} & set(words):
-        callbacks.append(AutomaticCUDAGraph())
+        callbacks.append(CUDAGraph("auto"))
     if {"fused", "true"} & set(words):
         callbacks.append(FusedOps())
     if words[0] == "fsdp":
@@ -235,7 +235,7 @@ def plain(way: str, tiny: bool) -> dict[str, Any]:
     seconds = statistics.median(meter.seconds())
     peak, _ = meter.ranks[0]
     reserved = torch.cuda.max_memory_reserved() / 2**30 if step.device == "cuda" else None
-    graphs = [callback for callback in callbacks if isinstance(callback, AutomaticCUDAGraph)]
+    graphs = [callback for callback in callbacks if isinstance(callback, CUDAGraph)]
     said = [str(graph.trial.verdict) for graph in graphs if graph.trial is not None]
     return {
         "tokens_per_second": step.tokens / seconds,

@@ -8,7 +8,6 @@ from megalight.callbacks.expert_loads import ExpertLoads
 from megalight.callbacks.final_checkpoint import FinalCheckpoint
 from megalight.callbacks.fused_ops import FusedOps
 from megalight.callbacks.garbage import GarbageCollection
-from megalight.callbacks.graphs.automatic import AutomaticCUDAGraph
 from megalight.callbacks.graphs.cuda_graph import CUDAGraph
 from megalight.callbacks.modelopt import AutoQuantize, ModelOptQuantization
 from megalight.callbacks.optimizer_monitor import OptimizerMonitor
@@ -31,7 +30,6 @@ __all__ = [
     "ActivationOffload",
     "Adapters",
     "AutoQuantize",
-    "AutomaticCUDAGraph",
     "CUDAGraph",
     "Distillation",
     "ExpertLoads",

@@ -32,6 +32,7 @@ class ActivationOffload(pl.Callback):
     """
 
     reads_weights = False
+    copies_to_host = True
 
     def __init__(self, modules: Sequence[str], min_elements: int = MIN_ELEMENTS) -> None:
         if not modules or min_elements < 1:
@@ -59,7 +60,7 @@ class ActivationOffload(pl.Callback):
         strategy = trainer.strategy
         if not isinstance(strategy, MegatronStrategy):
             raise ConfigurationError(f"ActivationOffload needs MegatronStrategy, not {type(strategy).__name__}.")
-        if any(isinstance(one, CUDAGraph) and not one.gives_way for one in trainer.callbacks):  # type: ignore[attr-defined]
+        if any(isinstance(one, CUDAGraph) and one.scope != "auto" for one in trainer.callbacks):  # type: ignore[attr-defined]
             raise ConfigurationError(
                 "ActivationOffload with CUDAGraph: a graph cannot copy to memory that is new in each step. Leave one "
                 "of the two out."

@@ -8,7 +8,7 @@ from typing import Literal
 
 import lightning.pytorch as pl
 
-from megalight.callbacks.graphs.cuda_graph import CUDAGraph
+from megalight.callbacks.graphs.cuda_graph import WHOLE, CUDAGraph
 from megalight.data.module import TokenDataModule
 from megalight.errors import ConfigurationError
 from megalight.models.distillation import DistillationLoss, Distiller, LayerPair, Recorded, TeacherLayout, read_modelopt
@@ -182,7 +182,7 @@ def _check_hidden(trainer: pl.Trainer) -> None:
             "read; choose recompute.num_layers=1."
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, CUDAGraph) and callback.scope != "iteration":
+        if isinstance(callback, CUDAGraph) and callback.scope not in WHOLE:
             raise ConfigurationError(
                 f"CUDAGraph(scope={callback.scope!r}) replays layers without the hooks by which pairs read their "
                 "hidden states; choose scope='iteration', or leave it out."

@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerStatus
 
-from megalight.callbacks import AutomaticCUDAGraph
+from megalight.callbacks import CUDAGraph
 from megalight.callbacks.run_record import log_folder
 from megalight.cli.checks.lightning_rules import check_strategy
 from megalight.cli.checks.trainer_rules import check_loggers, check_trainer, half_on_cpu
@@ -45,7 +45,7 @@ class MegalightTrainer(pl.Trainer):
         limit_test_batches: the same for ``test``.
         limit_predict_batches: the same for ``predict``.
         cuda_graphs: ``auto``: replay steps from CUDA graphs if the first steps show that this is faster
-            (:class:`~megalight.callbacks.AutomaticCUDAGraph`); the log says which. ``off``: do not try.
+            (``CUDAGraph(scope="auto")``); the log says which. ``off``: do not try.
 
     Attributes:
         shortened: lines for the log of ``fit``: intervals that were longer than the run, and what became of them.
@@ -92,9 +92,9 @@ class MegalightTrainer(pl.Trainer):
         if isinstance(strategy, MeshStrategy) and SLURMEnvironment.detect():
             kwargs["plugins"] = with_slurm(kwargs.get("plugins"))
         super().__init__(strategy=strategy, logger=logger, **kwargs)
-        if cuda_graphs == "auto" and not any(isinstance(callback, AutomaticCUDAGraph) for callback in self.callbacks):  # type: ignore[attr-defined]
+        if cuda_graphs == "auto" and not any(isinstance(callback, CUDAGraph) for callback in self.callbacks):  # type: ignore[attr-defined]
             # In front: ModelCheckpoint must stay last.
-            self.callbacks.insert(0, AutomaticCUDAGraph())  # type: ignore[attr-defined]
+            self.callbacks.insert(0, CUDAGraph("auto"))  # type: ignore[attr-defined]
 
     @property
     def log_dir(self) -> str | None:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from megalight.callbacks import ActivationOffload, AutomaticCUDAGraph, CUDAGraph
-from megalight.callbacks.graphs import automatic, cuda_graph
-from megalight.callbacks.graphs.automatic import SETTLING, TIMED, StepReading
+from megalight.callbacks import ActivationOffload, CUDAGraph
+from megalight.callbacks.graphs import cuda_graph
+from megalight.callbacks.graphs.trial import SETTLING, TIMED, StepReading
 from megalight.strategies import MegatronStrategy
 from megalight.strategies.micro_batches import Usage
 from tests.callbacks.test_cuda_graph import Quiet
@@ -126,7 +126,7 @@ def trained(kind: Any, callback: CUDAGraph | None, window: int = 1) -> tuple[lis
 
 def tried(kind: Any, eager: StepReading, replayed: StepReading, window: int = 1) -> Any:
     """Train with automatic graphs; return replays, reasons, verdict, measured steps, and what was trained."""
-    callback = AutomaticCUDAGraph()
+    callback = CUDAGraph("auto")
     callback.probe = probe = StandIn(callback, eager, replayed)
     found = trained(kind, callback, window)
     verdict = None if callback.trial is None else callback.trial.verdict
@@ -176,10 +176,10 @@ def test_otherwise_they_run_as_before(eager: StepReading, replayed: StepReading,
 def hidden(eager: StepReading, replayed: StepReading, gains: bool) -> Any:
     """Train with split layers that hide more in recorded steps; also return what layers were told, and when."""
     told: list[tuple[bool, int]] = []
-    callback = AutomaticCUDAGraph()
+    callback = CUDAGraph("auto")
     callback.probe = probe = StandIn(callback, eager, replayed)
     with (
-        mock.patch.object(automatic, "gains_by_recording", return_value=gains),
+        mock.patch.object(cuda_graph, "gains_by_recording", return_value=gains),
         mock.patch.object(cuda_graph, "steps_recorded", lambda chunk, flag: told.append((flag, probe.measured))),
     ):
         trained(Logs, callback)
@@ -246,7 +246,7 @@ class Manual(Logs):
 
 
 def without_shards() -> Any:
-    callback = AutomaticCUDAGraph()
+    callback = CUDAGraph("auto")
     callback.recorder = Tape()
     runner = trainer(MegatronStrategy(), callbacks=[callback], max_steps=2, limit_val_batches=0)
     runner.fit(Manual(), batches(8, 4))
@@ -270,7 +270,7 @@ class Brings(Logs):
 
 def beside(other: str, owner: str) -> Any:
     """Train beside another callback; return replays of both, and whether the other one did its work."""
-    callback = AutomaticCUDAGraph()
+    callback = CUDAGraph("auto")
     callback.recorder = own = Tape()
     brought: Any = CUDAGraph(warmup_steps=2) if other == "CUDAGraph" else ActivationOffload(["0"], min_elements=1)
     if isinstance(brought, CUDAGraph):
@@ -296,7 +296,7 @@ def test_other_callbacks_go_first(other: str, works: Any, owner: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 def test_nothing_happens_without_a_gpu() -> None:
-    callback = AutomaticCUDAGraph()
+    callback = CUDAGraph("auto")
     runner = pl.Trainer(accelerator="cpu", callbacks=[callback], max_steps=2, limit_val_batches=0, **QUIET)
     runner.fit(Plain(), DataLoader(TensorDataset(*map(Tensor.float, samples(8))), batch_size=4))
     assert (callback.replays, callback.reasons, callback.trial) == (0, [], None)

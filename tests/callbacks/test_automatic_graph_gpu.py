@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from megalight.callbacks import AutomaticCUDAGraph
-from megalight.callbacks.graphs.automatic import SETTLING, TIMED
+from megalight.callbacks import CUDAGraph
+from megalight.callbacks.graphs.trial import SETTLING, TIMED
 from megalight.strategies import MegatronStrategy
 from tests.callbacks.test_automatic_graph import FAST, SLOW, Indexed, Logs, StandIn
 from tests.strategies.regression import samples, weights
@@ -41,7 +41,7 @@ def _trained(kind: Any, callbacks: list[Any]) -> tuple[list[list[float]], list[f
 @pytest.mark.parametrize(("kind", "recorded"), [(Logs, True), (Indexed, False)])
 def test_results_are_those_of_eager_steps(kind: Any, recorded: bool) -> None:
     """Recorded for certain: a stand-in for the clock says that launches limit the eager steps."""
-    callback = AutomaticCUDAGraph()
+    callback = CUDAGraph("auto")
     callback.probe = StandIn(callback, SLOW, FAST)
     found, shown = _trained(kind, [callback])
     expected, seen = _trained(kind, [])
@@ -52,7 +52,7 @@ def test_results_are_those_of_eager_steps(kind: Any, recorded: bool) -> None:
 
 
 def test_a_trial_measures_the_device_and_decides() -> None:
-    callback = AutomaticCUDAGraph()
+    callback = CUDAGraph("auto")
     found, _ = _trained(Logs, [callback])
     assert callback.trial is not None
     assert callback.trial.verdict is not None, "30 steps are enough to decide"

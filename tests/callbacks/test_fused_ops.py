@@ -11,7 +11,7 @@ from llama_pipeline import LlamaPipelineModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from megalight.callbacks import AutomaticCUDAGraph, FusedOps
+from megalight.callbacks import CUDAGraph, FusedOps
 from megalight.errors import ConfigurationError
 from megalight.models.module import Carry, MegalightModule
 from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy
@@ -167,7 +167,7 @@ def test_a_stage_without_layers() -> None:
 
 
 def _recorded(fused: bool) -> tuple[int, str, list[float]]:
-    module, graphs = Chat(), AutomaticCUDAGraph()
+    module, graphs = Chat(), CUDAGraph("auto")
     graphs.recorder, graphs.probe = Tape(), StandIn(graphs, SLOW, FAST)
     callbacks: list[Any] = [graphs, *([FusedOps()] if fused else [])]
     runner = trainer(MegatronStrategy(), callbacks=callbacks, max_steps=24, max_epochs=9, **QUIET)

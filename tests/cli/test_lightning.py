@@ -9,7 +9,7 @@ import yaml
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 
 from megalight import checkpoint
-from megalight.callbacks import AutomaticCUDAGraph
+from megalight.callbacks import CUDAGraph
 from megalight.cli import curves
 from megalight.cli.lightning import ArgumentParser, parsed
 from megalight.cli.main import main
@@ -221,11 +221,11 @@ def test_debug_lets_the_traceback_through(monkeypatch):
 
 @pytest.mark.parametrize(
     ("mode", "others", "added"),
-    [({"cuda_graphs": "off"}, [], 0), ({}, [], 1), ({}, [AutomaticCUDAGraph()], 1)],
+    [({"cuda_graphs": "off"}, [], 0), ({}, [], 1), ({}, [CUDAGraph("auto")], 1), ({}, [CUDAGraph()], 1)],
 )
 def test_graphs_are_tried_unless_they_are_off(mode: Any, others: list[pl.Callback], added: int) -> None:
     runner = MegalightTrainer(accelerator="cpu", callbacks=others, logger=False, **mode)
-    assert sum(type(callback) is AutomaticCUDAGraph for callback in runner.callbacks) == added  # type: ignore[attr-defined]
+    assert sum(type(callback) is CUDAGraph for callback in runner.callbacks) == added  # type: ignore[attr-defined]
 
 
 def stacked(tmp_path, *files, words=()):

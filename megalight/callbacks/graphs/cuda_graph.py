@@ -10,9 +10,11 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from megalight.callbacks.graphs import validation
+from megalight.callbacks.graphs.trial import DeviceProbe, Probe, Trial
 from megalight.callbacks.graphs.validation import INTERNAL, STAND_INS, watched
 from megalight.errors import ConfigurationError
 from megalight.nn.moe import MoE
@@ -25,7 +27,7 @@ from megalight.parallel.layers import depth_layers_of, layers_of, tower_layers_o
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.step import Passes, StepRunner, run_passes
 from megalight.parallel.tensor.dropout import streams_of
-from megalight.parallel.tensor.shared import steps_recorded
+from megalight.parallel.tensor.shared import gains_by_recording, steps_recorded
 from megalight.strategies.megatron import MegatronStrategy
 from megalight.strategies.towers import MegatronTowersStrategy
 
@@ -108,7 +110,9 @@ def _trained(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
-SCOPES = ("iteration", "layer", "attention", "router")
+SCOPES = ("iteration", "layer", "attention", "router", "auto")
+WHOLE = ("iteration", "auto")
+"""Scopes that record whole steps."""
 MAX_GRAPHS = 4
 
 
@@ -125,35 +129,40 @@ class CUDAGraph(pl.Callback):
     the routes. Layers of a vision tower are recorded likewise, also in a layout of its own. The rest runs eagerly:
     embedding, head, loss, and bucket by bucket the reduction of gradients and the gathering of parameters.
 
+    ``scope="auto"`` measures in the first steps whether replaying whole steps (``iteration``) is faster, and runs
+    eagerly otherwise. Steps are tried as graphs if there is memory for a second set of activations, and one of these
+    holds: the host needs most of a step to launch kernels, or split layers hide more of their communication when a
+    graph launches it. The log shows the decision and both times. With ``micro_batch_size="auto"``, it waits until the
+    number is found. It does nothing without a GPU, with other strategies than ``MegatronStrategy``, under full
+    sharding, where steps cannot be recorded, and beside a ``CUDAGraph`` of another scope or an ``ActivationOffload``.
+
     Clipping, the optimizer and evaluation are not recorded.
 
     Args:
-        scope: ``iteration``, ``layer``, ``attention`` or ``router``.
-        warmup_steps: number of eager steps before recording, at least 2; for ``iteration``, of each form of steps. The
+        scope: ``iteration``, ``layer``, ``attention``, ``router`` or ``auto``.
+        warmup_steps: number of eager steps before recording, at least 2; for whole steps, of each form of steps. The
             last of them is checked for operations that cannot be recorded.
-        max_graphs: for ``iteration``: maximum number of recorded forms of steps (shapes, numbers of micro-batches).
+        max_graphs: for whole steps: maximum number of recorded forms of steps (shapes, numbers of micro-batches).
             None: 4.
         backend: for ``layer`` and ``attention``: ``own``, or one that a plugin registered. ``transformer_engine`` calls
             its ``make_graphed_callables``, with static memory for every micro-batch.
         on_refusal: what to do if a run or a step cannot be recorded. ``eager``: log the reason and run it eagerly.
-            ``error``: raise.
+            ``error``: raise, which ``auto`` never does.
 
     Attributes:
         recorder: object that records. None means CUDA graphs.
         reasons: reasons why steps run eagerly, in the order in which they were found.
+        probe: for ``auto``: object that measures steps. None means the GPU.
+        trial: for ``auto``: the measurement of the current or last run.
 
     Raises:
         ConfigurationError: an argument has an unknown value; in ``fit``, the strategy is not ``MegatronStrategy``; with
             ``on_refusal="error"``, something cannot be recorded.
     """
 
-    needs_shards = True
-    gives_way = False
-    """Whether it does nothing beside other callbacks that record, or that cannot run under a recording."""
-
     def __init__(
         self,
-        scope: Literal["iteration", "layer", "attention", "router"] = "iteration",
+        scope: Literal["iteration", "layer", "attention", "router", "auto"] = "iteration",
         warmup_steps: int = 3,
         max_graphs: int | None = None,
         backend: str = "own",
@@ -171,23 +180,31 @@ class CUDAGraph(pl.Callback):
                 f"warmup_steps={warmup_steps}, max_graphs={max_graphs}: the first must be at least 2 (one step "
                 "prepares what is prepared once, one is looked through), the second at least 1."
             )
-        if max_graphs is not None and scope != "iteration":
+        if max_graphs is not None and scope not in WHOLE:
             raise ConfigurationError(
                 f"max_graphs={max_graphs} limits the forms of steps, and scope={scope!r} records modules; leave it "
                 "out, or choose scope='iteration'."
             )
-        if backend != "own" and scope in ("iteration", "router"):
+        if scope == "auto" and on_refusal == "error":
+            raise ConfigurationError(
+                "scope='auto' runs eagerly what cannot be recorded; leave on_refusal='error' out, or choose another "
+                "scope."
+            )
+        if backend != "own" and scope in (*WHOLE, "router"):
             raise ConfigurationError(
                 f"backend={backend!r} records layers and attention, not scope={scope!r}; choose scope='layer' or "
                 "'attention', or backend='own'."
             )
         self.scope = scope
+        self.needs_shards = scope != "auto"  # without shards, `auto` does nothing
         self.backend = backend
         self.warmup_steps = warmup_steps
         self.max_graphs = MAX_GRAPHS if max_graphs is None else max_graphs
         self.on_refusal = on_refusal
         self.recorder: Recorder | None = None
         self.reasons: list[str] = []
+        self.probe: Probe | None = None
+        self.trial: Trial | None = None
         self._recorder: Recorder | None = None
         self._graphs: IterationGraphs | PartGraphs | None = None
         self._streams: list[RandomStreams] = []
@@ -201,12 +218,13 @@ class CUDAGraph(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Enter the stream for recording before parameters are prepared, so that everything uses it."""
-        if stage != "fit":
+        if stage != "fit" or (self.scope == "auto" and not self._tries(trainer)):
             return
         strategy = _strategy(trainer)
         self._end(trainer)
         self.reasons, self._graphs = [], None
-        self._level = logging.WARNING if trainer.is_global_zero else logging.INFO
+        loud = trainer.is_global_zero and self.scope != "auto"
+        self._level = logging.WARNING if loud else logging.INFO
         # Tests record with a recorder of their own, on any device.
         if self.recorder is None and strategy.root_device.type != "cuda":
             self._refuse(f"there are no CUDA graphs on {strategy.root_device.type}")
@@ -224,6 +242,11 @@ class CUDAGraph(pl.Callback):
         if self._recorder is None or self._graphs is not None or self.reasons:
             return
         strategy = _strategy(trainer)
+        # Without an engine, the optimizer needs whole parameters, and Lightning runs the backward. With
+        # micro_batch_size="auto", the trial begins when the number is known.
+        sizes = strategy.micro_batches
+        if self.scope == "auto" and (strategy.engine is None or sizes is None or not sizes.found):
+            return
         reasons, lanes = self._look_ahead(trainer, pl_module, strategy)
         if strategy.any_rank(bool(reasons)):  # all ranks must decide alike, because they communicate in every step
             self._refuse("; ".join(dict.fromkeys(reasons)) or "another rank cannot record its steps")
@@ -234,7 +257,7 @@ class CUDAGraph(pl.Callback):
         for streams in self._streams:
             streams.persist(strategy.root_device)
         assert strategy.engine is not None
-        whole = self.scope == "iteration"
+        whole = self.scope in WHOLE
         strategy.run_steps_by(self._whole_steps(strategy, pl_module) if whole else self._parts(strategy, lanes))
 
     def _look_ahead(
@@ -248,7 +271,7 @@ class CUDAGraph(pl.Callback):
         ]
         if (missing := GRAPH_BACKENDS[self.backend].why_not(strategy.root_device.type)) is not None:
             reasons.append(missing)
-        if self.scope == "iteration":
+        if self.scope in WHOLE:
             reasons += validation.of_sharding(strategy, self.backend, [])
             return [*reasons, *validation.of_whole_steps(trainer, module, strategy)], []
         reasons += [*validation.of_module(module), *validation.of_backend(strategy, self.backend)]
@@ -292,9 +315,29 @@ class CUDAGraph(pl.Callback):
         return run
 
     def _runner(self, graphs: IterationGraphs, strategy: MegatronStrategy) -> StepRunner:
-        """Return what runs the passes of whole steps, from graphs where it can."""
+        """Return what runs the passes of whole steps, from graphs where it can, or where that is faster."""
+        if self.scope == "auto":
+            probe = self.probe or DeviceProbe(strategy.root_device, strategy.mesh)
+            gains = partial(_gains, strategy)
+            self.trial = Trial(graphs, probe, strategy.largest, rank_zero_info, gains)
+            return self.trial
         graphs.prepare()
         return graphs
+
+    def _tries(self, trainer: pl.Trainer) -> bool:
+        """Return whether ``auto`` looks at the steps of this run."""
+        strategy = trainer.strategy
+        # In `setup`, because by now the trainer also has the callbacks of the module.
+        for other in trainer.callbacks:  # type: ignore[attr-defined]
+            # Graphs cannot hold copies to host memory.
+            recorded = isinstance(other, CUDAGraph) and other.scope != "auto"
+            if recorded or getattr(other, "copies_to_host", False):
+                rank_zero_info(f"steps are not tried as CUDA graphs, because of the callback {type(other).__name__}")
+                return False
+        # Units of full sharding cannot be recorded, and need no stream of ours.
+        if not isinstance(strategy, MegatronStrategy) or strategy.data_parallel.has_units:
+            return False
+        return self.recorder is not None or strategy.root_device.type == "cuda"
 
     def _parts(self, strategy: MegatronStrategy, lanes: list[list[Named]]) -> StepRunner:
         assert self._recorder is not None and strategy.engine is not None
@@ -379,6 +422,10 @@ class CUDAGraph(pl.Callback):
             self._graphs.close()
         # Last: graphs are closed on the stream on which they were recorded.
         recorder.leave()
+
+
+def _gains(strategy: MegatronStrategy) -> bool:
+    return any(gains_by_recording(chunk) for chunk in strategy.chunks)
 
 
 def _tell_layers(strategy: MegatronStrategy | None, recorded: bool) -> None:
