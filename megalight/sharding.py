@@ -31,7 +31,7 @@ from megalight.optim import shard_optimizer
 from megalight.optim.sharded import sharding_of
 from megalight.parallel.data_parallel import DataParallelOptions, clip_coefficient
 from megalight.parallel.data_parallel.grad_norm import refuse_clipping
-from megalight.parallel.groups import speaks
+from megalight.parallel.groups import uses_backend
 from megalight.parallel.initial_values import broadcast_values
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
@@ -259,9 +259,9 @@ class FullyShard(PlainRun):
 
         Weights of the last step may still be on their way.
         """
-        residency = None if self.model.shards is None else self.model.shards.residency
+        unsharder = None if self.model.shards is None else self.model.shards.unsharder
         # With `keep_vars` the caller, as our own code, is after the names.
-        if residency is not None and not residency.whole and not keep_vars:
+        if unsharder is not None and not unsharder.whole and not keep_vars:
             raise ConfigurationError(
                 f"state_dict() of a sharded {type(module).__name__}, whose parameters are not whole here. Call "
                 "sharded.state_dict() on all ranks (what fully_shard returned is `sharded`), or this method inside "
@@ -363,9 +363,9 @@ def _device_of(module: nn.Module, kind: str | None = None) -> torch.device:
     device = next((tensor.device for tensor in module.parameters()), torch.device("cpu"))
     backend = str(dist.get_backend()) if dist.is_initialized() else ""
     if device.type == "meta":
-        kind = kind or ("cuda" if speaks("nccl", backend) else "cpu")
+        kind = kind or ("cuda" if uses_backend("nccl", backend) else "cpu")
     # NCCL sends from device memory only.
-    elif device.type == "cpu" and speaks("nccl", backend) and not speaks("gloo", backend):
+    elif device.type == "cpu" and uses_backend("nccl", backend) and not uses_backend("gloo", backend):
         kind = "cuda"
     if kind in (None, device.type):
         return device

@@ -32,7 +32,7 @@ from megalight.parallel.data_parallel import DataParallelOptions, clip_coefficie
 from megalight.parallel.degrees import check_sequence_parallel
 from megalight.parallel.expert import ExpertOptions
 from megalight.parallel.frozen_model import FrozenModel
-from megalight.parallel.groups import speaks
+from megalight.parallel.groups import uses_backend
 from megalight.parallel.initial_values import broadcast_values
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
@@ -252,5 +252,5 @@ class Training(PlainRun):
 
 
 def _usual_device() -> torch.device:
-    on_gpu = dist.is_initialized() and speaks("nccl")
+    on_gpu = dist.is_initialized() and uses_backend("nccl")
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

@@ -284,7 +284,7 @@ class TrainingRun:
         """The tensors that hold weights themselves, and the buckets whose parameters are codes or sharded."""
         flat: dict[int, FlatParameters] = {}  # by id: a sharded bucket may hold codes
         if self.engine is not None:
-            flat |= {id(bucket): bucket for bucket in self.engine.buckets if bucket.holds_codes}
+            flat |= {id(bucket): bucket for bucket in self.engine.buckets if bucket.is_quantized}
         if self.model.shards is not None:
             flat |= {id(bucket): bucket for bucket in self.model.shards.buckets}
         hidden = {id(info.parameter) for bucket in flat.values() for info in bucket.infos}

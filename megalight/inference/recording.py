@@ -205,7 +205,7 @@ def record_states(
     check_begun(output, meta)
     # As in a run beside the base, which is whole here, whatever its layout there.
     whole = replace(base, layout=TeacherLayout())
-    declared = replace(whole.frozen(whole.task(config.auxiliary_layers), config.draft_ids), beside=None)
+    declared = replace(whole.frozen(whole.task(config.auxiliary_layers), config.draft_ids), submodule=None)
     run = declared.build(BASE, ParallelMesh(), getattr(torch, dtype), torch.device(device))
 
     def compute(batch: TokenBatch) -> dict[str, Tensor]:

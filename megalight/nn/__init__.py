@@ -1,10 +1,10 @@
 """Modules written for one device."""
 
 from megalight.nn.attention import Attention as Attention
+from megalight.nn.attention import DraftAttention as DraftAttention
+from megalight.nn.attention import DraftLatentAttention as DraftLatentAttention
+from megalight.nn.attention import DraftState as DraftState
 from megalight.nn.attention import InnerAttention as InnerAttention
-from megalight.nn.attention import Lineage as Lineage
-from megalight.nn.attention import LineageAttention as LineageAttention
-from megalight.nn.attention import LineageLatentAttention as LineageLatentAttention
 from megalight.nn.attention import Temperature as Temperature
 from megalight.nn.canonical import Section as Section
 from megalight.nn.context import KeysAndValues as KeysAndValues

@@ -13,11 +13,11 @@ from megalight.nn.canonical import Section
 from megalight.nn.context import KeysAndValues, LayerContext, Slots
 from megalight.nn.init import Initializer, Normal
 from megalight.nn.latent_attention import LatentAttention
-from megalight.nn.linear import Linear, gradient_is_unwritten
+from megalight.nn.linear import Linear, gradient_is_elided
 from megalight.nn.rotary import RotaryTable
 from megalight.ops.attention import attention, mutual_attention
 from megalight.ops.common import wide
-from megalight.ops.draft_attention import lineage_attention
+from megalight.ops.draft_attention import draft_attention
 from megalight.ops.fp8_attention import FP8Attention
 from megalight.ops.rows import take_rows
 from megalight.types import PackedSequences
@@ -280,9 +280,9 @@ class Attention(nn.Module):
         # without norms between them, one op splits and rotates in a single pass over memory
         if rotary is not None and self.q_norm is None and self.k_norm is None:
             # Nothing else reads the projection, unless a gate is a part of it.
-            unwritten = len(sizes) == 3 and gradient_is_unwritten(self.qkv, qkv)
+            elided = len(sizes) == 3 and gradient_is_elided(self.qkv, qkv)
             heads = sizes[0] // self.head_dim, sizes[1] // self.head_dim
-            return rotary.rotate_qkv(qkv, *heads, self.head_dim, unwritten)
+            return rotary.rotate_qkv(qkv, *heads, self.head_dim, elided)
         parts = torch.split(qkv, list(sizes[:3]), dim=-1)
         q, k, v = (part.view(len(part), -1, self.head_dim) for part in parts)
         # Norms come before the rotation, as in the models that have them: a norm's weight differs between the
@@ -302,7 +302,7 @@ class Attention(nn.Module):
 
 
 @dataclass(frozen=True, eq=False)
-class Lineage:
+class DraftState:
     """Keys and values of the steps so far; the first ones are of real tokens."""
 
     keys: list[Tensor] = field(default_factory=list)
@@ -314,7 +314,7 @@ class Lineage:
         self.values.append(v)
 
 
-class LineageAttention(nn.Module):
+class DraftAttention(nn.Module):
     """The part of attention between the projections, in place of :class:`~megalight.nn.InnerAttention`.
 
     In training a guess sees the real tokens up to its place, and the earlier guesses at its place. In generation
@@ -334,23 +334,23 @@ class LineageAttention(nn.Module):
         k: Tensor,
         v: Tensor,
         sequences: PackedSequences,
-        state: Lineage | KeysAndValues | None = None,
+        state: DraftState | KeysAndValues | None = None,
     ) -> Tensor:
         """``q [T, H, D], k, v [T, Hkv, D] -> [T, H, D]``. The state gets ``k`` and ``v``."""
-        if isinstance(state, Lineage):
+        if isinstance(state, DraftState):
             state.append(k, v)
-            return lineage_attention(q, state.keys, state.values, sequences, scale=self.scale)
+            return draft_attention(q, state.keys, state.values, sequences, scale=self.scale)
         if state is not None:
             k, v = state.append(k, v)
         return attention(q, k, v, sequences, scale=self.scale)
 
 
-class LineageLatentAttention(LatentAttention):
-    """Latent attention of a draft model. In training its state is a :class:`Lineage` of keys and values."""
+class DraftLatentAttention(LatentAttention):
+    """Latent attention of a draft model. In training its state is a :class:`DraftState` of keys and values."""
 
     def forward(self, hidden: Tensor, context: LayerContext, state: Any = None, memory: Tensor | None = None) -> Tensor:
         """``[T, input_size] -> [T, h]``. ``memory`` is unused."""
-        if not isinstance(state, Lineage):
+        if not isinstance(state, DraftState):
             return super().forward(hidden, context, state)
         q, latent, key = self._latents(hidden, context)
         return self._project(self.inner(q, *self._keys_values(latent, key), context.sequences, state))

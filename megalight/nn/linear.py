@@ -75,7 +75,7 @@ class Linear(nn.Module):
 # What lies between two linear layers, and whether anything else may read it.
 
 
-class Between(NamedTuple):
+class Fusion(NamedTuple):
     """The two linear layers beside a module that has no parameters.
 
     Attributes:
@@ -86,16 +86,16 @@ class Between(NamedTuple):
     before: nn.Module
     after: nn.Module
 
-    def output_is_unwritten(self, module: nn.Module) -> bool:
+    def output_is_elided(self, module: nn.Module) -> bool:
         """Return whether the output of ``module`` need not be written: the next layer alone reads it, as codes."""
         return _casting(self.after) is not None and not (_is_watched(self.after) or _is_watched(module))
 
-    def gradient_is_unwritten(self, module: nn.Module, x: Tensor) -> bool:
+    def gradient_is_elided(self, module: nn.Module, x: Tensor) -> bool:
         """Return whether the gradient of the input ``x`` of ``module`` need not be written."""
-        return gradient_is_unwritten(self.before, x) and not _is_watched(module)
+        return gradient_is_elided(self.before, x) and not _is_watched(module)
 
 
-def gradient_is_unwritten(layer: nn.Module, y: Tensor) -> bool:
+def gradient_is_elided(layer: nn.Module, y: Tensor) -> bool:
     """Return whether the gradient of a linear layer's output ``y`` need not be written.
 
     So it is where the layer multiplies in 8 bits with a scale that is known beforehand, and nothing else reads the
@@ -117,7 +117,7 @@ def _casting(layer: nn.Module) -> Linear | None:
         return None
     precision = precision_of(layer.weight)
     # What writes codes alone adds no zeros to them.
-    reads = precision is not None and precision.reads_unwritten and not precision.fills(layer.weight)
+    reads = precision is not None and precision.reads_elided and not precision.fills(layer.weight)
     return layer if reads else None
 
 

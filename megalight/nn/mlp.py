@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from megalight.errors import ConfigurationError, nearest
 from megalight.nn.canonical import Section
 from megalight.nn.context import LayerContext
-from megalight.nn.linear import Between, Linear
+from megalight.nn.linear import Fusion, Linear
 from megalight.ops.activation import activation, gated
-from megalight.ops.activation.quantized import activation_of_codes, stored
+from megalight.ops.activation.quantized import activation_of_quantized, stored
 
 ACTIVATIONS: Mapping[str, tuple[str, bool]] = {
     "swiglu": ("silu", True),
@@ -54,14 +54,14 @@ class Activation(nn.Module):
         fp8_input_store: keep the input in 8 bits for the backward pass.
 
     Attributes:
-        between: the linear layers beside it, if they multiply in 8 bits. Codes are then all that is written, where
+        fusion: the linear layers beside it, if they multiply in 8 bits. Codes are then all that is written, where
             nothing else would read the output and the gradient of the input.
 
     Raises:
         ConfigurationError: no such activation, or ``offset`` or ``clamp`` for one that is not gated.
     """
 
-    between: Between | None = None
+    fusion: Fusion | None = None
 
     def __init__(
         self,
@@ -90,9 +90,9 @@ class Activation(nn.Module):
         if self.fp8_input_store:
             return stored(x, weights, self._compute)
         plain = weights is None and not self.offset and self.clamp is None
-        if plain and self.between is not None and self.between.gradient_is_unwritten(self, x):
-            written = not self.between.output_is_unwritten(self)
-            return activation_of_codes(x, self.kind, self.gated, self.backend, written=written)
+        if plain and self.fusion is not None and self.fusion.gradient_is_elided(self, x):
+            written = not self.fusion.output_is_elided(self)
+            return activation_of_quantized(x, self.kind, self.gated, self.backend, written=written)
         return self._compute(x, weights)
 
     def _compute(self, x: Tensor, weights: Tensor | None) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megalight.ops.latent_heads import rotate_tail
 from megalight.ops.rotary import RotaryAxes, RotaryScaling, apply_rotary, rotary_table, rotate_qkv
-from megalight.ops.rotary.quantized import rotate_qkv_unwritten
+from megalight.ops.rotary.quantized import rotate_qkv_elided
 
 
 class RotaryTable(NamedTuple):
@@ -36,13 +36,13 @@ class RotaryTable(NamedTuple):
         return rotate_tail(x, self.cos, self.sin, interleaved=self.interleaved, backend=self.backend)
 
     def rotate_qkv(
-        self, qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, unwritten: bool = False
+        self, qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, elided: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Split ``[T, (H + 2 Hkv) D]`` into ``q [T, H, D], k, v [T, Hkv, D]`` and rotate ``q`` and ``k``.
 
-        ``unwritten``: the gradient of ``qkv`` is not written; see :mod:`megalight.ops.note`.
+        ``elided``: the gradient of ``qkv`` is not written; see :mod:`megalight.ops.note`.
         """
-        rotate, cos, sin = rotate_qkv_unwritten if unwritten else rotate_qkv, self.cos, self.sin
+        rotate, cos, sin = rotate_qkv_elided if elided else rotate_qkv, self.cos, self.sin
         return rotate(qkv, num_heads, num_kv_heads, head_dim, cos, sin, self.interleaved, backend=self.backend)
 
 

@@ -1,9 +1,9 @@
 """Attention of tokens that are guessed one after another, for all places of a sequence at once.
 
 In step ``n`` the guess at position ``t`` sees the real tokens up to ``t``, which are the keys of step 0. It also sees
-its lineage: the guesses of steps 1 to ``n`` at the same position, one key per step
+its guesses: the guesses of steps 1 to ``n`` at the same position, one key per step
 (https://arxiv.org/abs/2503.01840, figure 6). The real tokens are a causal block of attention; the few keys of the
-lineage are merged with it by log-sum-exp.
+guesses are merged with it by log-sum-exp.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megalight.ops.common import apply, once_differentiable, wide
 from megalight.types import PackedSequences
 
 
-def lineage_attention(
+def draft_attention(
     q: Tensor,
     keys: Sequence[Tensor],
     values: Sequence[Tensor],
@@ -44,14 +44,14 @@ def lineage_attention(
     """
     if len(keys) == 1:
         return attention(q, keys[0], values[0], sequences, scale=scale)
-    lineage = torch.stack(list(keys[1:])), torch.stack(list(values[1:]))
+    guesses = torch.stack(list(keys[1:])), torch.stack(list(values[1:]))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    out: Tensor = apply(_Lineage, q, keys[0], values[0], *lineage, sequences, scale)
+    out: Tensor = apply(_DraftAttention, q, keys[0], values[0], *guesses, sequences, scale)
     return out
 
 
-class _Lineage(torch.autograd.Function):
-    """``q [T, H, D]``, ``k, v [Tk, Hkv, D]``, and of the lineage ``[n, T, Hkv, D]``."""
+class _DraftAttention(torch.autograd.Function):
+    """``q [T, H, D]``, ``k, v [Tk, Hkv, D]``, and of the earlier guesses ``[n, T, Hkv, D]``."""
 
     @staticmethod
     def forward(
@@ -87,7 +87,8 @@ class _Lineage(torch.autograd.Function):
             t.view(ctx.batch, -1, *t.shape[1:]) for t in (grad.contiguous(), q, k, v, out)
         )
         lse = total.view(ctx.batch, -1, total.shape[1]).transpose(1, 2).contiguous()
-        # With the merged output and log-sum-exp, the gradients of the block and of the lineage add up to the whole.
+        # With the merged output and log-sum-exp, the gradients of the block and of the earlier guesses add up to the
+        # whole.
         found = block_attention_backward(
             pulled, query, key, value, merged, lse, ctx.packing, causal=True, scale=ctx.scale
         )
@@ -108,7 +109,7 @@ def _by_head(heads: Tensor, own: Tensor) -> Tensor:
 
 
 def _sum(weights: Tensor, own: Tensor) -> Tensor:
-    """``[n, T, H], [n, T, Hkv, D] -> [T, H, D]``: the weighted sum over the lineage."""
+    """``[n, T, H], [n, T, Hkv, D] -> [T, H, D]``: the weighted sum over the earlier guesses."""
     grouped = weights.reshape(*own.shape[:3], -1)
     return torch.einsum("ntkg,ntkd->tkgd", grouped, own.to(weights.dtype)).flatten(1, 2)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megalight.ops.common import (
     apply,
-    num_multiprocessors,
+    num_sms,
     once_differentiable,
     serve_all,
     triton_why_not,
@@ -200,7 +200,7 @@ class _GatedNorm(torch.autograd.Function):
         rows, size = y.shape
         group = ctx.group
         tile = _tile(group)
-        programs = num_multiprocessors(y.device) * WARPS_PER_SM // tile["num_warps"] * group // size
+        programs = num_sms(y.device) * WARPS_PER_SM // tile["num_warps"] * group // size
         programs = max(1, min(programs, cdiv(rows, tile["ROWS"])))
         grad_y = torch.empty(rows, size, dtype=y.dtype, device=y.device)
         grad_z = empty_gradient(z, ctx.place)

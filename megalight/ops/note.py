@@ -52,13 +52,13 @@ class Note:
         recipe: how to compute it again from tensors that are kept anyway.
         casts: casts of a gradient.
         magnitudes: its largest magnitudes.
-        unwritten: casts it without its values, which were never written.
+        elided: casts it without its values, which were never written.
     """
 
     recipe: RecomputeRecipe | None = None
     casts: Casts | None = None
     magnitudes: Magnitudes | None = None
-    unwritten: Unwritten | None = None
+    elided: ElidedOutput | None = None
 
 
 def note_of(x: object) -> Note | None:
@@ -83,16 +83,16 @@ def annotate(x: Tensor) -> Note:
 # casts them. That function reads the inputs of the op, and writes codes.
 
 
-Told: TypeAlias = "tuple[Cast, Tensor]"
+QuantizedCasts: TypeAlias = "tuple[Cast, Tensor]"
 """Casts of a tensor and of its transpose, and magnitudes (float32) of which the largest is the tensor's."""
-Unwritten: TypeAlias = "Callable[[Scheme | None, Scheme | None, Tensor], Told]"
+ElidedOutput: TypeAlias = "Callable[[Scheme | None, Scheme | None, Tensor], QuantizedCasts]"
 """``(scheme, scheme of the transpose, magnitude that scales must cover)`` -> casts, and the magnitudes met."""
 
 
-def unwritten(shape: tuple[int, ...], like: Tensor, cast: Unwritten) -> Tensor:
+def elided_output(shape: tuple[int, ...], like: Tensor, cast: ElidedOutput) -> Tensor:
     """Return a tensor of this shape, with the dtype and device of ``like``, of which only casts exist."""
     out = without_values(shape, like)
-    annotate(out).unwritten = cast
+    annotate(out).elided = cast
     return out
 
 
@@ -106,10 +106,10 @@ def without_values(shape: tuple[int, ...], like: Tensor) -> Tensor:
     return nothing.new_empty(0).set_(nothing.untyped_storage(), 0, shape, (0,) * len(shape))
 
 
-def unwritten_of(x: Tensor) -> Unwritten | None:
+def elided_output_of(x: Tensor) -> ElidedOutput | None:
     """Return the function that casts ``x``, or None if ``x`` has values."""
     note: Note | None = getattr(x, "megalight_note", None)  # `note_of`, inlined
-    return None if note is None else note.unwritten
+    return None if note is None else note.elided
 
 
 @lru_cache

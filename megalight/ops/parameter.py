@@ -48,7 +48,7 @@ class ParameterState:
         mark_grad_ready: call it after each gradient that an op has added to ``main_grad``.
         expect_late: call it when a gradient is put off that will be added after the backward pass.
         begin_late: call it before such a gradient is added, when ``main_grad`` may be lent to other parameters.
-        landing: the autograd hook that adds gradients of autograd to ``main_grad``.
+        grad_hook: the autograd hook that adds gradients of autograd to ``main_grad``.
         precision: precision of products with the parameter; None: its own dtype.
         stack_precision: the same for a stack of matrices ``[E, out, in]``.
         stored: quantized values of a frozen parameter (:mod:`megalight.ops.quantized_weight`); None: it holds its own.
@@ -61,7 +61,7 @@ class ParameterState:
     mark_grad_ready: Callable[[], None] = do_nothing
     expect_late: Callable[[], None] = do_nothing
     begin_late: Callable[[], None] = do_nothing
-    landing: RemovableHandle | None = None
+    grad_hook: RemovableHandle | None = None
     precision: LowPrecision | None = None
     stack_precision: StackPrecision | None = None
     stored: QuantizedWeight | None = None
@@ -160,9 +160,9 @@ def release(parameter: Tensor) -> None:
     state = known_state(parameter)
     if state is None or state.main_grad is None:
         return
-    if state.landing is not None:
-        state.landing.remove()
-    state.main_grad, state.untouched, state.landing = None, False, None
+    if state.grad_hook is not None:
+        state.grad_hook.remove()
+    state.main_grad, state.untouched, state.grad_hook = None, False, None
     state.mark_grad_ready = state.expect_late = state.begin_late = do_nothing
     del parameter.main_grad  # type: ignore[attr-defined]
     # It may be a view of the main gradient, in that one's dtype.

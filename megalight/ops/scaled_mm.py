@@ -249,7 +249,7 @@ def _rowwise(a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool, bias: T
 FP32 = ("fp32", "power")
 
 
-def _native_why_not(
+def _torch_why_not(
     spec: ScaledMatmulSpec,
     product: ScaledMM,
     tiles: tuple[tuple[int, int], ...],
@@ -312,7 +312,7 @@ def _register(
     needs: float,
     scales: tuple[str, ...] = FP32,
 ) -> None:
-    why_not = partial(_native_why_not, product=product, tiles=tiles, capability=needs, scales=scales)
+    why_not = partial(_torch_why_not, product=product, tiles=tiles, capability=needs, scales=scales)
     SCALED_MM.register(Backend(name, product, priority, why_not))
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megalight.ops.common import num_multiprocessors, serve_all, triton_why_not
+from megalight.ops.common import num_sms, serve_all, triton_why_not
 from megalight.ops.jit import UNIT, Value, cdiv, constexpr, jit, tl
 from megalight.ops.norm.triton import sum_programs
 from megalight.registry import Backend, BackendRegistry, remembered
@@ -68,7 +68,7 @@ def triton_sum_rows(out: Tensor, rows: Tensor, add: bool) -> None:
         return
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     blocks = cdiv(size, BLOCK)
-    programs = max(1, min(cdiv(count, ROWS), cdiv(PROGRAMS_PER_SM * num_multiprocessors(rows.device), blocks)))
+    programs = max(1, min(cdiv(count, ROWS), cdiv(PROGRAMS_PER_SM * num_sms(rows.device), blocks)))
     sums = torch.empty(programs, size, dtype=torch.float32, device=rows.device)
     stride = rows.stride(0)
     unit = math.gcd(size, stride, UNIT)

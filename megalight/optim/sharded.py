@@ -329,7 +329,7 @@ class Sharding:
                 if target is not None:
                     optimizer.copies[part.master] = _of_part(target, part, bucket)
                 # A scale may change for all weights of a bucket: those that are not stepped are cast with the others.
-                if bucket.holds_codes and len(stepped) == len(parts):
+                if bucket.is_quantized and len(stepped) == len(parts):
                     optimizer.coded[part.master] = partial(self._coded, bucket, part)
             if not stepped:
                 continue

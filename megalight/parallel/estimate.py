@@ -17,10 +17,10 @@ from torch import nn
 from megalight.errors import ConfigurationError
 from megalight.ops.parameter import precision_of
 from megalight.parallel.data_parallel import DataParallelOptions
-from megalight.parallel.data_parallel.fp8_parameters import codes_of
+from megalight.parallel.data_parallel.fp8_parameters import storage_format_of
 from megalight.parallel.data_parallel.layout import level_of
 from megalight.parallel.data_parallel.options import DTYPES
-from megalight.parallel.data_parallel.unit_memory import GRADIENT_TURNS, PassOrder
+from megalight.parallel.data_parallel.unit_memory import GRADIENT_BUFFERS, PassOrder
 from megalight.parallel.units import Unit, owned_alone, units_of
 
 ADAM = 8.0
@@ -105,11 +105,11 @@ def estimate(
     holders = 1 if options.level == "no_shard" else shards if options.replicate_optimizer else ranks
     bytes_of = _bytes_of(options, dtype)
     inside, outside = _elements(
-        model, units, _may_be_codes(options), dtype.itemsize < 4 or (level.state and shards > 1)
+        model, units, _may_be_quantized(options), dtype.itemsize < 4 or (level.state and shards > 1)
     )
 
     turns = PassOrder().turns(units, (1 if options.prefetch is None else options.prefetch) + 1)
-    gradient_turns = PassOrder().turns(units, GRADIENT_TURNS, backward_only=True)
+    gradient_turns = PassOrder().turns(units, GRADIENT_BUFFERS, backward_only=True)
     by_turns = level.parameters and shards > 1  # one rank has all there is, so nothing is gathered
     reduced = level.gradients and shards > 1 and options.reduce_each_micro_batch is not False
     away = options.optimizer_offload_fraction
@@ -160,7 +160,7 @@ def _bytes_of(options: DataParallelOptions, dtype: torch.dtype) -> _Bytes:
     return _Bytes(gradient.itemsize, summed.itemsize, master)
 
 
-def _may_be_codes(options: DataParallelOptions) -> bool:
+def _may_be_quantized(options: DataParallelOptions) -> bool:
     """Whether codes may be kept: they are cast from masters on the device that hold what the parameters hold."""
     alone = level_of(options.level).state and options.replicate > 1 and not options.replicate_optimizer
     wanted = DTYPES.get(options.master_dtype or "")
@@ -169,14 +169,14 @@ def _may_be_codes(options: DataParallelOptions) -> bool:
 
 
 def _elements(
-    model: nn.Module, units: Sequence[Unit], may_be_codes: bool, spared: bool
+    model: nn.Module, units: Sequence[Unit], may_be_quantized: bool, spared: bool
 ) -> tuple[defaultdict[_Kind, Counter[int]], Counter[_Kind]]:
     """Count the elements of a model, tied ones once.
 
     Args:
         units: of the model.
-        may_be_codes: whether trained parameters may be kept as codes at all.
-        spared: as :func:`.codes.codes_of` takes it.
+        may_be_quantized: whether trained parameters may be kept as codes at all.
+        spared: as :func:`.codes.storage_format_of` takes it.
 
     Returns:
         for each kind, number of each unit -> elements of the parameters that it alone owns; for each kind, elements of
@@ -187,7 +187,7 @@ def _elements(
     outside: Counter[_Kind] = Counter()
     for parameter in model.parameters():
         trained, cast = parameter.requires_grad, precision_of(parameter) is not None
-        codes = trained and may_be_codes and codes_of(parameter, spared) is not None
+        codes = trained and may_be_quantized and storage_format_of(parameter, spared) is not None
         kind, number = _Kind(trained, codes, cast), numbers.get(id(parameter))
         if number is None:
             outside[kind] += parameter.numel()

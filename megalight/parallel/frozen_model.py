@@ -101,7 +101,7 @@ class FrozenTask(Protocol):
     Attributes:
         token_multiple: set to the requirement of the model's layout: packed token counts must be multiples of it.
 
-    With ``FrozenModel.beside``, the attribute ``beside`` is set to that part.
+    With ``FrozenModel.submodule``, the attribute ``submodule`` is set to that part.
     """
 
     token_multiple: int
@@ -114,7 +114,7 @@ class FrozenTask(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beside:
+class FrozenSubmodule:
     """A part of a frozen model that the loss of the trained model computes with, such as a teacher's head.
 
     It is split over ``tp`` like the trained model, and only ranks of its last pipeline stage hold it.
@@ -164,8 +164,8 @@ class FrozenModel:
         saved_as: the prefix of its names in the source.
         seed: seed of initial values, and of random numbers that it draws.
         dtype: dtype of its parameters; None: that of the run.
-        beside: a part of it that is placed on the ranks of the trained model's last stage; ``task.beside`` is set to
-            it, and to None on other stages.
+        submodule: a part of it that is placed on the ranks of the trained model's last stage; ``task.submodule`` is set
+            to it, and to None on other stages.
         for_last_stage: only ranks of the trained model's last stage get results. On other stages they are empty.
     """
 
@@ -178,7 +178,7 @@ class FrozenModel:
     saved_as: str = "model"
     seed: int = 0
     dtype: torch.dtype | None = None
-    beside: Beside | None = None
+    submodule: FrozenSubmodule | None = None
     for_last_stage: bool = False
 
     def check(self, mesh: ParallelMesh, dtype: torch.dtype, device: torch.device) -> None:
@@ -234,8 +234,8 @@ class FrozenModel:
             )
         )
         self.task.token_multiple = model.token_multiple
-        if self.beside is not None:
-            self.task.beside = self.beside.place(name, mesh, self.dtype or dtype, device)  # type: ignore[attr-defined]
+        if self.submodule is not None:
+            self.task.submodule = self.submodule.place(name, mesh, self.dtype or dtype, device)  # type: ignore[attr-defined]
         return FrozenRun(model, self.task, mesh, self.seed, self.for_last_stage)
 
     def _options(self, root: nn.Module) -> ParallelOptions:

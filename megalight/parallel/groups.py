@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from megalight.errors import ConfigurationError, LayoutError
 
 
-def speaks(name: str, backend: str | None = None, group: ProcessGroup | None = None) -> bool:
+def uses_backend(name: str, backend: str | None = None, group: ProcessGroup | None = None) -> bool:
     """Return whether a process group can send by a backend.
 
     Args:
@@ -63,7 +63,7 @@ def new_group(
             "call torch.distributed.init_process_group first."
         )
     options = None
-    if (max_ctas is not None or urgent) and speaks("nccl", backend):
+    if (max_ctas is not None or urgent) and uses_backend("nccl", backend):
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=urgent)
         if max_ctas is not None:
             # NCCL's default minimum could be above our maximum.
@@ -104,7 +104,7 @@ def check_max_ctas(name: str, value: int | None, backend: str) -> None:
     Raises:
         ConfigurationError: ``value`` is set, and NCCL is not among the backends.
     """
-    if value is not None and not speaks("nccl", backend):
+    if value is not None and not uses_backend("nccl", backend):
         raise ConfigurationError(
             f"{name}={value} limits the GPU multiprocessors of NCCL's messages, but the backend here is {backend}. "
             "Remove it, or train on GPUs with the backend nccl."

@@ -28,13 +28,13 @@ from megalight.parallel.tensor.split import take
 # NaN in memory.
 
 
-def without_memory(like: Tensor, device: torch.device) -> Tensor:
+def unmaterialized(like: Tensor, device: torch.device) -> Tensor:
     """Return a tensor of the same shape and dtype on ``device`` that uses the memory of one element."""
     # Strides of 0: one element serves the whole shape. A single element has its memory anyway.
     return unknown(like, device) if like.numel() < 2 else _fill(like, (), device).expand(like.shape)
 
 
-def has_memory(tensor: Tensor) -> bool:
+def is_materialized(tensor: Tensor) -> bool:
     """Whether a tensor has memory for all its elements; a meta tensor has none."""
     return not tensor.is_meta and tensor.untyped_storage().nbytes() >= prod(tensor.shape) * tensor.element_size()
 
@@ -63,7 +63,7 @@ def materialize(model: nn.Module, device: torch.device | str, *, memory: bool = 
                 continue
             kept.append(parameter)
             if id(parameter) not in moved:
-                data = _on(device, parameter) if memory or not parameter.is_meta else without_memory(parameter, device)
+                data = _on(device, parameter) if memory or not parameter.is_meta else unmaterialized(parameter, device)
                 moved[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
             module._parameters[name] = moved[id(parameter)]
         for name, buffer in module._buffers.items():
@@ -244,7 +244,7 @@ def _take_drawn(
 
 def _set(parameter: nn.Parameter, values: Tensor) -> None:
     """Set a parameter. One without memory is sharded: its values go to ``on_values`` alone."""
-    if has_memory(parameter):
+    if is_materialized(parameter):
         parameter.copy_(values)
 
 

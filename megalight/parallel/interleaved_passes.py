@@ -3,7 +3,7 @@
 Code that has started a message calls :func:`pause` before it waits for it. This ends the turn of the pass that runs,
 and the other one goes on from its own last pause::
 
-    work = dist.all_to_all_single(..., async_op=taking_turns())
+    work = dist.all_to_all_single(..., async_op=interleaving())
     pause()
     work.wait()
 
@@ -33,7 +33,7 @@ class Abandoned(BaseException):
     """Ends a pass, in its pause, because the other one has failed."""
 
 
-class Turns:
+class PassInterleaver:
     """Runs pairs of passes.
 
     Args:
@@ -90,7 +90,7 @@ def pause() -> None:
         _pairs[-1].pause()
 
 
-def taking_turns() -> bool:
+def interleaving() -> bool:
     """Return whether passes take turns now, so that messages should not block."""
     return bool(_pairs)
 

@@ -38,7 +38,7 @@ from megalight.ops.quantized_weight import stored_of
 from megalight.parallel.apply import check_backends, check_overlap, split, warn_of_undeferred
 from megalight.parallel.coupling import Coupling, couples
 from megalight.parallel.data_parallel.units import Units
-from megalight.parallel.initial_values import has_memory, initialize, materialize, unknown
+from megalight.parallel.initial_values import initialize, is_materialized, materialize, unknown
 from megalight.parallel.layers import layers_of
 from megalight.parallel.mesh import TOKEN_AXES, ParallelMesh
 from megalight.parallel.options import ParallelOptions
@@ -215,7 +215,7 @@ class ParallelModel:
         Args:
             dtype: dtype of floating-point parameters and buffers; None: unchanged.
         """
-        self.empty = not self.filled and not all(map(has_memory, self.parameters()))
+        self.empty = not self.filled and not all(map(is_materialized, self.parameters()))
         if dtype is not None:
             # Before memory is made: buffers of a run are laid out by dtype.
             self.root.to(dtype=dtype)
@@ -261,7 +261,7 @@ class ParallelModel:
         sharded = self._sharded
         for parameter in self.parameters():
             # Codes hold the values of some, which need no memory of their own.
-            if id(parameter) not in sharded and not has_memory(parameter) and stored_of(parameter) is None:
+            if id(parameter) not in sharded and not is_materialized(parameter) and stored_of(parameter) is None:
                 parameter.data = unknown(parameter, self.device)
 
     def _refuse_to_run(self) -> None:
@@ -390,7 +390,7 @@ class ParallelModel:
         """Zero the padding of the :meth:`padded` tensors. Pieces keep their values: a source may not have them."""
         for name, tensor in self.padded().items():
             # A sharded one has no memory now: its shard was filled with its padding.
-            if has_memory(tensor):
+            if is_materialized(tensor):
                 clear_outside(tensor.view(-1), ((piece.start, piece.stop) for piece in self.specs[name].pieces))
 
     def transform_values(self) -> bool:
@@ -531,7 +531,7 @@ class ParallelModel:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModel:
         """Copy the modules, but keep the mesh: process groups cannot be copied."""
-        twin = memo[id(self)] = object.__new__(type(self))
-        twin.__dict__.update(self.__dict__)
-        twin.root, twin.chunks = copy.deepcopy((self.root, self.chunks), memo)
-        return twin
+        shadow = memo[id(self)] = object.__new__(type(self))
+        shadow.__dict__.update(self.__dict__)
+        shadow.root, shadow.chunks = copy.deepcopy((self.root, self.chunks), memo)
+        return shadow

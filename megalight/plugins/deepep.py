@@ -26,7 +26,7 @@ from megalight.ops.router import Routes
 from megalight.parallel.expert import DISPATCHERS
 from megalight.parallel.expert.all_gather import largest
 from megalight.parallel.expert.all_to_all import experts_of, spread
-from megalight.parallel.interleaved_passes import pause, taking_turns
+from megalight.parallel.interleaved_passes import interleaving, pause
 from megalight.plugins.package import Package
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class PackageDispatcher(Dispatcher):
 
     Attributes:
         name: the name of the dispatcher.
-        multiprocessors: how many its messages occupy by default.
+        num_sms: how many its messages occupy by default.
         calls: function of the package -> arguments that it must have. Releases have no reliable version numbers.
 
     Raises:
@@ -52,7 +52,7 @@ class PackageDispatcher(Dispatcher):
     """
 
     name: ClassVar[str]
-    multiprocessors: ClassVar[int]
+    num_sms: ClassVar[int]
     calls: ClassVar[Mapping[str, Sequence[str]]]
     pads = False
 
@@ -93,8 +93,8 @@ class PackageDispatcher(Dispatcher):
     @property
     def occupied(self) -> int:
         """Number of multiprocessors for messages."""
-        chosen = self.shared.expert.multiprocessors
-        return self.multiprocessors if chosen is None else chosen
+        chosen = self.shared.expert.num_sms
+        return self.num_sms if chosen is None else chosen
 
     def prepared(self, hidden: Tensor, routes: Routes, num_experts: int) -> tuple[Tensor, Routes]:
         """Return tokens and routes in the form that the package sends: bfloat16, and weights in float32.
@@ -124,7 +124,7 @@ class PackageDispatcher(Dispatcher):
 def settle(event: Any) -> None:
     """Let the current stream wait for a message that has started; another pass may compute meanwhile."""
     # Without turns the package has waited itself, and there is no event.
-    if taking_turns():
+    if interleaving():
         pause()
         event.current_stream_wait()
 
@@ -153,7 +153,7 @@ class DeepEPDispatcher(PackageDispatcher):
     """Dispatch by ``deep_ep.Buffer``. The host waits once, inside the package, for the number of rows."""
 
     name = "deepep"
-    multiprocessors = 20
+    num_sms = 20
     calls: ClassVar[dict[str, tuple[str, ...]]] = {
         "Buffer": ("group", "num_nvl_bytes", "num_rdma_bytes"),
         "Buffer.set_num_sms": ("new_num_sms",),
@@ -201,10 +201,10 @@ class DeepEPDispatcher(PackageDispatcher):
 
 
 @lru_cache(maxsize=4)
-def _normal_buffer(group: ProcessGroup, width: int, multiprocessors: int) -> Any:
+def _normal_buffer(group: ProcessGroup, width: int, num_sms: int) -> Any:
     """Make a buffer for rows of ``width``. All layers share it; all ranks of the group make it together."""
     kind = PACKAGE.load(f"{PACKAGE.name}:Buffer")
-    kind.set_num_sms(multiprocessors)
+    kind.set_num_sms(num_sms)
     size, row = group.size(), width * torch.bfloat16.itemsize
     # The larger of both calls, as dispatch and combine use the same buffer.
     configs = kind.get_dispatch_config(size), kind.get_combine_config(size)
@@ -228,7 +228,7 @@ class _NormalDispatch(torch.autograd.Function):
             num_tokens_per_rdma_rank=per_node,
             is_token_in_rank=to_rank,
             num_tokens_per_expert=per_expert,
-            async_finish=taking_turns(),
+            async_finish=interleaving(),
         )
         settle(event)
         return rows, weights
@@ -240,7 +240,7 @@ class _NormalDispatch(torch.autograd.Function):
             grad.contiguous(),
             ctx.trip.handle,
             topk_weights=grad_weights.float().contiguous(),
-            async_finish=taking_turns(),
+            async_finish=interleaving(),
         )
         settle(event)
         return grad_x, grad_probs, None, None, None
@@ -250,7 +250,7 @@ class _NormalCombine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, trip: _NormalTrip) -> Tensor:
         ctx.trip = trip
-        out, _, event = trip.buffer.combine(rows.contiguous(), trip.handle, async_finish=taking_turns())
+        out, _, event = trip.buffer.combine(rows.contiguous(), trip.handle, async_finish=interleaving())
         settle(event)
         found: Tensor = out
         return found
@@ -260,7 +260,7 @@ class _NormalCombine(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         # with a handle the package sends as before, and the host need not wait
         rows, *_, event = ctx.trip.buffer.dispatch(
-            grad.contiguous(), handle=ctx.trip.handle, async_finish=taking_turns()
+            grad.contiguous(), handle=ctx.trip.handle, async_finish=interleaving()
         )
         settle(event)
         return rows, None
@@ -296,7 +296,7 @@ class HybridEPDispatcher(PackageDispatcher):
     """Dispatch by ``deep_ep.HybridEPBuffer``. The host waits for the numbers of tokens and rows."""
 
     name = "hybridep"
-    multiprocessors = 16
+    num_sms = 16
     calls: ClassVar[dict[str, tuple[str, ...]]] = {
         "HybridEPBuffer": (
             "group",
@@ -364,7 +364,7 @@ def _dense(routes: Routes, total: int) -> tuple[Tensor, Tensor]:
 
 # Buffers are large: layers of the same width share one, as their exchanges follow each other.
 @lru_cache(maxsize=4)
-def _hybrid_buffer(group: ProcessGroup, width: int, num_experts: int, multiprocessors: int) -> Any:
+def _hybrid_buffer(group: ProcessGroup, width: int, num_experts: int, num_sms: int) -> Any:
     """Make a buffer for rows of ``width``. All layers share it; all ranks of the group make it together."""
     kind = PACKAGE.load(f"{PACKAGE.name}:HybridEPBuffer")
     return kind(
@@ -372,8 +372,8 @@ def _hybrid_buffer(group: ProcessGroup, width: int, num_experts: int, multiproce
         hidden_dim=width,
         max_num_of_tokens_per_rank=FEWEST_TOKENS,
         num_local_experts=num_experts,
-        num_sms_dispatch_api=multiprocessors,
-        num_sms_combine_api=multiprocessors,
+        num_sms_dispatch_api=num_sms,
+        num_sms_combine_api=num_sms,
     )
 
 

@@ -27,27 +27,27 @@ def outline(module: nn.Module, made: dict[int, Any] | None = None) -> nn.Module:
 
     Args:
         module: the module, before it is divided.
-        made: id of each module and parameter that has a twin -> the twin. None: none has one.
+        made: id of each module and parameter that has a shadow -> the shadow. None: none has one.
     """
     made = {} if made is None else made
     if isinstance(module, torch.jit.ScriptModule):  # its parameters are not Python's, and no plan divides them
         return module
     if id(module) not in made:
         # Nothing else of the module: its buffers, for example, would be kept alive, and methods of its class (such as
-        # the hash of a metric) need attributes that the twin lacks.
-        twin = made[id(module)] = type(type(module).__name__, (nn.Module,), {})()
-        twin.training = module.training
+        # the hash of a metric) need attributes that the shadow lacks.
+        shadow = made[id(module)] = type(type(module).__name__, (nn.Module,), {})()
+        shadow.training = module.training
         for name, child in module._modules.items():
-            twin._modules[name] = None if child is None else outline(child, made)
+            shadow._modules[name] = None if child is None else outline(child, made)
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in made:
-                made[id(parameter)] = _without_memory(parameter)
-            twin._parameters[name] = None if parameter is None else made[id(parameter)]
+                made[id(parameter)] = _unmaterialized(parameter)
+            shadow._parameters[name] = None if parameter is None else made[id(parameter)]
     found: nn.Module = made[id(module)]
     return found
 
 
-def _without_memory(parameter: nn.Parameter) -> nn.Parameter:
+def _unmaterialized(parameter: nn.Parameter) -> nn.Parameter:
     lazy: bool = is_lazy(parameter)
     if lazy:  # it has no shape yet
         return parameter
@@ -82,21 +82,21 @@ def whole_model(module: pl.LightningModule, model: ParallelModel | None) -> nn.M
 
 
 def with_whole_model(module: pl.LightningModule, model: ParallelModel | None) -> pl.LightningModule:
-    """Return a twin of the module with the whole model in it, or the module itself if it is whole.
+    """Return a shadow of the module with the whole model in it, or the module itself if it is whole.
 
-    The twin has no example input, because a model without memory computes nothing.
+    The shadow has no example input, because a model without memory computes nothing.
     """
     whole = whole_model(module, model)
     if whole is module or (not isinstance(module, MegalightModule) and _numel(whole) == _numel(module)):
         return module
-    twin: pl.LightningModule = object.__new__(type(module))
-    twin.__dict__.update(module.__dict__)
+    shadow: pl.LightningModule = object.__new__(type(module))
+    shadow.__dict__.update(module.__dict__)
     if isinstance(module, MegalightModule):
-        twin.__dict__["_modules"] = {**module._modules, "model": whole}
+        shadow.__dict__["_modules"] = {**module._modules, "model": whole}
     else:
-        twin.__dict__["_modules"], twin.__dict__["_parameters"] = whole._modules, whole._parameters
-    twin.example_input_array = None
-    return twin
+        shadow.__dict__["_modules"], shadow.__dict__["_parameters"] = whole._modules, whole._parameters
+    shadow.example_input_array = None
+    return shadow
 
 
 def _numel(module: nn.Module) -> int:

@@ -26,7 +26,7 @@ from megalight.parallel.coupling import contents
 from megalight.parallel.data_parallel import DataParallelOptions, unit_memory
 from megalight.parallel.data_parallel.units import Units
 from megalight.parallel.frozen_model import TensorRoute, exchange
-from megalight.parallel.groups import new_group, speaks
+from megalight.parallel.groups import new_group, uses_backend
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.pipeline.agenda import Agenda
@@ -96,7 +96,7 @@ class Around:
         if language.mesh.world_size > 1:
             # NCCL creates a group's communicator in its first collective; messages between some ranks cannot do so.
             dist.all_reduce(torch.zeros(1, device=self._device))
-            self._host = None if speaks("gloo") else new_group(language.mesh.members, "images", backend="gloo")
+            self._host = None if uses_backend("gloo") else new_group(language.mesh.members, "images", backend="gloo")
 
     def prepare(self, micro_batches: Sequence[Any]) -> Hashable:
         """Tell the other replicas of the language model the images of these micro-batches; return those of all.

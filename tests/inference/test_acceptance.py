@@ -22,7 +22,7 @@ from megalight.models.eagle import DraftModel, EagleConfig
 from megalight.models.gpt import GPT, AttentionConfig, GPTConfig, LatentConfig
 from megalight.models.hidden import KEPT, keeping
 from megalight.models.stored import held_model, save_model
-from megalight.nn import Lineage
+from megalight.nn import DraftState
 from megalight.nn.init import initialize
 from megalight.types import PackedSequences
 
@@ -63,7 +63,7 @@ def token_by_token(base: GPT, draft: DraftModel, text: list[int], guesses: int) 
     hidden, tokens = draft.fuse(states_of(base, text[:-1])), text[1:]
     for _ in range(guesses):
         sequences = PackedSequences.of_uniform(1, len(tokens), torch.device("cpu"))
-        out = draft.step(hidden, base.embed.word(torch.tensor(tokens)), sequences, Lineage())
+        out = draft.step(hidden, base.embed.word(torch.tensor(tokens)), sequences, DraftState())
         top = int(draft.head.top(out[-1:]))
         tokens.append(draft.config.draft_ids[top] if draft.config.draft_ids else top)
         hidden = torch.cat([hidden, out[-1:]])
@@ -75,10 +75,10 @@ def token_by_token(base: GPT, draft: DraftModel, text: list[int], guesses: int) 
 def test_training_guesses_at_all_places_what_drafting_guesses(kind: str) -> None:
     base, draft = models(kind=kind)
     text = torch.randint(31, (9,), generator=torch.Generator().manual_seed(3))
-    sequences, lineage = PackedSequences.of_uniform(1, 9, text.device), Lineage()
+    sequences, state = PackedSequences.of_uniform(1, 9, text.device), DraftState()
     hidden, given, found = draft.fuse(states_of(base, text.tolist())), text.roll(-1), []
     for _ in range(4):
-        hidden = draft.step(hidden, base.embed.word(given), sequences, lineage)
+        hidden = draft.step(hidden, base.embed.word(given), sequences, state)
         top = draft.head.top(hidden)
         given = torch.tensor(draft.config.draft_ids)[top] if draft.config.draft_ids else top
         found.append(given)

@@ -19,7 +19,7 @@ from megalight.nn.init import initialize
 from megalight.ops import note as room
 from megalight.ops.activation import quantized as activation_codes
 from megalight.ops.linear.weight_gradient import WeightGradients, deferring
-from megalight.ops.note import unwritten, unwritten_of
+from megalight.ops.note import elided_output, elided_output_of
 from megalight.ops.parameter import collect, precision_of
 from megalight.ops.rotary import quantized as rotary_codes
 from megalight.parallel.mesh import ParallelMesh
@@ -71,17 +71,17 @@ def count(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
     def counted(shape: tuple[int, ...], like: Tensor, cast: Any) -> Tensor:
         shapes.append(shape)
-        return unwritten(shape, like, cast)
+        return elided_output(shape, like, cast)
 
     for module in (activation_codes, rotary_codes):
-        monkeypatch.setattr(module, "unwritten", counted)
+        monkeypatch.setattr(module, "elided_output", counted)
     return shapes
 
 
 def written(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on, everything is written."""
     for module in (between, attention):
-        monkeypatch.setattr(module, "gradient_is_unwritten", lambda *_: False)
+        monkeypatch.setattr(module, "gradient_is_elided", lambda *_: False)
 
 
 def recomputed(model: GPT) -> None:
@@ -177,16 +177,16 @@ def test_layers_that_keep_their_dtype_write(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(getattr(module, "between", None) is None for module in model.modules())
 
 
-def test_an_unwritten_tensor() -> None:
+def test_an_elided_output() -> None:
     like = torch.zeros(2, dtype=torch.bfloat16)
-    x = unwritten((3, 4), like, lambda *_: ((None, None), like))
+    x = elided_output((3, 4), like, lambda *_: ((None, None), like))
     assert x.shape == (3, 4)
     assert x.dtype == like.dtype
     assert bool(x.isnan().all())
     assert x.untyped_storage().nbytes() == like.element_size()
-    assert unwritten_of(x) is not None
-    assert unwritten_of(x.view(12)) is None
-    assert unwritten_of(like) is None
+    assert elided_output_of(x) is not None
+    assert elided_output_of(x.view(12)) is None
+    assert elided_output_of(like) is None
     assert not x._is_view()
     assert isinstance(nn.Identity()(x), Tensor)
-    assert room.unwritten_of(torch.ones(1)) is None
+    assert room.elided_output_of(torch.ones(1)) is None

@@ -29,7 +29,7 @@ from megalight.ops.divergence.spec import DivergenceKernels, Measure
 from megalight.ops.norm import reference as norm_reference
 from megalight.ops.parameter import collect
 from megalight.ops.quantize import Quantized, Scheme, amax_of, cast
-from megalight.ops.quantize.amax_history import known_amax, told_amax
+from megalight.ops.quantize.amax_history import annotated_amax, known_amax
 from megalight.ops.quantize.formats import to_fp8
 from megalight.ops.quantized_weight import QuantizedWeight
 from megalight.ops.rotary import rotary_table
@@ -760,19 +760,21 @@ def measured_and_not(run: Callable[[Tensor, bool], tuple[Tensor, ...]], x: Tenso
             outputs = run(through, measure)
             grads = [torch.linspace(-1, 3, y.numel(), device=y.device).view(y.shape).to(y.dtype) for y in outputs]
             torch.autograd.backward(outputs, grads)
-        assert [(told_amax(y) is not None) for y in outputs] == [measure and i in told for i in range(len(outputs))]
+        assert [(annotated_amax(y) is not None) for y in outputs] == [
+            measure and i in told for i in range(len(outputs))
+        ]
         for y in outputs:
             assert torch.equal(known_amax(y), amax_of(y))
         assert leaf.grad is not None
         found.append([*outputs, leaf.grad])
     for measured, plain in zip(*found, strict=True):
         assert torch.equal(measured, plain)
-    assert [(told_amax(gradient) is not None) for gradient in seen] == [True, False]
+    assert [(annotated_amax(gradient) is not None) for gradient in seen] == [True, False]
     assert torch.equal(known_amax(seen[0]), amax_of(seen[0]))
     seen[0].mul_(2)
     assert torch.equal(known_amax(seen[0]), amax_of(seen[0]))  # what was told is no longer so
     with torch.inference_mode():  # no writes are noted there, so nothing may be told
-        assert not any((told_amax(y) is not None) for y in run(x.clone(), True))
+        assert not any((annotated_amax(y) is not None) for y in run(x.clone(), True))
 
 
 def check_measured_norms(module: Any, device: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -846,7 +848,7 @@ def check_told(module: Any, device: str, dtype: torch.dtype) -> None:
         with poisoned():
             found = module.cast(told, rows, columns, given, given, None, True)
             expected = module.cast(x, rows, columns, given, given)
-        assert told_amax(told) is not None
+        assert annotated_amax(told) is not None
         assert torch.equal(known_amax(told), amax_of(x))
         for ours, theirs in zip(found, expected, strict=True):
             assert (ours is None) == (theirs is None)

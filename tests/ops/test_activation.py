@@ -18,7 +18,7 @@ def test_torch_equals_the_reference(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_pair_equals_the_packed_form(kind: str, dtype: torch.dtype) -> None:
-    check_gated_pair(reference.native_gated_pair, "cpu", dtype, (63, 65), kind)
+    check_gated_pair(reference.torch_gated_pair, "cpu", dtype, (63, 65), kind)
     gate, up = torch.randn(2, 3, 5, dtype=torch.float64)
     packed = reference.gated(torch.cat((gate, up), -1), kind)
     assert error(gated_pair(gate, up, kind, backend="reference"), packed) < 1e-14
@@ -47,7 +47,7 @@ def test_unknown_kind_names_the_nearest() -> None:
 
 
 def test_all_backends_know_all_kinds() -> None:
-    assert set(reference.NATIVE_KINDS) == set(reference.KINDS) == set(op.KINDS)
+    assert set(reference.TORCH_KINDS) == set(reference.KINDS) == set(op.KINDS)
 
 
 @pytest.mark.parametrize("kind", ["silu", "quick_gelu", "gelu_tanh", "squared_relu"])
@@ -61,7 +61,7 @@ def test_weighted_gates(kind: str, offset: float, clamp: float | None, weighted:
         gate, up = x[:, :4], x[:, 4:]
         if clamp is not None:
             gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
-        y = reference.native_activation(gate, kind) * (up + offset)
+        y = reference.torch_activation(gate, kind) * (up + offset)
         return y if weights is None else y * weights[:, None]
 
     def ours(x: Tensor, weights: Tensor | None = None) -> Tensor:

@@ -16,7 +16,7 @@ from tests.ops.checks import check_adam, check_coded_adam, error
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_torch_equals_the_reference(decoupled: bool, tensors: bool, dtype: torch.dtype) -> None:
     check_adam(
-        reference.native_adam_step,
+        reference.torch_adam_step,
         "cpu",
         1003,
         decoupled=decoupled,

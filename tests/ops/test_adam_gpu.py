@@ -11,7 +11,7 @@ from tests.ops.checks import check_adam, check_coded_adam, check_narrow_adam
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("step", [triton.adam_step, reference.native_adam_step], ids=["triton", "native"])
+@pytest.mark.parametrize("step", [triton.adam_step, reference.torch_adam_step], ids=["triton", "native"])
 @pytest.mark.parametrize("n", [1, 63, 1000, 1_000_003])
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("tensors", [True, False])

@@ -93,7 +93,7 @@ def test_small_blocks_of_a_window_are_divided_where_that_is_even(monkeypatch: py
     os.environ["TRITON_INTERPRET"] = "1"
     from megalight.ops.attention.hopper import programs
 
-    monkeypatch.setattr(programs, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(programs, "num_sms", lambda device: 132)
     cpu = torch.device("cpu")
     found = programs.programs((8192,), (8192,), True, 2047, 8, 4, cpu)
     rows = [tuple(row) for row in found.table.tolist()]

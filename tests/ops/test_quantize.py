@@ -16,7 +16,7 @@ from megalight.ops.linear import linear
 from megalight.ops.linear.low_precision import LowPrecision, Session
 from megalight.ops.parameter import state_of
 from megalight.ops.quantize import Quantized, Scheme, amax_of, cast, quantize
-from megalight.ops.quantize.amax_history import known_amax, rows_of, tell_amax
+from megalight.ops.quantize.amax_history import annotate_amax, known_amax, rows_of
 from megalight.ops.quantize.formats import (
     DTYPES,
     E2M1,
@@ -272,7 +272,7 @@ def test_recipes_that_do_not_exist(arguments: Any, match: str) -> None:
 
 def test_what_was_told_of_a_tensor_counts_until_it_changes() -> None:
     x = torch.randn(2, 3, 16)
-    tell_amax(x, torch.tensor([3.0, 7.0]))
+    annotate_amax(x, torch.tensor([3.0, 7.0]))
     assert known_amax(x) == 7
     assert known_amax(rows_of(x)) == 7
     for other in (x.clone(), x + 0, x.detach()):
@@ -287,5 +287,5 @@ def test_casts_go_by_what_was_told() -> None:
     state_of(weight).precision = LowPrecision(recipe("tensorwise"), Session(), emulate=True)
     x = torch.randn(16, 48)
     expected = linear(x, weight)
-    assert torch.equal(linear(tell_amax(x.clone(), amax_of(x)[None]), weight), expected)
-    assert not torch.equal(linear(tell_amax(x.clone(), torch.tensor([20.0])), weight), expected)
+    assert torch.equal(linear(annotate_amax(x.clone(), amax_of(x)[None]), weight), expected)
+    assert not torch.equal(linear(annotate_amax(x.clone(), torch.tensor([20.0])), weight), expected)

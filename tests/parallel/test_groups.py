@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from megalight.parallel.groups import new_group, speaks
+from megalight.parallel.groups import new_group, uses_backend
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.tensor.shared import Shared
 from tests.support.workers import run
@@ -52,7 +52,7 @@ def test_names_tell_purpose_and_ranks() -> None:
     ],
 )
 def test_backends_are_found_where_each_type_of_device_has_its_own(backend: str, found: list[str]) -> None:
-    assert [name for name in ("gloo", "nccl") if speaks(name, backend)] == found
+    assert [name for name in ("gloo", "nccl") if uses_backend(name, backend)] == found
 
 
 def _tokens_and_gradients() -> list[bool]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megalight.parallel.interleaved_passes import Turns, pause, taking_turns, uninterrupted
+from megalight.parallel.interleaved_passes import PassInterleaver, interleaving, pause, uninterrupted
 
 
 def steps(name: str, count: int, log: list[str], fail: int | None = None) -> Callable[[], None]:
@@ -24,8 +24,8 @@ def steps(name: str, count: int, log: list[str], fail: int | None = None) -> Cal
 
 
 @pytest.fixture
-def turns() -> Turns:
-    return Turns(torch.device("cpu"))
+def turns() -> PassInterleaver:
+    return PassInterleaver(torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -37,23 +37,23 @@ def turns() -> Turns:
         (1, 0, "b ends a0 a ends"),
     ],
 )
-def test_turns_change_in_pauses(turns: Turns, first: int, second: int, wanted: str) -> None:
+def test_turns_change_in_pauses(turns: PassInterleaver, first: int, second: int, wanted: str) -> None:
     log: list[str] = []
     for _ in range(2):
         log.clear()
         turns.play(steps("a", first, log), steps("b", second, log), lambda: log.append("fill"))
         assert " ".join(log) == wanted
-    assert not taking_turns()
+    assert not interleaving()
 
 
 def test_without_passes_a_pause_is_nothing() -> None:
-    assert not taking_turns()
+    assert not interleaving()
     pause()
     with uninterrupted():
         pause()
 
 
-def test_the_turn_can_be_kept(turns: Turns) -> None:
+def test_the_turn_can_be_kept(turns: PassInterleaver) -> None:
     log: list[str] = []
 
     def second() -> None:
@@ -67,7 +67,7 @@ def test_the_turn_can_be_kept(turns: Turns) -> None:
 
 @pytest.mark.parametrize("failing", ["a", "b"])
 @pytest.mark.parametrize("place", [0, 1])
-def test_an_error_ends_both(turns: Turns, failing: str, place: int) -> None:
+def test_an_error_ends_both(turns: PassInterleaver, failing: str, place: int) -> None:
     log: list[str] = []
     first, second = (steps(name, 3, log, place if name == failing else None) for name in "ab")
     with pytest.raises(ValueError, match=rf"^{failing}{place} failed$"):
@@ -78,7 +78,7 @@ def test_an_error_ends_both(turns: Turns, failing: str, place: int) -> None:
     assert log == ["b0", "a0", "b ends", "a ends"]
 
 
-def test_the_first_pass_stays_in_the_thread_of_the_caller(turns: Turns) -> None:
+def test_the_first_pass_stays_in_the_thread_of_the_caller(turns: PassInterleaver) -> None:
     threads: list[threading.Thread] = []
 
     def note() -> None:

@@ -116,7 +116,7 @@ class Buffer:
 
 
 class HybridEPBuffer:
-    multiprocessors: ClassVar[tuple[int, int]] = (0, 0)
+    num_sms: ClassVar[tuple[int, int]] = (0, 0)
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class HybridEPBuffer:
         num_sms_dispatch_api: int = 32,
         num_sms_combine_api: int = 32,
     ) -> None:
-        HybridEPBuffer.multiprocessors = num_sms_dispatch_api, num_sms_combine_api
+        HybridEPBuffer.num_sms = num_sms_dispatch_api, num_sms_combine_api
         self.group, self.width, self.count = group, hidden_dim, num_local_experts
 
     def dispatch_with_permute(

@@ -23,7 +23,7 @@ from megalight.ops.router import Routes
 from megalight.parallel.apply import parallelize
 from megalight.parallel.expert import DISPATCHERS, ExpertOptions
 from megalight.parallel.initial_values import initialize, materialize
-from megalight.parallel.interleaved_passes import Turns
+from megalight.parallel.interleaved_passes import PassInterleaver
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.options import ParallelOptions
 from megalight.parallel.pipeline.options import PipelineOptions
@@ -83,17 +83,17 @@ def _dispatched(
     count = EXPERTS // mesh.ep
     found: list[list[Tensor]] = []
     with stand_in():
-        dispatcher = DISPATCHERS[name](Shared(mesh, expert=ExpertOptions(name, multiprocessors=12)))
+        dispatcher = DISPATCHERS[name](Shared(mesh, expert=ExpertOptions(name, num_sms=12)))
         dispatcher.alignment = alignment
 
         def compute() -> None:
             found.append(answers(dispatcher, mesh.global_rank, mesh.etp, count, mesh.rank("ep") * count))
 
         if in_turns:
-            Turns(torch.device("cpu")).play(compute, compute, lambda: None)
+            PassInterleaver(torch.device("cpu")).play(compute, compute, lambda: None)
         else:
             compute()
-    limited = deep_ep.Buffer.num_sms if name == "deepep" else deep_ep.HybridEPBuffer.multiprocessors
+    limited = deep_ep.Buffer.num_sms if name == "deepep" else deep_ep.HybridEPBuffer.num_sms
     assert limited in (12, (12, 12))
     return found[-1], answers(LocalDispatcher(), mesh.global_rank, 1, EXPERTS, 0)
 
@@ -203,9 +203,9 @@ def test_capacity_with_padding(name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"multiprocessors": 20}, "multiprocessors=20 with dispatcher='all_to_all'"),
-        ({"dispatcher": "deepep", "multiprocessors": 7}, "multiprocessors=7; it must be even"),
-        ({"dispatcher": "hybridep", "multiprocessors": 0}, "multiprocessors=0; it must be even"),
+        ({"num_sms": 20}, "num_sms=20 with dispatcher='all_to_all'"),
+        ({"dispatcher": "deepep", "num_sms": 7}, "num_sms=7; it must be even"),
+        ({"dispatcher": "hybridep", "num_sms": 0}, "num_sms=0; it must be even"),
         (
             {"dispatcher": "deepep", "shared_expert_overlap": True},
             "shared_expert_overlap=True with dispatcher='deepep'",
@@ -231,5 +231,5 @@ def test_a_schedule_that_hides_nothing() -> None:
 
 def test_defaults() -> None:
     kinds = {name: importlib.import_module("megalight.plugins.deepep") for name in NAMES}
-    assert kinds["deepep"].DeepEPDispatcher.multiprocessors == 20
-    assert kinds["hybridep"].HybridEPDispatcher.multiprocessors == 16
+    assert kinds["deepep"].DeepEPDispatcher.num_sms == 20
+    assert kinds["hybridep"].HybridEPDispatcher.num_sms == 16

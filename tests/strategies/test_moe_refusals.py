@@ -98,7 +98,7 @@ CASES: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[], dict[str, Any]
     ),
     "no dispatcher": (dict, lambda: {"expert": ExpertOptions("flex")}, "'flex'.*all_to_all"),
     "multiprocessors of nobody": (
-        dict, lambda: {"expert": ExpertOptions(multiprocessors=20)}, "multiprocessors=20 with dispatcher='all_to_all'",
+        dict, lambda: {"expert": ExpertOptions(num_sms=20)}, "num_sms=20 with dispatcher='all_to_all'",
     ),
     "shared experts beside messages that block": (
         dict, lambda: {"expert": ExpertOptions("all_gather", shared_expert_overlap=True)},

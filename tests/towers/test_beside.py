@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megalight.errors import ConfigurationError, DataError, LayoutError
 from megalight.models.vlm import VLM
 from megalight.parallel.data_parallel import DataParallelOptions
-from megalight.parallel.data_parallel.unshard import Residency
+from megalight.parallel.data_parallel.unshard import Unsharder
 from megalight.towers import Side, TowersBeside
 from megalight.towers.batch_split import balanced
 from tests.models.test_vlm_strategy import CONFIGS, COUNTS, by_hand, rows_of
@@ -173,23 +173,23 @@ def _late() -> int:
     with mock.patch.dict(CONFIGS, {"long": replace(CONFIGS["qwen"], vision=four)}):
         options = DataParallelOptions(level="optim_grads_params", overlap_param_gather=False, prefetch=1)
         made = make("long", {}, SP, data_parallel=options)
-    late, fetch, hold, holding = [0], Residency.fetch, Residency.hold, list[int]()
+    late, fetch, hold, holding = [0], Unsharder.prefetch, Unsharder.unshard, list[int]()
     assert made.engine.units is not None
     inside, units = set(made.tower.root.modules()), made.engine.units
     tower = {unit for unit, module in zip(units._order, units.modules, strict=True) if module in inside}
     assert len(tower) == 4
 
-    def fetched(self: Residency, unit: int) -> None:
+    def fetched(self: Unsharder, unit: int) -> None:
         late[0] += bool(holding) and unit in tower and self._present[self.turn_of[unit]] != unit
         fetch(self, unit)
 
-    def held(self: Residency, unit: int) -> None:
+    def held(self: Unsharder, unit: int) -> None:
         holding.append(unit)
         hold(self, unit)
         holding.pop()
 
     rows = batch(COUNTS["mixed"][0], seed=0, config=CONFIGS["qwen"]).split(1)
-    with mock.patch.object(Residency, "fetch", fetched), mock.patch.object(Residency, "hold", held):
+    with mock.patch.object(Unsharder, "prefetch", fetched), mock.patch.object(Unsharder, "unshard", held):
         made.forward_backward(rows[:2])  # type: ignore[arg-type]
     return late[0]
 

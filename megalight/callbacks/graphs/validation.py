@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megalight.models.module import MegalightModule
 from megalight.nn.moe import Dispatcher
 from megalight.ops.parameter import cast_of
-from megalight.parallel.groups import speaks
+from megalight.parallel.groups import uses_backend
 from megalight.parallel.pipeline import schedules
 from megalight.parallel.recompute.apply import redrawing
 from megalight.strategies.megatron import MegatronStrategy
@@ -36,7 +36,7 @@ def of_environment(on_gpu: bool) -> Iterator[str]:
     if torch.is_anomaly_enabled():
         yield "detect_anomaly reads every gradient on the host; switch it off"
     # A graph can hold work of the device only.
-    if on_gpu and dist.is_initialized() and not speaks("nccl"):
+    if on_gpu and dist.is_initialized() and not uses_backend("nccl"):
         yield f"collectives run over {dist.get_backend()}, through the host; use nccl"
 
 

@@ -27,7 +27,7 @@ from megalight.models.transforms import HiddenStateComparison
 from megalight.nn import DistillationTarget, StateComparison
 from megalight.nn.canonical import parts
 from megalight.ops.divergence import Projection
-from megalight.parallel.frozen_model import Beside, FrozenModel
+from megalight.parallel.frozen_model import FrozenModel, FrozenSubmodule
 from megalight.parallel.options import ParallelOptions
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.source import Chosen
@@ -170,7 +170,7 @@ class Distiller:
             task=self.teacher,
             source=Chosen(weights, {name: name for name in names}),
             for_last_stage=True,
-            beside=Beside(
+            submodule=FrozenSubmodule(
                 build=lambda: OutputLayer(config.hidden_size, config.vocab_size),
                 name=HEAD,
                 plan=ParallelizePlan({"layer": VocabHeadStyle()}),
@@ -189,8 +189,8 @@ class Distiller:
             batch: the student's share of it.
             sequences: those of the student, with its padding.
         """
-        assert self.teacher.beside is not None
-        layer = self.teacher.beside.layer
+        assert self.teacher.submodule is not None
+        layer = self.teacher.submodule.layer
         hidden = share_of(results["hidden"], batch.places, sequences)
         teacher = Projection(hidden, layer.weight, layer.bias, self.teacher.config.logit_softcap)
         # Evaluation reports the student's own loss, which training may leave out.

@@ -54,7 +54,7 @@ class Teacher:
         places: modules inside it whose outputs ``[T, h]`` are results, too; see :mod:`megalight.models.hidden`.
 
     Attributes:
-        beside: its output layer on the ranks of the student's last stage, once the run has built it.
+        submodule: its output layer on the ranks of the student's last stage, once the run has built it.
     """
 
     def __init__(self, known: Family, config: Any, places: Sequence[str] = ()) -> None:
@@ -63,7 +63,7 @@ class Teacher:
         self.config = replace(config, mtp=None)
         self.places = tuple(places)
         self.token_multiple = 1
-        self.beside: OutputLayer | None = None
+        self.submodule: OutputLayer | None = None
 
     def build_model(self) -> nn.Module:
         """Build the model without its output layer."""

@@ -23,7 +23,7 @@ from megalight.models.hidden import KEPT
 from megalight.models.stored import StoredModel, open_model
 from megalight.nn import Embedding, Linear, LMHead
 from megalight.nn.canonical import parts
-from megalight.parallel.frozen_model import Beside, FrozenModel
+from megalight.parallel.frozen_model import FrozenModel, FrozenSubmodule
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.pipeline.carry import Carry
 from megalight.parallel.plan import ParallelizePlan
@@ -57,7 +57,7 @@ class Base(Teacher):
         layers: after how many layers the auxiliary hidden states lie, in the order in which the draft reads them.
     """
 
-    beside: Ends | None  # type: ignore[assignment]
+    submodule: Ends | None  # type: ignore[assignment]
 
     def __init__(self, known: Family, config: Any, layers: Sequence[int]) -> None:
         super().__init__(known, config, [f"layers.{after - 1}" for after in layers])
@@ -136,7 +136,7 @@ class BaseModel:
         word, config = f"{SAVED}embed.word.weight", task.config
         output = word if config.tie_embeddings else f"{SAVED}{OUTPUT}.weight"
         ends = {f"{BASE}.{ENDS}.embed.weight": word, f"{BASE}.{ENDS}.head.output_layer.weight": output}
-        beside = Beside(
+        submodule = FrozenSubmodule(
             build=lambda: Ends(config, len(draft_ids) or config.vocab_size),
             name=ENDS,
             plan=ParallelizePlan({"embed": Vocab(), "head": VocabHeadStyle()}),
@@ -145,11 +145,11 @@ class BaseModel:
         if self.states is not None:
 
             def place(part: nn.Module | None) -> None:
-                task.beside = part  # type: ignore[assignment]
+                task.submodule = part  # type: ignore[assignment]
 
-            return CachedBase(beside, place)  # type: ignore[return-value]
+            return CachedBase(submodule, place)  # type: ignore[return-value]
         return self.layout.declare(
-            task=task, source=Chosen(weights, {name: name for name in names}), for_last_stage=True, beside=beside
+            task=task, source=Chosen(weights, {name: name for name in names}), for_last_stage=True, submodule=submodule
         )
 
 
@@ -206,11 +206,11 @@ class CachedBase:
     """Declares it in the place of a :class:`~megalight.parallel.frozen_model.FrozenModel`: batches bring the results.
 
     Attributes:
-        beside: the base's ends, which the loss computes with.
+        submodule: the base's ends, which the loss computes with.
         place: takes the ends on the ranks that hold them, and None on others.
     """
 
-    beside: Beside
+    submodule: FrozenSubmodule
     place: Callable[[nn.Module | None], None]
 
     def check(self, mesh: ParallelMesh, dtype: torch.dtype, device: torch.device) -> None:
@@ -218,7 +218,7 @@ class CachedBase:
 
     def build(self, name: str, mesh: ParallelMesh, dtype: torch.dtype, device: torch.device) -> Callable[..., Any]:
         """Place the ends, and return what takes the results out of micro-batches."""
-        self.place(self.beside.place(name, mesh, dtype, device))
+        self.place(self.submodule.place(name, mesh, dtype, device))
         return lambda batches: replay(batches, dtype)
 
 

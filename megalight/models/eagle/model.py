@@ -19,10 +19,10 @@ from megalight.models.gpt.model import ROTARY, build_head, build_mlp, build_norm
 from megalight.nn import (
     Attention,
     DistillationTarget,
+    DraftAttention,
+    DraftLatentAttention,
+    DraftState,
     LayerContext,
-    Lineage,
-    LineageAttention,
-    LineageLatentAttention,
     Linear,
 )
 from megalight.nn.context import Slots
@@ -30,7 +30,7 @@ from megalight.nn.norm import norm_and_sum
 from megalight.types import PackedSequences
 
 
-def build_attention(config: EagleConfig) -> Attention | LineageLatentAttention:
+def build_attention(config: EagleConfig) -> Attention | DraftLatentAttention:
     """Build the attention, which reads embeddings and hidden states side by side."""
     width, latent, scaling = config.hidden_size, config.latent, config.rotary_scaling
     if latent is None:
@@ -39,7 +39,7 @@ def build_attention(config: EagleConfig) -> Attention | LineageLatentAttention:
             config.num_heads,
             config.num_kv_heads,
             config.head_dim,
-            LineageAttention(),
+            DraftAttention(),
             input_size=2 * width,
             rotary=ROTARY,
             std=config.std,
@@ -47,7 +47,7 @@ def build_attention(config: EagleConfig) -> Attention | LineageLatentAttention:
         )
     # As in DeepSeek's models, the concentration of YaRN is in the scores.
     scale = (latent.head_dim + latent.rotary_dim) ** -0.5 * (1.0 if scaling is None else scaling.score_factor)
-    return LineageLatentAttention(
+    return DraftLatentAttention(
         width,
         config.num_heads,
         latent.q_rank,
@@ -55,7 +55,7 @@ def build_attention(config: EagleConfig) -> Attention | LineageLatentAttention:
         latent.head_dim,
         latent.rotary_dim,
         latent.value_dim,
-        LineageAttention(scale),
+        DraftAttention(scale),
         input_size=2 * width,
         norm_eps=latent.norm_eps,
         rotary=ROTARY,
@@ -81,7 +81,7 @@ class DraftLayer(nn.Module):
         return self.attention.make_state(slots)
 
     def forward(self, hidden: Tensor, embedded: Tensor, context: LayerContext, state: Any) -> Tensor:
-        """``hidden [T, h], embedded [T, h] -> [T, h]``. The state is a :class:`~megalight.nn.Lineage` in training."""
+        """``hidden, embedded [T, h] -> [T, h]``. In training the state is a :class:`~megalight.nn.DraftState`."""
         # The embedding is the first half, as in the weights that serving engines read.
         joined = torch.cat([self.embed_norm(embedded), self.hidden_norm(hidden)], -1)
         mixed = self.attention(joined, context, state)
@@ -125,17 +125,17 @@ class DraftModel(nn.Module):
         self.head.output_layer.weight.requires_grad_(config.head == "own")
         self.rotary = build_rotary(config.layer)
 
-    def step(self, hidden: Tensor, embedded: Tensor, sequences: PackedSequences, lineage: Lineage) -> Tensor:
+    def step(self, hidden: Tensor, embedded: Tensor, sequences: PackedSequences, state: DraftState) -> Tensor:
         """Return the hidden states ``[T, h]`` of the next step, before the final norm.
 
         Args:
             hidden: ``[T, h]``: the fused hidden states in the first step, then the result of the step before.
             embedded: ``[T, h]``: in step ``n``, the embedding of the token ``n + 1`` places later.
             sequences: how the places divide into sequences.
-            lineage: what earlier steps left; this step adds to it.
+            state: what earlier steps left; this step adds to it.
         """
         # A guess lies as many positions behind its place as there were steps before.
-        return self._run(hidden, embedded, sequences, sequences.rotary_positions + len(lineage.keys), lineage)
+        return self._run(hidden, embedded, sequences, sequences.rotary_positions + len(state.keys), state)
 
     def follow(self, hidden: Tensor, embedded: Tensor, sequences: PackedSequences, state: Any) -> Tensor:
         """Do the same in generation, where real tokens and guesses are tokens of one sequence.
@@ -177,9 +177,9 @@ class DraftModel(nn.Module):
             DataError: a sequence is longer than ``max_sequence_length``.
         """
         check_length(sequences, self.config.max_sequence_length)
-        hidden, lineage, found = self.fuse(auxiliary), Lineage(), []
+        hidden, state, found = self.fuse(auxiliary), DraftState(), []
         for each, places, lesson in zip(embedded, labels, lessons, strict=True):
-            hidden = self.step(hidden, each, sequences, lineage)
+            hidden = self.step(hidden, each, sequences, state)
             normed = self.head.norm(hidden)
             losses, _ = self.head(normed, places, lesson=lesson, normed=True)
             found.append(Draft(losses, self.head.top(normed, normed=True)))

@@ -152,7 +152,7 @@ class EagleModule(FamilyModule[EagleConfig]):
     def forward_step(self, model: nn.Module, batch: WithResults, carry: Carry | None = None) -> Carry:
         """From the base's results to ``losses_<n> [T]`` and ``hits_<n> [T]`` of each step."""
         rows, results = opened(batch)
-        ends = self.base.beside
+        ends = self.base.submodule
         assert ends is not None
         sequences = rows.sequences.pad_to(self.token_multiple)
         # Of all tokens, also where this rank holds a share: the next token may lie in another one.

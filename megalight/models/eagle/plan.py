@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from megalight.nn import LineageAttention, LMHead, RMSNorm
+from megalight.nn import DraftAttention, LMHead, RMSNorm
 from megalight.parallel.plan import ParallelizePlan
-from megalight.parallel.styles import Column, LineageRegion, Row, SequenceRegion, SharedHeadStyle, VocabHeadStyle
+from megalight.parallel.styles import Column, DraftAttentionRegion, Row, SequenceRegion, SharedHeadStyle, VocabHeadStyle
 
 RULES = ParallelizePlan(
     {
@@ -23,7 +23,7 @@ RULES = ParallelizePlan(
         "*layer.mlp.down": Row(),
         RMSNorm: SequenceRegion(),
         LMHead: VocabHeadStyle(),
-        LineageAttention: LineageRegion(),
+        DraftAttention: DraftAttentionRegion(),
     }
 )
 

@@ -16,7 +16,7 @@ from megalight.nn.moe.router import Router
 from megalight.ops.linear.inputs import recipe_of
 from megalight.ops.note import note_of
 
-# Work beside the current CUDA stream.
+# Run work on a side stream, beside the current CUDA stream.
 
 
 @cache
@@ -24,7 +24,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def beside(function: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], Tensor]:
+def on_side_stream(function: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], Tensor]:
     """Start ``function(x)`` on a stream of its own; the returned function lets the current stream wait for the result.
 
     Autograd runs the backward of each op on the stream of its forward, so the backward is beside the rest, too. On the
@@ -85,7 +85,7 @@ class MoE(nn.Module):
         """``[T, h] -> [T, h]``."""
         routes = self.router(hidden, context)
         # Before the dispatch, in which the host may wait: the other stream must have its work by then.
-        start = beside if self.shared_expert_overlap else partial
+        start = on_side_stream if self.shared_expert_overlap else partial
         shared = None if self.shared is None else start(self._for_all, hidden)
         dispatcher = self.experts.dispatcher
         copies, memo = dispatcher.dispatch(hidden, routes, len(self.experts), self.router.rows(hidden.shape[0]))

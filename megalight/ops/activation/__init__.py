@@ -39,15 +39,15 @@ def _triton_why_not(spec: ActivationSpec) -> str | None:
 
 _TRITON = "megalight.ops.activation.triton"
 GATED.register(Backend("triton", lazy(_TRITON, "gated", measures=True), 20, _triton_why_not))
-GATED.register(Backend("torch", reference.native_gated, 10, serve_all))
+GATED.register(Backend("torch", reference.torch_gated, 10, serve_all))
 GATED.register(Backend("reference", reference.gated, 0, serve_all))
 ACTIVATION.register(Backend("triton", lazy(_TRITON, "activation", measures=True), 20, _triton_why_not))
-ACTIVATION.register(Backend("torch", reference.native_activation, 10, serve_all))
+ACTIVATION.register(Backend("torch", reference.torch_activation, 10, serve_all))
 ACTIVATION.register(Backend("reference", reference.activation, 0, serve_all))
 WEIGHTED.register(Backend("triton", lazy("megalight.ops.activation.triton", "weighted"), 20, _triton_why_not))
 WEIGHTED.register(Backend("reference", reference.weighted, 0, serve_all))
 GATED_PAIR.register(Backend("triton", lazy("megalight.ops.activation.triton", "gated_pair"), 20, _triton_why_not))
-GATED_PAIR.register(Backend("torch", reference.native_gated_pair, 10, serve_all))
+GATED_PAIR.register(Backend("torch", reference.torch_gated_pair, 10, serve_all))
 GATED_PAIR.register(Backend("reference", reference.gated_pair, 0, serve_all))
 
 

@@ -13,7 +13,7 @@ from megalight.ops.activation import activation, gated, reference
 from megalight.ops.activation.triton import _slope, _value
 from megalight.ops.common import apply, once_differentiable, serve_all, triton_why_not
 from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
-from megalight.ops.note import Told, unwritten
+from megalight.ops.note import QuantizedCasts, elided_output
 from megalight.ops.quantize import Scheme, amax_of, cast, whole_cast_why_not
 from megalight.ops.quantize.formats import to_fp8
 from megalight.ops.quantize.triton import (
@@ -169,7 +169,7 @@ def _backward(
 
 def triton_cast_activation(
     x: Tensor, kind: str, gates: bool, rows: Scheme | None, columns: Scheme | None, amax: Tensor
-) -> Told:
+) -> QuantizedCasts:
     """Implement :func:`megalight.ops.activation.quantized.cast_activation`."""
     size = x.shape[1] // 2 if gates else x.shape[1]
     return _run(_forward, FORWARD, (x.contiguous(),), size, size, kind, gates, rows, columns, amax)
@@ -177,7 +177,7 @@ def triton_cast_activation(
 
 def triton_cast_activation_gradient(
     grad_y: Tensor, x: Tensor, kind: str, gates: bool, rows: Scheme | None, columns: Scheme | None, amax: Tensor
-) -> Told:
+) -> QuantizedCasts:
     """Implement :func:`megalight.ops.activation.quantized.cast_activation_gradient`."""
     inputs = x.contiguous(), grad_y.contiguous()
     return _run(_backward, BACKWARD, inputs, grad_y.shape[1], x.shape[1], kind, gates, rows, columns, amax)
@@ -194,7 +194,7 @@ def _run(
     rows: Scheme | None,
     columns: Scheme | None,
     amax: Tensor,
-) -> Told:
+) -> QuantizedCasts:
     """Run a kernel over ``size`` features of all tokens; it writes codes of ``features`` features."""
     x = inputs[0]
     tokens = len(x)
@@ -232,8 +232,8 @@ class QuantizedActivationSpec(NamedTuple):
     columns: Scheme | None
 
 
-Forward: TypeAlias = Callable[[Tensor, str, bool, Scheme | None, Scheme | None, Tensor], Told]
-Backward: TypeAlias = Callable[[Tensor, Tensor, str, bool, Scheme | None, Scheme | None, Tensor], Told]
+Forward: TypeAlias = Callable[[Tensor, str, bool, Scheme | None, Scheme | None, Tensor], QuantizedCasts]
+Backward: TypeAlias = Callable[[Tensor, Tensor, str, bool, Scheme | None, Scheme | None, Tensor], QuantizedCasts]
 CAST_ACTIVATION: BackendRegistry[QuantizedActivationSpec, Forward] = BackendRegistry("cast_activation")
 CAST_ACTIVATION_GRADIENT: BackendRegistry[QuantizedActivationSpec, Backward] = BackendRegistry(
     "cast_activation_gradient"
@@ -248,7 +248,7 @@ def cast_activation(
     columns: Scheme | None,
     amax: Tensor,
     backend: str = "auto",
-) -> Told:
+) -> QuantizedCasts:
     """Cast ``act(x)`` or, if gated, ``act(gate) * up``, rounded to the dtype of ``x [T, f]`` or ``[T, 2 f]``.
 
     Args:
@@ -275,7 +275,7 @@ def cast_activation_gradient(
     columns: Scheme | None,
     amax: Tensor,
     backend: str = "auto",
-) -> Told:
+) -> QuantizedCasts:
     """Cast the gradient of ``x``, rounded to its dtype, from that of the output; see :func:`cast_activation`."""
     spec = QuantizedActivationSpec(x.device.type, x.dtype, kind, rows, columns)
     return _choose(CAST_ACTIVATION_GRADIENT, spec, backend)(grad_y, x, kind, gates, rows, columns, amax)
@@ -284,25 +284,25 @@ def cast_activation_gradient(
 @remembered
 def _choose(
     registry: BackendRegistry[QuantizedActivationSpec, Any], spec: QuantizedActivationSpec, backend: str
-) -> Callable[..., Told]:
-    found: Callable[..., Told] = registry.select(spec, backend).fn
+) -> Callable[..., QuantizedCasts]:
+    found: Callable[..., QuantizedCasts] = registry.select(spec, backend).fn
     return found
 
 
 def _plain(x: Tensor, kind: str, gates: bool) -> Tensor:
-    return reference.native_gated(x, kind) if gates else reference.native_activation(x, kind)
+    return reference.torch_gated(x, kind) if gates else reference.torch_activation(x, kind)
 
 
 def _cast_reference(
     x: Tensor, kind: str, gates: bool, rows: Scheme | None, columns: Scheme | None, amax: Tensor
-) -> Told:
+) -> QuantizedCasts:
     y = _plain(x, kind, gates)
     return cast(y, rows, columns, amax=amax, amax_t=amax), amax_of(y)
 
 
 def _cast_gradient_reference(
     grad_y: Tensor, x: Tensor, kind: str, gates: bool, rows: Scheme | None, columns: Scheme | None, amax: Tensor
-) -> Told:
+) -> QuantizedCasts:
     with torch.enable_grad():
         leaf = x.detach().requires_grad_()
         (grad,) = torch.autograd.grad(_plain(leaf, kind, gates), leaf, grad_y)
@@ -319,7 +319,7 @@ CAST_ACTIVATION_GRADIENT.register(Backend("triton", triton_cast_activation_gradi
 CAST_ACTIVATION_GRADIENT.register(Backend("reference", _cast_gradient_reference, 0, serve_all))
 
 
-class _OfCodes(torch.autograd.Function):
+class _OfQuantized(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, kind: str, gates: bool, backend: str, written: bool) -> Tensor:
         ctx.save_for_backward(x)
@@ -327,24 +327,24 @@ class _OfCodes(torch.autograd.Function):
         if written:
             return (gated if gates else activation)(x, kind, backend)
         shape = (len(x), x.shape[1] // 2 if gates else x.shape[1])
-        return unwritten(shape, x, partial(cast_activation, x.detach(), kind, gates))
+        return elided_output(shape, x, partial(cast_activation, x.detach(), kind, gates))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, None, None, None, None]:
         (x,) = ctx.saved_tensors
         make = partial(cast_activation_gradient, grad_y, x.detach(), ctx.kind, ctx.gates)
-        return unwritten(tuple(x.shape), x, make), None, None, None, None
+        return elided_output(tuple(x.shape), x, make), None, None, None, None
 
 
-def activation_of_codes(x: Tensor, kind: str, gates: bool, backend: str = "auto", *, written: bool) -> Tensor:
+def activation_of_quantized(x: Tensor, kind: str, gates: bool, backend: str = "auto", *, written: bool) -> Tensor:
     """Return ``act(x)``, or ``act(gate) * up``, of ``x [T, f]`` or ``[T, 2 f]``; the gradient of ``x`` is not written.
 
     It is :mod:`~megalight.ops.note`: ``x`` must come from a product in 8 bits, and nothing else may read its
-    gradient. With ``written=False`` the output is unwritten, too: the next product must know its scales beforehand.
+    gradient. With ``written=False`` the output is elided, too: the next product must know its scales beforehand.
     ``backend`` is that of the activation that is written.
     """
-    out: Tensor = apply(_OfCodes, x.contiguous(), kind, gates, backend, written)
+    out: Tensor = apply(_OfQuantized, x.contiguous(), kind, gates, backend, written)
     return out
 
 

@@ -67,7 +67,7 @@ def weighted(x: Tensor, kind: str, gates: bool, weights: Tensor | None, offset: 
 # Activations with torch's own functions.
 
 
-NATIVE_KINDS: dict[str, Callable[[Tensor], Tensor]] = {
+TORCH_KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -78,17 +78,17 @@ NATIVE_KINDS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def native_activation(x: Tensor, kind: str) -> Tensor:
+def torch_activation(x: Tensor, kind: str) -> Tensor:
     """``act(x)``."""
-    return NATIVE_KINDS[kind](x)
+    return TORCH_KINDS[kind](x)
 
 
-def native_gated(x: Tensor, kind: str) -> Tensor:
+def torch_gated(x: Tensor, kind: str) -> Tensor:
     """``act(gate) * up`` with ``x = gate | up`` along the last dim."""
     gate, up = x.chunk(2, -1)
-    return NATIVE_KINDS[kind](gate) * up
+    return TORCH_KINDS[kind](gate) * up
 
 
-def native_gated_pair(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+def torch_gated_pair(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     """``act(gate) * up``."""
-    return NATIVE_KINDS[kind](gate) * up
+    return TORCH_KINDS[kind](gate) * up

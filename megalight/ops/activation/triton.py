@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalight.ops.common import apply, once_differentiable
 from megalight.ops.jit import UNIT, Value, cdiv, constexpr, jit, next_power, tl
-from megalight.ops.quantize.amax_history import tell_amax
+from megalight.ops.quantize.amax_history import annotate_amax
 
 BLOCK = 2048
 
@@ -177,7 +177,7 @@ class _TritonActivation(torch.autograd.Function):
             )
         ctx.save_for_backward(x)
         ctx.kind, ctx.gated, ctx.measure, ctx.grid = kind, gated, measure, (grid, size, unit, block)
-        return tell_amax(y, parts) if measure else y
+        return annotate_amax(y, parts) if measure else y
 
     @staticmethod
     @once_differentiable
@@ -205,7 +205,7 @@ class _TritonActivation(torch.autograd.Function):
                 BLOCK=block,
                 num_warps=4,
             )
-        return tell_amax(grad_x, parts) if ctx.measure else grad_x, None, None, None
+        return annotate_amax(grad_x, parts) if ctx.measure else grad_x, None, None, None
 
 
 def _apply(x: Tensor, kind: str, gated: bool, measure: bool) -> Tensor:

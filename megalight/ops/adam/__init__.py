@@ -95,7 +95,7 @@ def _triton_why_not(spec: AdamSpec) -> str | None:
 
 
 ADAM.register(Backend("triton", lazy("megalight.ops.adam.triton", "adam_step"), 20, _triton_why_not))
-ADAM.register(Backend("torch", reference.native_adam_step, 10, _torch_why_not))
+ADAM.register(Backend("torch", reference.torch_adam_step, 10, _torch_why_not))
 ADAM.register(Backend("chunked", reference.chunked_adam_step, 15, _chunked_why_not))
 ADAM.register(Backend("reference", reference.adam_step, 0, serve_all))
 
@@ -106,7 +106,7 @@ def _choose(spec: AdamSpec, backend: str) -> Callable[..., None]:
 
 
 @remembered
-def _codes_too(spec: AdamSpec, backend: str) -> bool:
+def _with_quantized(spec: AdamSpec, backend: str) -> bool:
     """Whether the chosen kernel also writes codes."""
     return spec.dtype == torch.float32 and ADAM.select(spec, backend).name == "triton"
 
@@ -174,7 +174,7 @@ def adam_step(
     )
     # Only where there are codes: backends that serve none need not know of exponents.
     codes: dict[str, Any] = {} if exponents == (None, None) else {"exponents": exponents}
-    written = coded is not None and _codes_too(spec, backend)
+    written = coded is not None and _with_quantized(spec, backend)
     if written:
         codes["coded"] = coded
     _choose(spec, backend)(

@@ -56,7 +56,7 @@ def adam_step(
 # One Adam step with torch's fused kernels.
 
 
-def native_adam_step(
+def torch_adam_step(
     param: Tensor,
     grad: Tensor,
     exp_avg: Tensor,
@@ -138,7 +138,7 @@ def chunked_adam_step(
             low_precision_moments.read(moment, each, bool(second)).to(param.dtype)
             for second, (moment, each) in enumerate(zip(moments, shared, strict=True))
         ]
-        native_adam_step(
+        torch_adam_step(
             own,
             gradient.to(param.dtype),
             *wide,

@@ -62,7 +62,7 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor, sizes: Sequence[int] 
     return F.grouped_mm(x, weight.mT if transposed else weight, offs=offsets)
 
 
-def native_product(x: Tensor, weight: Tensor, offsets: Tensor, sizes: Sequence[int] | None, transposed: bool) -> Tensor:
+def torch_product(x: Tensor, weight: Tensor, offsets: Tensor, sizes: Sequence[int] | None, transposed: bool) -> Tensor:
     """Multiply each group with its weight."""
     # Rows after the last group stay uninitialized: the contract allows any values there, and zeroing costs a pass.
     y = x.new_empty(len(x), weight.shape[1 if transposed else 2])
@@ -72,7 +72,7 @@ def native_product(x: Tensor, weight: Tensor, offsets: Tensor, sizes: Sequence[i
     return y
 
 
-def native_accumulate(
+def torch_accumulate(
     main_grad: Tensor, grad_y: Tensor, x: Tensor, offsets: Tensor, sizes: Sequence[int] | None, write: bool
 ) -> None:
     """Add each group's ``grad_y^T x`` by the backend of dense layers, or write it."""
@@ -155,10 +155,10 @@ def _loop_why_not(spec: GroupedLinearSpec) -> str | None:
 _TRITON = "megalight.ops.grouped_linear.triton"
 PRODUCT.register(Backend("triton", lazy(_TRITON, "product"), 30, _product_why_not))
 PRODUCT.register(Backend("grouped_mm", grouped_mm, 20, _grouped_mm_why_not))
-PRODUCT.register(Backend("loop", native_product, 10, _loop_why_not))
+PRODUCT.register(Backend("loop", torch_product, 10, _loop_why_not))
 PRODUCT.register(Backend("reference", reference_product, 0, serve_all))
 WGRAD.register(Backend("triton", lazy(_TRITON, "accumulate"), 30, _hopper_why_not))
-WGRAD.register(Backend("loop", native_accumulate, 10, _loop_why_not))
+WGRAD.register(Backend("loop", torch_accumulate, 10, _loop_why_not))
 WGRAD.register(Backend("reference", reference_accumulate, 0, serve_all))
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megalight.imports import require
-from megalight.ops.common import num_multiprocessors
+from megalight.ops.common import num_sms
 from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, tl
 
 Descriptor: Any = require("triton.tools.tensor_descriptor", "a Triton kernel").TensorDescriptor
@@ -154,7 +154,7 @@ def _weight_gradient(
 
 def programs(tiles: int, device: torch.device, each: int = 1) -> int:
     """Return the number of programs: ``each`` per multiprocessor, but no more than there are tiles."""
-    return max(1, min(tiles, each * num_multiprocessors(device)))
+    return max(1, min(tiles, each * num_sms(device)))
 
 
 def described(matrix: Tensor, rows: int, columns: int) -> Any:

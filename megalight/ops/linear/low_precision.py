@@ -22,7 +22,7 @@ from torch import Tensor
 from megalight.errors import BackendError, ConfigurationError
 from megalight.ops.linear.aligned import cut, filled
 from megalight.ops.linear.inputs import Saveable
-from megalight.ops.note import Casts, annotate, unwritten_of, without_values
+from megalight.ops.note import Casts, annotate, elided_output_of, without_values
 from megalight.ops.parameter import put
 from megalight.ops.quantize import Cast, Quantized, Scheme, cast, tile_amax, transpose
 from megalight.ops.quantize.amax_history import (
@@ -165,7 +165,7 @@ class LowPrecision:
         largest: its largest magnitude, 0-dim, or that of the part that this rank casts.
         met: whether a step has multiplied with such a weight since the last update.
         wants_magnitudes: whether casts by current values use magnitudes that the maker of a tensor has recorded.
-        reads_codes: whether products can read weights that are stored as codes.
+        reads_quantized: whether products can read weights that are stored as codes.
         takes_any_size: whether weights may have sides that are no multiples of what products take.
         multiple: what products take.
 
@@ -174,7 +174,7 @@ class LowPrecision:
     """
 
     wants_magnitudes = True
-    reads_codes = True
+    reads_quantized = True
     takes_any_size = True
 
     def __init__(
@@ -218,7 +218,7 @@ class LowPrecision:
         session.layers.append(self)
 
     @property
-    def reads_unwritten(self) -> bool:
+    def reads_elided(self) -> bool:
         """Whether it casts tensors that are :mod:`~megalight.ops.note`, as their scales are known beforehand."""
         return self.history is not None and self.history.suffices
 
@@ -294,7 +294,7 @@ class LowPrecision:
         return y[:, :features] if more else y
 
     @property
-    def casts_shares(self) -> bool:
+    def casts_shards(self) -> bool:
         """Whether ranks can cast their shares of the tokens separately, and get parts of the whole input's cast."""
         return self.recipe.one_scale
 
@@ -452,8 +452,8 @@ class LowPrecision:
                 )
             # The note makes both products use the same codes, and rounds stochastically only once.
             note.casts = Casts(self, rows, columns)
-            # What an unwritten gradient would be made of may be freed.
-            note.unwritten = None
+            # What an elided gradient would be made of may be freed.
+            note.elided = None
         return note.casts.rows, note.casts.columns
 
     def _cast_by_history(self, x: Tensor, role: int, rows: Scheme | None, columns: Scheme | None) -> Cast | None:
@@ -462,7 +462,7 @@ class LowPrecision:
         if history is None or not history.suffices or scheme is None:
             return None
         inside, amax = self.session.inside, history.covers[role]
-        if (make := unwritten_of(x)) is not None:
+        if (make := elided_output_of(x)) is not None:
             found, told = make(rows, columns, amax)
             if inside:
                 history.record(role, told)

@@ -54,16 +54,16 @@ def _triton_why_not(spec: NormSpec) -> str | None:
 
 _TRITON = "megalight.ops.norm.triton"
 RMS_NORM.register(Backend("triton", lazy(_TRITON, "rms_norm", measures=True), 20, _triton_why_not))
-RMS_NORM.register(Backend("torch", reference.native_rms_norm, 10, _torch_why_not))
+RMS_NORM.register(Backend("torch", reference.torch_rms_norm, 10, _torch_why_not))
 RMS_NORM.register(Backend("reference", reference.rms_norm, 0, serve_all))
 LAYER_NORM.register(Backend("triton", lazy(_TRITON, "layer_norm", measures=True), 20, _triton_why_not))
-LAYER_NORM.register(Backend("torch", reference.native_layer_norm, 10, _torch_why_not))
+LAYER_NORM.register(Backend("torch", reference.torch_layer_norm, 10, _torch_why_not))
 LAYER_NORM.register(Backend("reference", reference.layer_norm, 0, serve_all))
 ADD_RMS_NORM.register(Backend("triton", lazy(_TRITON, "add_rms_norm", measures=True), 20, _triton_why_not))
-ADD_RMS_NORM.register(Backend("torch", reference.native_add_rms_norm, 10, _torch_why_not))
+ADD_RMS_NORM.register(Backend("torch", reference.torch_add_rms_norm, 10, _torch_why_not))
 ADD_RMS_NORM.register(Backend("reference", reference.add_rms_norm, 0, serve_all))
 ADD_LAYER_NORM.register(Backend("triton", lazy(_TRITON, "add_layer_norm", measures=True), 20, _triton_why_not))
-ADD_LAYER_NORM.register(Backend("torch", reference.native_add_layer_norm, 10, _torch_why_not))
+ADD_LAYER_NORM.register(Backend("torch", reference.torch_add_layer_norm, 10, _torch_why_not))
 ADD_LAYER_NORM.register(Backend("reference", reference.add_layer_norm, 0, serve_all))
 
 

@@ -49,15 +49,15 @@ add_layer_norm = of_sum(layer_norm)
 # Norms with torch's own fused functions.
 
 
-def native_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def torch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMS norm over the last dim; ``weight`` has the dtype of ``x``."""
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-def native_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+def torch_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """Layer norm over the last dim; ``weight`` has the dtype of ``x``."""
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
-native_add_rms_norm = of_sum(native_rms_norm)
-native_add_layer_norm = of_sum(native_layer_norm)
+torch_add_rms_norm = of_sum(torch_rms_norm)
+torch_add_layer_norm = of_sum(torch_layer_norm)

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalight.ops.common import apply, num_multiprocessors, once_differentiable
+from megalight.ops.common import apply, num_sms, once_differentiable
 from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, tl
 from megalight.ops.parameter import may_hide, state_of
-from megalight.ops.quantize.amax_history import tell_amax
+from megalight.ops.quantize.amax_history import annotate_amax
 
 TILE = 2048
 """Elements that a program handles at once, if rows are shorter than this."""
@@ -268,7 +268,7 @@ def _run_backward(
     rows, size = x.shape
     tile = _tile(size)
     # More programs would write more partial weight gradients `[programs, size]`, which must be read and summed again.
-    at_once = max(1, WARPS_PER_SM // tile["num_warps"]) * num_multiprocessors(x.device)
+    at_once = max(1, WARPS_PER_SM // tile["num_warps"]) * num_sms(x.device)
     programs = max(1, min(cdiv(rows, tile["ROWS"]), at_once))
     grad_x = torch.empty_like(x)
     grad_weight = torch.empty(programs, size, dtype=torch.float32, device=x.device)
@@ -298,7 +298,7 @@ def _run_backward(
 
 
 def _told(x: Tensor, parts: Tensor | None) -> Tensor:
-    return x if parts is None else tell_amax(x, parts)
+    return x if parts is None else annotate_amax(x, parts)
 
 
 class _Norm(torch.autograd.Function):

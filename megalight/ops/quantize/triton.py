@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalight.ops.jit import UNIT, Value, cdiv, constexpr, jit, tl
-from megalight.ops.quantize.amax_history import tell_amax
+from megalight.ops.quantize.amax_history import annotate_amax
 from megalight.ops.quantize.formats import DTYPES, LARGEST, Quantized, Scheme
 from megalight.ops.quantize.reference import TINY
 
@@ -336,7 +336,7 @@ def cast(
         else:
             _cast[down, across](*arguments, **constants, BLOCK=BLOCK, num_warps=8)
         if tell:
-            tell_amax(source, parts)
+            annotate_amax(source, parts)
     return whole, transposed
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalight.ops.common import apply, once_differentiable, serve_all, triton_why_not
 from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
-from megalight.ops.note import Told, unwritten
+from megalight.ops.note import QuantizedCasts, elided_output
 from megalight.ops.quantize import Scheme, amax_of, cast, whole_cast_why_not
 from megalight.ops.quantize.triton import (
     codes_arguments,
@@ -143,7 +143,7 @@ def triton_cast_qkv_gradient(
     rows: Scheme | None,
     columns: Scheme | None,
     amax: Tensor,
-) -> Told:
+) -> QuantizedCasts:
     """Implement :func:`megalight.ops.rotary.quantized.cast_qkv_gradient`; ``interleaved`` is not served."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     tokens, heads, head_dim = q.shape
@@ -207,7 +207,7 @@ class QuantizedRotarySpec(NamedTuple):
 
 
 CastGradient: TypeAlias = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor, bool, Scheme | None, Scheme | None, Tensor], Told
+    [Tensor, Tensor, Tensor, Tensor, Tensor, bool, Scheme | None, Scheme | None, Tensor], QuantizedCasts
 ]
 CAST_QKV_GRADIENT: BackendRegistry[QuantizedRotarySpec, CastGradient] = BackendRegistry("cast_qkv_gradient")
 
@@ -223,7 +223,7 @@ def cast_qkv_gradient(
     columns: Scheme | None,
     amax: Tensor,
     backend: str = "auto",
-) -> Told:
+) -> QuantizedCasts:
     """Cast the gradient ``[T, (H + 2 Hkv) D]`` of a packed projection, from those of its rotated heads.
 
     Args:
@@ -258,7 +258,7 @@ def _reference(
     rows: Scheme | None,
     columns: Scheme | None,
     amax: Tensor,
-) -> Told:
+) -> QuantizedCasts:
     with torch.enable_grad():
         # The rotation is linear, so its gradient does not depend on where it is taken.
         leaf = q.new_empty(len(q), (q.shape[1] + 2 * k.shape[1]) * q.shape[2]).requires_grad_()
@@ -278,7 +278,7 @@ CAST_QKV_GRADIENT.register(Backend("triton", triton_cast_qkv_gradient, 10, _trit
 CAST_QKV_GRADIENT.register(Backend("reference", _reference, 0, serve_all))
 
 
-class _Unwritten(torch.autograd.Function):
+class _RotateElided(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, qkv: Tensor, heads: tuple[int, int, int], cos: Tensor, sin: Tensor, interleaved: bool, backend: str
@@ -292,10 +292,10 @@ class _Unwritten(torch.autograd.Function):
     def backward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         cos, sin = ctx.saved_tensors
         make = partial(cast_qkv_gradient, q, k, v, cos, sin, ctx.interleaved)
-        return unwritten((len(q), ctx.features), q, make), None, None, None, None, None
+        return elided_output((len(q), ctx.features), q, make), None, None, None, None, None
 
 
-def rotate_qkv_unwritten(
+def rotate_qkv_elided(
     qkv: Tensor,
     num_heads: int,
     num_kv_heads: int,
@@ -310,5 +310,5 @@ def rotate_qkv_unwritten(
     It is :mod:`~megalight.ops.note`: ``qkv`` must come from a product in 8 bits that knows its scales beforehand.
     """
     heads = num_heads, num_kv_heads, head_dim
-    out: tuple[Tensor, Tensor, Tensor] = apply(_Unwritten, qkv, heads, cos, sin, interleaved, backend)
+    out: tuple[Tensor, Tensor, Tensor] = apply(_RotateElided, qkv, heads, cos, sin, interleaved, backend)
     return out

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalight.ops.common import apply, once_differentiable
 from megalight.ops.jit import Value, constexpr, jit, next_power, tl
-from megalight.ops.quantize.amax_history import tell_amax
+from megalight.ops.quantize.amax_history import annotate_amax
 
 
 @jit
@@ -304,7 +304,7 @@ class _RotateQKV(torch.autograd.Function):
         parts = packed.new_empty(len(packed), dtype=torch.float32) if ctx.measure else None
         _run_qkv(packed, _rows(grad_q), _rows(grad_k), _rows(grad_v), cos, sin, ctx.interleaved, True, parts)
         if parts is not None:
-            tell_amax(packed, parts)
+            annotate_amax(packed, parts)
         return packed, None, None, None, None, None, None, None
 
 

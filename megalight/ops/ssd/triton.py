@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalight.ops.common import apply, num_multiprocessors, once_differentiable
+from megalight.ops.common import apply, num_sms, once_differentiable
 from megalight.ops.jit import cdiv, next_power
 from megalight.ops.rows import empty_gradient, place_of
 from megalight.ops.ssd.triton_kernels import decays, grad_decays, grad_inputs, grad_shared, outputs, pass_states
@@ -89,7 +89,7 @@ class Chunks:
 
     def span(self, device: torch.device) -> int:
         """Return how many heads of a group a program takes: all, or fewer where that makes too few programs."""
-        wanted = WAVES * num_multiprocessors(device)
+        wanted = WAVES * num_sms(device)
         parts = (p for p in range(1, self.per + 1) if self.per % p == 0)
         return self.per // next((p for p in parts if self.count * self.groups * p >= wanted), self.per)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from megalight.errors import BackendError, LayoutError
-from megalight.nn import InnerAttention, KeysAndValues, Lineage, LineageAttention
+from megalight.nn import DraftAttention, DraftState, InnerAttention, KeysAndValues
 from megalight.parallel.context import all_gather, all_to_all, ring
 from megalight.parallel.context.all_gather import chunks_of, seen
 from megalight.parallel.context.all_to_all import heads_why_not, sinks_of, trade_heads, trade_tokens
@@ -201,7 +201,7 @@ class ContextAttention(nn.Module):
 # (:mod:`megalight.ops.draft_attention`).
 
 
-class ContextLineageAttention(nn.Module):
+class ContextDraftAttention(nn.Module):
     """Attention of this rank's places to the real tokens of all shares, and to the guesses at these places.
 
     Args:
@@ -209,13 +209,13 @@ class ContextLineageAttention(nn.Module):
         groups: the process groups.
     """
 
-    def __init__(self, inner: LineageAttention, groups: ContextGroups) -> None:
+    def __init__(self, inner: DraftAttention, groups: ContextGroups) -> None:
         super().__init__()
         self.inner = inner
         self.groups = groups
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, state: Lineage | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, state: DraftState | None = None
     ) -> Tensor:
         """``q [T, H, D], k, v [T, Hkv, D] -> [T, H, D]``. The state gets the keys and values that are seen."""
         if sequences.context is None:

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from megalight.errors import ConfigurationError
 from megalight.parallel.data_parallel.buffers import Groups
-from megalight.parallel.data_parallel.fp8_parameters import codes_of
+from megalight.parallel.data_parallel.fp8_parameters import storage_format_of
 from megalight.parallel.data_parallel.layout import BucketKey, Level, ParamInfo
 from megalight.parallel.data_parallel.masters import masters_of
 from megalight.parallel.groups import check_max_ctas, new_group, shared_group
@@ -26,14 +26,14 @@ class BucketKeys:
         mesh: the split of models without a mesh of their own.
         level: what data-parallel ranks divide.
         replicate, divide_replicas: see :class:`BucketKey`.
-        may_hold_codes: whether trained parameters may be stored as 8-bit codes, cast from masters.
+        may_be_quantized: whether trained parameters may be stored as 8-bit codes, cast from masters.
     """
 
     mesh: ParallelMesh
     level: Level
     replicate: int
     divide_replicas: bool
-    may_hold_codes: bool
+    may_be_quantized: bool
 
     def of(self, info: ParamInfo, grad_dtype: torch.dtype | None = None) -> BucketKey:
         """Return the kind of a parameter.
@@ -52,17 +52,17 @@ class BucketKeys:
             info.group,
             _shared(info.spec),
             info.chunk,
-            codes_of(info.parameter),
+            storage_format_of(info.parameter),
             info.mesh or self.mesh,
             info.spec.data,
             replicate=self.replicate,
             divide_replicas=self.divide_replicas,
         )
-        if info.parameter.requires_grad and self.may_hold_codes:
+        if info.parameter.requires_grad and self.may_be_quantized:
             gathered = self.level.state and len(kind.shard_ranks) > 1
             # Beside wider masters, weights are copies, and codes are smaller ones.
             spared = gathered or masters_of(kind, None) != kind.param_dtype
-            kind = replace(kind, codes=codes_of(info.parameter, spared))
+            kind = replace(kind, codes=storage_format_of(info.parameter, spared))
         if kind.codes is not None and self.divide_replicas:
             raise ConfigurationError(
                 f"{info.name} is stored as 8-bit codes (primary_weights), which each group of replicas casts from "

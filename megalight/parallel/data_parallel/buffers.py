@@ -15,7 +15,7 @@ from megalight.ops.parameter import cast_of, release, state_of
 from megalight.parallel.data_parallel.layout import BucketLayout, ParamInfo
 from megalight.parallel.data_parallel.masters import FlatShard
 from megalight.parallel.host_memory import host_memory
-from megalight.parallel.initial_values import has_memory, without_memory
+from megalight.parallel.initial_values import is_materialized, unmaterialized
 
 Allocating = Callable[[], AbstractContextManager[object]]
 """Returns a context inside of which tensors are allocated in a certain way."""
@@ -67,7 +67,7 @@ class FlatParameters:
         shards_params: whether this rank keeps only its interval of them.
         shown: ``[numel]`` the flat parameters of which the parameters are views now; one NaN if they have no memory.
         shard: this rank's part.
-        holds_codes: whether the parameters are 8-bit codes; the precision of each weight holds its scale.
+        is_quantized: whether the parameters are 8-bit codes; the precision of each weight holds its scale.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class FlatParameters:
         self.replica_group = groups.replicas if divided else None
         self.infos = [infos[slot.index] for slot in layout.slots]
         self.shards_params = params is not None
-        self.holds_codes = codes is not None
+        self.is_quantized = codes is not None
         device = self.infos[0].parameter.device
         self.divides_replicas = kind.divide_replicas and self.replica_group is not None
         own_groups = (self.shard_group, self.replica_group if self.divides_replicas else None)
@@ -105,7 +105,7 @@ class FlatParameters:
             with nullcontext() if self.shards_params or codes is not None else allocating():
                 values = torch.zeros(layout.numel, dtype=kind.param_dtype, device=device)
         for parameter, view in self._views(values):
-            if has_memory(parameter):
+            if is_materialized(parameter):
                 view.copy_(parameter.detach())
             elif codes is None:
                 view.fill_(torch.nan)  # the values come later; NaN shows parameters that never got any
@@ -139,7 +139,7 @@ class FlatParameters:
         self.shard.place = replicas.index(kind.mesh.global_rank)
 
     def _no_memory(self) -> Tensor:
-        return without_memory(torch.empty(2, dtype=self.params.dtype, device="meta"), self.params.device)
+        return unmaterialized(torch.empty(2, dtype=self.params.dtype, device="meta"), self.params.device)
 
     def _updated(self, start: int, stop: int) -> Tensor:
         return self.own_params[start - self.kept[0] : stop - self.kept[0]]
@@ -172,7 +172,7 @@ class FlatParameters:
 
     def replaced(self) -> list[tuple[ParamInfo, Tensor]]:
         """Return the parameters that are no views of :attr:`shown` any more, each with its place there."""
-        if self.shown is self._nowhere or self.holds_codes:
+        if self.shown is self._nowhere or self.is_quantized:
             return []
         # By address: `parameter.data = ...` keeps the object and its hooks, so
         # that nothing else shows the change.
@@ -195,7 +195,7 @@ class FlatParameters:
     @property
     def weights(self) -> Tensor:
         """This rank's interval of the parameters: to read, and to write before the masters are refreshed."""
-        return self.shard.master.detach() if self.holds_codes else self.updated
+        return self.shard.master.detach() if self.is_quantized else self.updated
 
 
 class Bucket(FlatParameters):
@@ -252,7 +252,7 @@ class Bucket(FlatParameters):
         self.arrived = 0
         self.sent = False
         own = shard.master  # the values in the parameters' own dtype, also of parameters that are codes
-        self.master_is_own_params = not self.holds_codes and master_dtype == own.dtype and not on_host
+        self.master_is_own_params = not self.is_quantized and master_dtype == own.dtype and not on_host
         # With equal dtypes the optimizer steps on the parameters' own memory, so no copy must be kept in step with it.
         if self.master_is_own_params:
             master = own
@@ -276,14 +276,14 @@ class Bucket(FlatParameters):
         if params is not None:
             self.vacate()  # nothing shows the codes any more, and no cast of them stays
             self.params, self.own_params = params, self.shard.master.detach().to(dtype)
-            self.updated, self.holds_codes = self.own_params, False
+            self.updated, self.is_quantized = self.own_params, False
             self._nowhere = self._no_memory()
             self.vacate()
             return
         self.params = torch.zeros(self.layout.numel, dtype=dtype, device=self.params.device)
         self.own_params = self.params[self.shard.start : self.shard.stop]
         self.updated = self.own_params
-        self.holds_codes = False
+        self.is_quantized = False
         self.own_params.copy_(self.shard.master)
         # In place: each rank has just written its own interval of `params`.
         gather(self.params, self.own_params)
@@ -316,4 +316,4 @@ class Bucket(FlatParameters):
     @property
     def rounds_masters(self) -> bool:
         """Whether the parameters are the masters rounded to a narrower dtype (and not codes with scales)."""
-        return not (self.master_is_own_params or self.holds_codes)
+        return not (self.master_is_own_params or self.is_quantized)

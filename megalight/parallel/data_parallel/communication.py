@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megalight.errors import ConfigurationError
-from megalight.parallel.groups import FAILED, speaks
+from megalight.parallel.groups import FAILED, uses_backend
 from megalight.parallel.peers import memory
 
-Way: TypeAlias = Literal["plain", "symmetric", "auto"]
+Transport: TypeAlias = Literal["plain", "symmetric", "auto"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class TransportChoice:
     """
 
     option: str
-    way: Way
+    way: Transport
     against: str | None = None
 
     def why_not(self, device: torch.device) -> str | None:
@@ -165,7 +165,7 @@ def why_not(kind: Registration, device: torch.device) -> str | None:
         return None
     if device.type != "cuda":
         return f"it needs GPUs, and the buffers are on {device}"
-    if not dist.is_initialized() or not speaks("nccl"):
+    if not dist.is_initialized() or not uses_backend("nccl"):
         return "it needs the backend nccl"
     methods = [getattr(dist.ProcessGroupNCCL, name, None) for name in ("register_mem_pool", "mem_allocator")]
     # Bound in C++, so the text that pybind writes is all that names the arguments.

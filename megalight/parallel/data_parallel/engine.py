@@ -12,7 +12,7 @@ from megalight.errors import ConfigurationError
 from megalight.ops.adam import Coded
 from megalight.parallel.data_parallel.bucket_keys import BucketKeys, groups_of
 from megalight.parallel.data_parallel.buffers import Bucket, FlatParameters
-from megalight.parallel.data_parallel.communication import Registration, TransportChoice, UserBuffers, Way
+from megalight.parallel.data_parallel.communication import Registration, Transport, TransportChoice, UserBuffers
 from megalight.parallel.data_parallel.copy_engines import CopyEngines
 from megalight.parallel.data_parallel.frozen_parameters import FrozenShards, can_be_sharded
 from megalight.parallel.data_parallel.grad_norm import check_finite
@@ -23,9 +23,9 @@ from megalight.parallel.data_parallel.masters import FlatShard, check_masters, m
 from megalight.parallel.data_parallel.parameters import ShardedParameters, fill
 from megalight.parallel.data_parallel.reduce import Reducer
 from megalight.parallel.data_parallel.unit_memory import (
-    GRADIENT_TURNS,
+    GRADIENT_BUFFERS,
     PassOrder,
-    TurnBuffers,
+    RotatingBuffers,
     UnitMemory,
     choose,
     free_memory,
@@ -137,8 +137,8 @@ class DataParallelEngine:
         check_for_nan: bool = False,
         find_unused_parameters: bool = False,
         nccl_ub: Registration = "off",
-        gathers: Way = "plain",
-        reductions: Way = "plain",
+        gathers: Transport = "plain",
+        reductions: Transport = "plain",
     ) -> None:
         self.mesh = mesh
         self.level = level_of(level)
@@ -208,7 +208,7 @@ class DataParallelEngine:
                 pushes=self._copy_engines.pushes,
                 frozen=self.frozen_shards,
             )
-            self._parameters.residency = self.units.residency
+            self._parameters.unsharder = self.units.unsharder
             # Parameters outside of units may still be in flight when somebody asks for all parameters.
             self.units.sync = self._parameters.sync
 
@@ -237,10 +237,10 @@ class DataParallelEngine:
             self.unit_memory = choose(layouts, self.level.parameters, *self._choices, free)
             if self.level.parameters:
                 turns = self._route.turns(self._units, self.unit_memory.turns)
-                params = TurnBuffers(layouts, turns, device, allocating, self._copy_engines.room(groups))
+                params = RotatingBuffers(layouts, turns, device, allocating, self._copy_engines.room(groups))
             if self.unit_memory.reduce_each:
-                turns = self._route.turns(self._units, GRADIENT_TURNS, backward_only=True)
-                grads = TurnBuffers(layouts, turns, device, allocating)
+                turns = self._route.turns(self._units, GRADIENT_BUFFERS, backward_only=True)
+                grads = RotatingBuffers(layouts, turns, device, allocating)
         reducing = groups
         if self._overlap and any(layout.kind.unit is not None for layout in layouts):
             # Units are gathered and reduced by hooks, in one order on all ranks. Whole buckets are sent when their
@@ -386,13 +386,13 @@ class DataParallelEngine:
         """Copy the updated masters into the parameters of every data-parallel rank, or start to."""
         self._parameters.publish()
 
-    def set_aside(self) -> Callable[[], None]:
+    def host_backup(self) -> Callable[[], None]:
         """Return a function that gives the parameters the values that they have now, without other ranks.
 
         Call it after an error, when the masters have their values of now, too. Where these are divided over ranks, the
         parameters are copied to host memory: this rank's, once, in their own dtype.
         """
-        return self._parameters.set_aside()
+        return self._parameters.host_backup()
 
     def sync_parameters(self, homes: Sequence[int] | None = None) -> None:
         """Wait until every parameter is up to date. Call it before reading weights; it costs nothing if they are.
@@ -454,7 +454,7 @@ class DataParallelEngine:
         """
         # Loading may have put other tensors into `parameter.data`. The masters
         # must follow these, not the old views.
-        if (residency := self._parameters.residency) is not None and residency.whole:
+        if (unsharder := self._parameters.unsharder) is not None and unsharder.whole:
             self.reattach()
         self._parameters.refresh_masters()
 
@@ -464,14 +464,14 @@ class DataParallelEngine:
         All ranks call this together. It takes memory for the whole model.
         """
         self.sync_parameters()
-        if (residency := self._parameters.residency) is not None and not residency.whole:
-            residency.gather_all()
+        if (unsharder := self._parameters.unsharder) is not None and not unsharder.whole:
+            unsharder.unshard_all()
 
     def release_parameters(self) -> None:
         """End :meth:`gather_parameters`: keep this rank's shards, with what all ranks have written equally."""
-        if (residency := self._parameters.residency) is not None and residency.whole:
+        if (unsharder := self._parameters.unsharder) is not None and unsharder.whole:
             self.reattach()
-            residency.release()
+            unsharder.reshard()
 
     def fill_masters(self, name: str, values: Tensor) -> None:
         """Set the masters of one parameter, or its shard if it is frozen, from values of its shape in a wider dtype.

@@ -23,7 +23,7 @@ ALIGNMENT = 16
 """Alignment of each scale in bytes, as the matrix products require."""
 
 
-def codes_of(parameter: Tensor, spared: bool = False) -> Format | None:
+def storage_format_of(parameter: Tensor, spared: bool = False) -> Format | None:
     """Return the 8-bit format in which a parameter is stored; None: it keeps its own dtype.
 
     Args:
@@ -200,7 +200,7 @@ PART_ALIGNMENT = 256
 """Alignment of codes and of scales in bytes, so that kernels may read any dtype there."""
 
 
-class FlatCodes:
+class FlatQuantized:
     """The codes of one unit's frozen weights, with their scales, end to end as bytes; each rank keeps an interval.
 
     It comes and goes as :class:`~megalight.parallel.data_parallel.buffers.FlatParameters` do. While it has no memory,
@@ -217,10 +217,10 @@ class FlatCodes:
         own_params: ``[numel / ranks]`` bytes that this rank keeps.
         kept: ``(start, stop)``, the bytes that :attr:`own_params` holds.
         shown: ``[numel]`` the bytes of which codes and scales are views now.
-        holds_codes: False: these have no masters, and what whole memory holds may be kept.
+        is_quantized: False: these have no masters, and what whole memory holds may be kept.
     """
 
-    holds_codes = False
+    is_quantized = False
 
     def __init__(self, kind: BucketKey, infos: Sequence[ParamInfo], group: ProcessGroup | None) -> None:
         self.infos = list(infos)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from megalight.ops.quantized_weight import stored_of
 from megalight.parallel.data_parallel.buffers import Allocating, FlatParameters, Groups
-from megalight.parallel.data_parallel.fp8_parameters import FlatCodes, codes_of
+from megalight.parallel.data_parallel.fp8_parameters import FlatQuantized, storage_format_of
 from megalight.parallel.data_parallel.layout import BucketKey, BucketLayout, ParamInfo, plan_buckets
-from megalight.parallel.data_parallel.unit_memory import Room, TurnBuffers
-from megalight.parallel.data_parallel.unshard import Residency
+from megalight.parallel.data_parallel.unit_memory import Room, RotatingBuffers
+from megalight.parallel.data_parallel.unshard import Unsharder
 
 Store: TypeAlias = Callable[[nn.Parameter], None]
 """Stores a weight that has its values as codes."""
@@ -60,11 +60,11 @@ class FrozenShards:
         self._lend()
 
     @property
-    def all(self) -> list[FlatParameters | FlatCodes]:
+    def all(self) -> list[FlatParameters | FlatQuantized]:
         """Everything that is sharded."""
         return [*self.buckets, *self.codes]
 
-    def store(self, residency: Residency, wanted: Sequence[nn.Parameter], store: Store) -> None:
+    def store(self, unsharder: Unsharder, wanted: Sequence[nn.Parameter], store: Store) -> None:
         """Replace weights by codes, one unit after the other, so that only one is whole at a time.
 
         All ranks call this together. The memory of the weights is freed, and that in which they were gathered: what
@@ -74,7 +74,7 @@ class FrozenShards:
             wanted: some of the parameters.
             store: called with each weight while it has its values; stores it as codes.
         """
-        assert not residency.whole, "units are gathered one after the other"
+        assert not unsharder.whole, "units are gathered one after the other"
         weights = {id(weight) for weight in wanted}
         old: dict[int | None, list[FlatParameters]] = {}
         for bucket in self.buckets:
@@ -86,7 +86,7 @@ class FrozenShards:
         # In the order of registration, which is the same on all ranks that gather together.
         for unit in dict.fromkeys(self._kinds[info].unit for info in infos):
             assert unit is not None, "only parameters of units are sharded"
-            residency.hold(unit)
+            unsharder.unshard(unit)
             chosen = [info for info in infos if id(info.parameter) in weights and self._kinds[info].unit == unit]
             for info in chosen:
                 store(info.parameter)
@@ -94,31 +94,31 @@ class FrozenShards:
             codes = self._flat_codes(chosen)
             # Taken out, so that their memory is freed on the way.
             leaving = old.pop(unit)
-            residency.exchange(unit, leaving, [*plain, *codes])
+            unsharder.exchange(unit, leaving, [*plain, *codes])
             self.buckets = [*(bucket for bucket in self.buckets if bucket not in leaving), *plain]
             self.codes += codes
         self._lend()
-        residency.guard()
+        unsharder.guard()
 
     def _layouts(self, infos: Sequence[ParamInfo]) -> tuple[list[BucketLayout], Sequence[ParamInfo]]:
         sizes, kinds = [info.parameter.numel() for info in infos], [self._kinds[info] for info in infos]
         return plan_buckets(sizes, kinds), infos
 
-    def _memory(self, layouts: Sequence[BucketLayout], allocating: Allocating) -> TurnBuffers:
-        return TurnBuffers(layouts, self._turns, self._device, allocating, self._room)
+    def _memory(self, layouts: Sequence[BucketLayout], allocating: Allocating) -> RotatingBuffers:
+        return RotatingBuffers(layouts, self._turns, self._device, allocating, self._room)
 
     def _bucket(
-        self, layout: BucketLayout, infos: Sequence[ParamInfo], memory: TurnBuffers, allocating: Allocating
+        self, layout: BucketLayout, infos: Sequence[ParamInfo], memory: RotatingBuffers, allocating: Allocating
     ) -> FlatParameters:
         groups, lent = self._groups[layout.kind.mesh, layout.kind.data], memory.take(layout, layout.kind.param_dtype)
         return FlatParameters(layout, infos, groups, True, lent, allocating=allocating)
 
-    def _flat_codes(self, infos: Sequence[ParamInfo]) -> list[FlatCodes]:
+    def _flat_codes(self, infos: Sequence[ParamInfo]) -> list[FlatQuantized]:
         together: dict[BucketKey, list[ParamInfo]] = {}
         for info in infos:
             # Weights of all dtypes are bytes.
             together.setdefault(replace(self._kinds[info], param_dtype=torch.uint8), []).append(info)
-        return [FlatCodes(kind, each, self._groups[kind.mesh, kind.data].shards) for kind, each in together.items()]
+        return [FlatQuantized(kind, each, self._groups[kind.mesh, kind.data].shards) for kind, each in together.items()]
 
     def _lend(self) -> None:
         """Give codes of units memory in turn, once all sizes are known, and note where everything is."""
@@ -138,4 +138,4 @@ def can_be_sharded(parameter: nn.Parameter) -> bool:
     if stored_of(parameter) is not None:
         return True
     plain = type(parameter.data) is Tensor and parameter.is_floating_point() and parameter.element_size() > 1
-    return plain and codes_of(parameter) is None
+    return plain and storage_format_of(parameter) is None

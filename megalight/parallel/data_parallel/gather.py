@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from megalight.imports import torch_distributed
 from megalight.parallel.data_parallel.buffers import Bucket, FlatParameters
 from megalight.parallel.data_parallel.communication import TransportChoice, side_stream
-from megalight.parallel.data_parallel.fp8_parameters import FlatCodes
+from megalight.parallel.data_parallel.fp8_parameters import FlatQuantized
 from megalight.parallel.groups import FAILED
 from megalight.parallel.peers import driver
 from megalight.parallel.peers.memory import Flag, PeerCopyStream, PeerMemory, PeerSlot
@@ -103,7 +103,7 @@ class Pushes:
             first += size
         return found
 
-    def keep(self, buckets: Iterable[FlatParameters | FlatCodes]) -> None:
+    def keep(self, buckets: Iterable[FlatParameters | FlatQuantized]) -> None:
         """Free the buffers in which none of these buckets lies. The ranks of their groups call this together."""
         used = {bucket.params.data_ptr() for bucket in buckets}
         leaving = {address: buffer for address, buffer in self._buffers.items() if address not in used}
@@ -114,7 +114,7 @@ class Pushes:
         for address in leaving:
             del self._buffers[address]
 
-    def gather(self, bucket: FlatParameters | FlatCodes) -> bool:
+    def gather(self, bucket: FlatParameters | FlatQuantized) -> bool:
         """Gather a bucket on the current stream, which waits until all shards are there.
 
         Returns:

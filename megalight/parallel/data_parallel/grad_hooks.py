@@ -16,7 +16,7 @@ from megalight.parallel.data_parallel.buffers import Bucket
 from megalight.parallel.data_parallel.communication import SideStream
 
 
-def land_gradients(
+def register_grad_hook(
     parameter: nn.Parameter,
     main_grad: Tensor,
     arrived: Callable[[], None],
@@ -54,7 +54,7 @@ def land_gradients(
         if main_grad.dtype != parameter.dtype:
             parameter.grad_dtype = None  # any dtype: autograd adds to the wider buffer without a cast first
         parameter.grad = main_grad
-    state.landing = parameter.register_post_accumulate_grad_hook(after_accumulation)  # type: ignore[no-untyped-call]
+    state.grad_hook = parameter.register_post_accumulate_grad_hook(after_accumulation)  # type: ignore[no-untyped-call]
 
 
 # Detect when all gradients of a bucket have arrived.
@@ -99,7 +99,7 @@ class GradReadyCounter:
         for index, bucket in enumerate(buckets):
             for place, (parameter, main_grad) in enumerate(bucket.main_grads):
                 arrived, announced = self._on_arrival(index, place), self._on_announcement(index, place)
-                land_gradients(parameter, main_grad, arrived, announced, bucket.autograd_adds)
+                register_grad_hook(parameter, main_grad, arrived, announced, bucket.autograd_adds)
 
     def begin(self, micro_batches: int, send: bool) -> None:
         """Begin the passes of ``micro_batches`` micro-batches; ``send``: they are the last before the reduction."""

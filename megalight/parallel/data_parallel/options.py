@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megalight.errors import ConfigurationError
-from megalight.parallel.data_parallel.communication import Registration, Way
+from megalight.parallel.data_parallel.communication import Registration, Transport
 from megalight.parallel.data_parallel.engine import DataParallelEngine
 from megalight.parallel.data_parallel.layout import ParamInfo, level_of
 from megalight.parallel.data_parallel.unit_memory import PassOrder
@@ -99,8 +99,8 @@ class DataParallelOptions:
     check_for_nan: bool = False
     find_unused_parameters: bool | None = None
     nccl_ub: Registration = "off"
-    gathers: Way = "auto"
-    reductions: Way = "plain"
+    gathers: Transport = "auto"
+    reductions: Transport = "plain"
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
 
@@ -119,9 +119,9 @@ class DataParallelOptions:
                 f"data_parallel.nccl_ub={self.nccl_ub!r}; it must be one of {', '.join(get_args(Registration))}."
             )
         for name in ("gathers", "reductions"):
-            if getattr(self, name) not in get_args(Way):
+            if getattr(self, name) not in get_args(Transport):
                 raise ConfigurationError(
-                    f"data_parallel.{name}={getattr(self, name)!r}; it must be one of {', '.join(get_args(Way))}."
+                    f"data_parallel.{name}={getattr(self, name)!r}; it must be one of {', '.join(get_args(Transport))}."
                 )
         if self.gathers == "symmetric" and self.nccl_ub != "off":
             raise ConfigurationError(

@@ -19,15 +19,15 @@ from megalight.parallel.data_parallel.gather import (
     parameters_to_masters,
 )
 from megalight.parallel.data_parallel.host_masters import HostMasters
-from megalight.parallel.data_parallel.unit_memory import TurnBuffers
-from megalight.parallel.data_parallel.unshard import Residency
+from megalight.parallel.data_parallel.unit_memory import RotatingBuffers
+from megalight.parallel.data_parallel.unshard import Unsharder
 from megalight.parallel.host_memory import host_memory
 from megalight.parallel.trace import capturing, spanned
 
 # Parameters that are set aside, so that a rank can put them back alone.
 
 
-class SetAside:
+class HostBackup:
     """Copies of this rank's parameters in host memory, in their own dtype.
 
     Masters are divided over ranks, so a rank cannot make the parameters from its own part. After an error in one rank
@@ -36,15 +36,15 @@ class SetAside:
     Args:
         buckets: the parameters. Their memory must stay the same.
         scales: scales of parameters that are codes.
-        residency: the parameters of units; None: all parameters are always whole.
+        unsharder: the parameters of units; None: all parameters are always whole.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], scales: Tensor, residency: Residency | None) -> None:
-        self._residency = residency
+    def __init__(self, buckets: Sequence[Bucket], scales: Tensor, unsharder: Unsharder | None) -> None:
+        self._unsharder = unsharder
         held = [scales]
         for bucket in buckets:
             held.append(bucket.own_params if bucket.shards_params else bucket.params)
-            if residency is not None and residency.whole and bucket.shards_params:
+            if unsharder is not None and unsharder.whole and bucket.shards_params:
                 held.append(bucket.shown)
         self._copies = [(here, host_memory(here.shape, here.dtype, here.device).copy_(here)) for here in held]
 
@@ -53,9 +53,9 @@ class SetAside:
         """Give the parameters the values that were set aside. Nothing waits for another rank."""
         for here, copy in self._copies:
             here.copy_(copy)
-        if self._residency is not None and not self._residency.whole:
+        if self._unsharder is not None and not self._unsharder.whole:
             # Units that are gathered have the other values.
-            self._residency.forget()
+            self._unsharder.forget()
 
 
 class ShardedParameters:
@@ -70,7 +70,7 @@ class ShardedParameters:
     Attributes:
         written: an optimizer has already rounded its masters into ``bucket.own_params``.
         waited_by_modules: :meth:`wait_in` was called.
-        residency: the parameters of units; None: all parameters are always whole.
+        unsharder: the parameters of units; None: all parameters are always whole.
     """
 
     def __init__(
@@ -86,11 +86,11 @@ class ShardedParameters:
         self.host = host
         self.written = False
         self.waited_by_modules = False
-        self.residency: Residency | None = None
+        self.unsharder: Unsharder | None = None
         self._device = device
         # Buckets come in the order of the backward pass. The forward pass needs the last one first.
         self._gatherer = Gatherer([bucket for bucket in buckets[::-1] if not bucket.shards_params], device, pushes)
-        self._codes = FP8Parameters(self._with_codes(), device)
+        self._codes = FP8Parameters(self._quantized(), device)
         self.recast()
 
     @spanned("gather_parameters")
@@ -99,8 +99,8 @@ class ShardedParameters:
         # An earlier gather must be finished, because it still reads and writes the parameters. What the optimizer has
         # sent since is on its way with the new values.
         self._gatherer.settle(again=not self.written)
-        if self.residency is not None:
-            self.residency.settle()
+        if self.unsharder is not None:
+            self.unsharder.settle()
         if not self.written:
             self._codes.expire()
             masters_to_parameters(self.buckets)
@@ -112,10 +112,10 @@ class ShardedParameters:
         self._codes.cast()
         join_replicas(self.buckets)
         self._gatherer.start()
-        if self.residency is not None:
+        if self.unsharder is not None:
             # The buffers of units still hold the values of the last step.
-            self.residency.expire()
-            self.residency.fetch_first()
+            self.unsharder.expire()
+            self.unsharder.prefetch_first()
         if not self.overlap:
             self.sync()
 
@@ -133,7 +133,7 @@ class ShardedParameters:
         Codes whose scales depend on the new values wait for :meth:`publish`.
         """
         # A graph would hold the message without what waits for it.
-        if self._gatherer.recorded or (bucket.holds_codes and not self._codes.cast_early(bucket)):
+        if self._gatherer.recorded or (bucket.is_quantized and not self._codes.cast_early(bucket)):
             return
         self._gatherer.send(bucket)
 
@@ -146,8 +146,8 @@ class ShardedParameters:
         """Wait until parameters are up to date: all of them, or those of some buckets."""
         self._gatherer.wait(homes)
         # A wait for some buckets comes from one module's forward. Units wait in hooks of their own.
-        if homes is None and self.residency is not None:
-            self.residency.settle()
+        if homes is None and self.unsharder is not None:
+            self.unsharder.settle()
 
     def recording(self) -> AbstractContextManager[None]:
         """Record passes inside, which wait for their parameters in each replay."""
@@ -173,35 +173,35 @@ class ShardedParameters:
 
     def recast(self) -> None:
         """Call :meth:`publish` if parameters are codes, after something else than the optimizer wrote the masters."""
-        if self._with_codes():
+        if self._quantized():
             self.publish()
 
     def widen(self) -> None:
         """Give parameters that are codes their own dtype again. Those of units stay sharded."""
-        held = self._with_codes()
+        held = self._quantized()
         sharded = [bucket.layout for bucket in held if bucket.shards_params]
-        if sharded and self.residency is not None:
+        if sharded and self.unsharder is not None:
             # What others wrote to whole parameters stays, and codes in flight arrive before their memory is freed.
-            self.residency.write_back()
-            self.residency.forget()
-        turns = () if self.residency is None else self.residency.turn_of
-        memory = TurnBuffers(sharded, turns, self._device)
+            self.unsharder.write_back()
+            self.unsharder.forget()
+        turns = () if self.unsharder is None else self.unsharder.turn_of
+        memory = RotatingBuffers(sharded, turns, self._device)
         for bucket in held:
             dtype = bucket.layout.kind.param_dtype
             self._gatherer.widen(bucket, memory.take(bucket.layout, dtype) if bucket.shards_params else None)
         if held:
             self._gatherer.forget()
         self._codes = FP8Parameters((), self._device)
-        if sharded and self.residency is not None:
-            self.residency.guard()
-            if self.residency.whole:
-                self.residency.gather_all()
+        if sharded and self.unsharder is not None:
+            self.unsharder.guard()
+            if self.unsharder.whole:
+                self.unsharder.unshard_all()
 
-    def set_aside(self) -> Callable[[], None]:
+    def host_backup(self) -> Callable[[], None]:
         """Return what gives the parameters the values that they have now, without other ranks."""
         self.sync()
         if any(bucket.state_groups for bucket in self.buckets):
-            return SetAside(self.buckets, self._codes.scales, self.residency).put_back
+            return HostBackup(self.buckets, self._codes.scales, self.unsharder).put_back
 
         def from_masters() -> None:
             self.publish()
@@ -212,19 +212,19 @@ class ShardedParameters:
     def refresh_masters(self) -> None:
         """Copy the parameters into the masters; if parameters are codes, cast the codes from the masters instead."""
         self.sync()
-        if self.residency is not None:
+        if self.unsharder is not None:
             # Whole parameters lie in memory of their own while they may be written,
             # and masters are read from the shards.
-            self.residency.write_back()
+            self.unsharder.write_back()
         parameters_to_masters(self.buckets)
         join_replicas(self.buckets)
-        if self.residency is not None:
+        if self.unsharder is not None:
             # Other ranks have written their parts of the shards, too.
-            self.residency.expire()
+            self.unsharder.expire()
         self.recast()
 
-    def _with_codes(self) -> list[Bucket]:
-        return [bucket for bucket in self.buckets if bucket.holds_codes]
+    def _quantized(self) -> list[Bucket]:
+        return [bucket for bucket in self.buckets if bucket.is_quantized]
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from megalight.errors import MegalightError
 from megalight.ops.parameter import state_of
 from megalight.parallel.data_parallel.buffers import Bucket
 from megalight.parallel.data_parallel.communication import SideStream
-from megalight.parallel.data_parallel.grad_hooks import FirstWrites, land_gradients
+from megalight.parallel.data_parallel.grad_hooks import FirstWrites, register_grad_hook
 from megalight.parallel.data_parallel.reduce import Reducer
 from megalight.parallel.trace import span
 
@@ -23,7 +23,7 @@ class UnitGradients:
     """Lends the gradient buffers to one unit after the other, and adds up the sums of ranks in each rank's shard.
 
     Schedules that put weight gradients off open a unit twice for a micro-batch. The few gradients of the first time
-    (norms, biases) are laid aside, and are summed over ranks with those of the second.
+    (norms, biases) are deferred, and are summed over ranks with those of the second.
 
     Args:
         buckets: the buckets of units.
@@ -51,13 +51,13 @@ class UnitGradients:
         """Unit -> gradients that will come after its backward pass."""
         self._came_late = False
         """Some of these came since the unit was opened."""
-        self._aside: dict[int, list[tuple[Bucket, nn.Parameter, Tensor, Tensor]]] = {}
+        self._deferred: dict[int, list[tuple[Bucket, nn.Parameter, Tensor, Tensor]]] = {}
         """Unit -> gradients that wait for these: bucket, parameter, place in the buffer, copy."""
         self.recording = False
         for bucket in buckets:
             for info, (parameter, main_grad) in zip(bucket.infos, bucket.main_grads, strict=True):
                 arrived = self._on_arrival(bucket, info.name)
-                land_gradients(parameter, main_grad, arrived, arrived, bucket.autograd_adds)
+                register_grad_hook(parameter, main_grad, arrived, arrived, bucket.autograd_adds)
                 state = state_of(parameter)
                 state.expect_late, state.begin_late = self._on_put_off(bucket), self._on_late(bucket)
 
@@ -67,7 +67,7 @@ class UnitGradients:
         self._wait()
         self._open, self._finished = None, False
         self._put_off.clear()
-        self._aside.clear()
+        self._deferred.clear()
         self._summed.clear()
         for bucket in self.buckets:
             _leave(bucket)
@@ -89,13 +89,13 @@ class UnitGradients:
     def close(self, unless: int | None = None) -> None:
         """End the backward pass of the open unit, unless it is this one: start to add its gradients to the shards.
 
-        If most of them are still to come, those that are there are laid aside.
+        If most of them are still to come, those that are there are deferred.
         """
         if self._open in (None, unless):
             return
         unit, self._open = self._open, None
         if self._put_off[unit] and not self._came_late:
-            self._lay_aside(unit)
+            self._defer(unit)
             return
         self._first[unit].end()
         for bucket in self._of[unit]:
@@ -114,8 +114,8 @@ class UnitGradients:
         return not any(state_of(p).untouched for bucket in self._of[unit] for p, _ in bucket.main_grads)
 
     @torch.no_grad()
-    def _lay_aside(self, unit: int) -> None:
-        aside = [
+    def _defer(self, unit: int) -> None:
+        deferred = [
             (bucket, parameter, place, torch.empty_like(place))
             for bucket in self._of[unit]
             for parameter, place in bucket.main_grads
@@ -123,17 +123,17 @@ class UnitGradients:
         ]
         self._first[unit].skip()
         with nullcontext() if self._stream is None else self._stream.after_computation():
-            for _, _, place, copy in aside:
+            for _, _, place, copy in deferred:
                 copy.copy_(place)
         for bucket in self._of[unit]:
             _leave(bucket)
             if self._stream is not None:
                 self._busy.setdefault(bucket.grads.data_ptr(), []).append(self._stream.done())
-        self._aside[unit] = aside
+        self._deferred[unit] = deferred
 
     @torch.no_grad()
     def _bring_back(self, unit: int) -> None:
-        for bucket, parameter, place, copy in self._aside.pop(unit, ()):
+        for bucket, parameter, place, copy in self._deferred.pop(unit, ()):
             place.copy_(copy)
             state_of(parameter).untouched = False
             if bucket.autograd_adds:

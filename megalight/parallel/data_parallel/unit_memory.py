@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from megalight.parallel.data_parallel.buffers import Allocating
 from megalight.parallel.data_parallel.layout import BucketLayout
 
-GRADIENT_TURNS = 2
+GRADIENT_BUFFERS = 2
 """Gradients of one unit are reduced while those of another one arrive."""
 MAX_PREFETCH = 3
 """Automatic choices go no further: more units on their way do not arrive earlier."""
@@ -119,7 +119,7 @@ def free_memory(device: torch.device, everyone: ProcessGroup | None) -> int | No
 Room = Callable[[BucketLayout, int, torch.dtype], Tensor | None]
 
 
-class TurnBuffers:
+class RotatingBuffers:
     """Memory that buckets of different units use in turn: per kind and turn, as large as the largest one needs it.
 
     Args:

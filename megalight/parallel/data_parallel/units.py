@@ -37,7 +37,7 @@ from megalight.parallel.data_parallel.frozen_parameters import FrozenShards, Sto
 from megalight.parallel.data_parallel.gather import Pushes
 from megalight.parallel.data_parallel.unit_gradients import UnitGradients
 from megalight.parallel.data_parallel.unit_memory import PassOrder, UnitPass
-from megalight.parallel.data_parallel.unshard import Residency
+from megalight.parallel.data_parallel.unshard import Unsharder
 
 HOOKS = "unit_hooks"
 """Attribute of a unit's module with its hooks, so that a later engine can remove them."""
@@ -56,7 +56,7 @@ class Units:
 
     Attributes:
         modules: the modules of units, in the order of the forward pass.
-        residency: their parameters; None: these are always whole.
+        unsharder: their parameters; None: these are always whole.
         gradients: their gradients; None after training.
         sync: waits for the parameters outside of units, which may be on their way; the engine sets it.
     """
@@ -97,14 +97,14 @@ class Units:
         """Whether a unit's parameters come from several ranks."""
         self._trained, self._frozen = list(buckets), frozen
         self.gradients: UnitGradients | None = gradients
-        self.residency: Residency | None = None
+        self.unsharder: Unsharder | None = None
         self.sync: Callable[[], None] = _nothing
         if held := [*self._trained, *(frozen.all if frozen else ())]:
             own = [[b for b in held if b.layout.kind.unit == unit] for unit in range(len(modules))]
             # Of each model those of its first chunk, which may have none.
             first = [[self._order[place] for place in next(filter(None, phase), ())] for phase in route.by_phase(every)]
             self._divided = any(bucket.unit_group is not None for bucket in held)
-            self.residency = Residency(own, device, route.turns(modules, turns), first, pushes)
+            self.unsharder = Unsharder(own, device, route.turns(modules, turns), first, pushes)
         for place, module in enumerate(self.modules):
             remove_hooks(module)
             # Hooks know the place in the forward pass, not the unit: a unit
@@ -133,9 +133,9 @@ class Units:
         if self.gradients is not None:
             # A unit that is recomputed goes on with its backward pass.
             (self.gradients.close_complete if recomputes else self.gradients.close)(unless=unit)
-        if self.residency is None:
+        if self.unsharder is None:
             return
-        self.residency.hold(unit)
+        self.unsharder.unshard(unit)
         if recomputes:
             return  # the backward pass goes the other way
         own = self._chunk[place]
@@ -146,9 +146,9 @@ class Units:
         unit = self._order[place]
         if self.gradients is not None:
             self.gradients.open(unit)
-        if self.residency is not None:
+        if self.unsharder is not None:
             # The parameters are needed again, and another unit has used their buffers since the forward pass.
-            self.residency.hold(unit)
+            self.unsharder.unshard(unit)
             own = self._chunk[place]
             self._prefetch(unit, self._ahead(own[: place - own.start][::-1]))
 
@@ -160,14 +160,14 @@ class Units:
         follow inside, or the next step undoes it.
         """
         self.sync()
-        if self.residency is None or self.residency.whole:
+        if self.unsharder is None or self.unsharder.whole:
             yield
             return
-        self.residency.gather_all()
+        self.unsharder.unshard_all()
         try:
             yield
         finally:
-            self.residency.release()
+            self.unsharder.reshard()
 
     @property
     def buckets(self) -> list[FlatParameters]:
@@ -182,18 +182,18 @@ class Units:
 
     def store(self, weights: Sequence[nn.Parameter], store: Store) -> None:
         """Replace frozen weights that are sharded by codes; see :meth:`.frozen.FrozenShards.store`."""
-        assert self._frozen is not None and self.residency is not None, "sharded weights are in a unit"
+        assert self._frozen is not None and self.unsharder is not None, "sharded weights are in a unit"
         # Values may be on their way to whole parameters, and the shards may be newer than what is there.
         self.sync()
-        self._frozen.store(self.residency, weights, store)
-        if self.residency.pushes is not None:
+        self._frozen.store(self.unsharder, weights, store)
+        if self.unsharder.pushes is not None:
             # The buffers of the weights that were replaced: codes have others.
-            self.residency.pushes.keep([*self._trained, *self._frozen.all])
+            self.unsharder.pushes.keep([*self._trained, *self._frozen.all])
 
     def expire(self) -> None:
         """Gather parameters again before they are used: values were written to the shards."""
-        if self.residency is not None:
-            self.residency.expire()
+        if self.unsharder is not None:
+            self.unsharder.expire()
 
     def end_training(self) -> None:
         """Forget the engine, whose parameters are all here, and its gradients."""
@@ -203,10 +203,10 @@ class Units:
         """Give all parameters memory of their own, with their values, for good."""
         for module in self.modules:
             remove_hooks(module)
-        if self.residency is not None:
-            self.residency.write_back()
-            self.residency.gather_all()
-        self._trained, self._frozen, self.residency = [], None, None
+        if self.unsharder is not None:
+            self.unsharder.write_back()
+            self.unsharder.unshard_all()
+        self._trained, self._frozen, self.unsharder = [], None, None
 
     def _ahead(self, rest: range, wrapped: range = range(0)) -> Iterator[int]:
         """Yield the units that come next.
@@ -224,14 +224,14 @@ class Units:
 
     def _prefetch(self, unit: int, ahead: Iterator[int]) -> None:
         """Start to gather the units that come after this one, as many as have memory beside it."""
-        assert self.residency is not None
-        turn_of = self.residency.turn_of
+        assert self.unsharder is not None
+        turn_of = self.unsharder.turn_of
         wanted = {turn_of[unit]: unit}
         for following in ahead:
             if wanted.setdefault(turn_of[following], following) != following:
                 return  # it would take the memory of a unit that is needed before
-            self.residency.fetch(following)
-            if len(wanted) == self.residency.turns:
+            self.unsharder.prefetch(following)
+            if len(wanted) == self.unsharder.turns:
                 return
 
     def _before_forward(self, place: int) -> Any:
@@ -243,7 +243,7 @@ class Units:
     def _after_forward(self, place: int) -> Any:
         def begin_backward(gradient: Tensor) -> None:
             # Only under `create_graph=True` does a backward pass record what it does.
-            if torch.is_grad_enabled() and self._divided and self.residency and not self.residency.whole:
+            if torch.is_grad_enabled() and self._divided and self.unsharder and not self.unsharder.whole:
                 raise MegalightError(
                     f"create_graph=True reached {type(self.modules[place]).__name__}, whose parameters are sharded: "
                     "the backward pass of the gradients would read parameters that are no longer there. Use "

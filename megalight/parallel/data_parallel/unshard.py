@@ -9,11 +9,11 @@ import torch
 
 from megalight.parallel.data_parallel.buffers import FlatParameters
 from megalight.parallel.data_parallel.communication import side_stream
-from megalight.parallel.data_parallel.fp8_parameters import FlatCodes
+from megalight.parallel.data_parallel.fp8_parameters import FlatQuantized
 from megalight.parallel.data_parallel.gather import Pushes, gather
 
 
-class Residency:
+class Unsharder:
     """Gathers the whole parameters of a unit into the buffers of its turn, and knows which unit's are there.
 
     Memory is permanent, contents are temporary: whenever a parameter has its values, it is a view of the same memory.
@@ -28,12 +28,12 @@ class Residency:
 
     Attributes:
         turns: number of units that have memory at a time, of all models.
-        whole: all parameters have their values, in memory of their own (:meth:`gather_all`).
+        whole: all parameters have their values, in memory of their own (:meth:`unshard_all`).
     """
 
     def __init__(
         self,
-        units: Sequence[Sequence[FlatParameters | FlatCodes]],
+        units: Sequence[Sequence[FlatParameters | FlatQuantized]],
         device: torch.device,
         turn_of: Sequence[int],
         first: Sequence[Sequence[int]],
@@ -52,7 +52,7 @@ class Residency:
         self.guard()
 
     def exchange(
-        self, unit: int, old: Sequence[FlatParameters | FlatCodes], new: Sequence[FlatParameters | FlatCodes]
+        self, unit: int, old: Sequence[FlatParameters | FlatQuantized], new: Sequence[FlatParameters | FlatQuantized]
     ) -> None:
         """Replace some of a unit's buckets by others, which have no memory now."""
         # Buckets that leave are no longer gathered, and those that come have not been.
@@ -66,7 +66,7 @@ class Residency:
         if self._stream is not None:
             self._stream.uses(flat for bucket in self._buckets for flat in (bucket.params, bucket.own_params))
 
-    def fetch(self, unit: int) -> None:
+    def prefetch(self, unit: int) -> None:
         """Start to gather a unit, unless it is there. The computation with its predecessor must have been enqueued."""
         turn = self.turn_of[unit]
         before = self._present[turn]
@@ -86,17 +86,17 @@ class Residency:
                 self._start(bucket)()
         self._arriving[unit] = self._stream.done()
 
-    def _start(self, bucket: FlatParameters | FlatCodes) -> Callable[[], object]:
+    def _start(self, bucket: FlatParameters | FlatQuantized) -> Callable[[], object]:
         """Start to gather a bucket; return a function that waits for it."""
         if bucket.unit_group is None or (self.pushes is not None and self.pushes.gather(bucket)):
             return _nothing
         return gather(bucket.params, bucket.own_params, bucket.unit_group).wait
 
-    def hold(self, unit: int) -> None:
+    def unshard(self, unit: int) -> None:
         """Make a unit's parameters available now. On CUDA the current stream waits, not the host."""
         if self.whole:
             return
-        self.fetch(unit)
+        self.prefetch(unit)
         self._wait(unit)
         if unit not in self._shown:
             self._shown.add(unit)
@@ -115,7 +115,7 @@ class Residency:
             if bucket.unit_group is not None:
                 gather(bucket.shown, bucket.own_params, bucket.unit_group).wait()
 
-    def fetch_first(self) -> None:
+    def prefetch_first(self) -> None:
         """Start to gather the first units of the next forward pass."""
         for units in self.first:
             taken = set[int]()
@@ -123,10 +123,10 @@ class Residency:
                 if self.turn_of[unit] in taken:
                     break
                 taken.add(self.turn_of[unit])
-                self.fetch(unit)
+                self.prefetch(unit)
 
-    def gather_all(self) -> None:
-        """Give all parameters memory of their own, with their values, until :meth:`release`."""
+    def unshard_all(self) -> None:
+        """Give all parameters memory of their own, with their values, until :meth:`reshard`."""
         # Gathers in flight write to the buffers of turns, which are no longer shown.
         self.forget()
         for bucket in self._buckets:
@@ -139,11 +139,11 @@ class Residency:
         """Copy this rank's part of whole parameters, which somebody may have written to, into the shards."""
         # All ranks wrote the same values, so each keeps its own interval and nothing is sent.
         for bucket in self._buckets if self.whole else ():
-            if not bucket.holds_codes:  # those come from the masters alone
+            if not bucket.is_quantized:  # those come from the masters alone
                 bucket.own_params.copy_(bucket.shown[slice(*bucket.kept)])
 
-    def release(self) -> None:
-        """End :meth:`gather_all`: keep the shards only."""
+    def reshard(self) -> None:
+        """End :meth:`unshard_all`: keep the shards only."""
         if self.whole:
             self.write_back()
             self.whole = False
@@ -151,7 +151,7 @@ class Residency:
                 self._hide(unit)
 
     @property
-    def _buckets(self) -> list[FlatParameters | FlatCodes]:
+    def _buckets(self) -> list[FlatParameters | FlatQuantized]:
         return [bucket for buckets in self.units for bucket in buckets]
 
     def forget(self) -> None:

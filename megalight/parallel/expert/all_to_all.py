@@ -20,7 +20,7 @@ from megalight.ops.common import apply, once_differentiable
 from megalight.ops.permute import Permutation, permutation, permute, unpermute
 from megalight.ops.router import Routes
 from megalight.parallel.expert.options import DISPATCHERS
-from megalight.parallel.interleaved_passes import pause, taking_turns
+from megalight.parallel.interleaved_passes import interleaving, pause
 
 if TYPE_CHECKING:
     from megalight.parallel.tensor.shared import Shared
@@ -89,7 +89,7 @@ class _Exchange(torch.autograd.Function):
 def all_to_all(tensors: Sequence[Tensor], traffic: Traffic, group: ProcessGroup) -> tuple[Tensor, ...]:
     """Send rows by the collective."""
     send, receive = traffic.send, traffic.receive
-    apart = taking_turns()
+    apart = interleaving()
     # Collectives send memory as it lies, and slices or expanded gradients have gaps.
     inputs = [x.contiguous() for x in tensors]
     outs = tuple(x.new_empty((sum(receive), *x.shape[1:])) for x in tensors)

@@ -21,7 +21,7 @@ from megalight.nn.moe.dispatch import HostCounts
 from megalight.parallel.collectives import start_all_gather
 from megalight.parallel.expert.all_to_all import AllToAllDispatcher, Traffic
 from megalight.parallel.expert.options import DISPATCHERS
-from megalight.parallel.interleaved_passes import pause, taking_turns
+from megalight.parallel.interleaved_passes import interleaving, pause
 from megalight.parallel.peers import memory
 from megalight.parallel.peers.memory import Flag, PeerCopyStream, PeerMemory
 from megalight.parallel.peers.watch import Watch
@@ -133,7 +133,7 @@ class PeerExchange:
     def __call__(self, tensors: Sequence[Tensor], traffic: Traffic) -> tuple[Tensor, ...]:
         """Return the rows for this rank, as :func:`megalight.parallel.expert.all_to_all.exchange` does."""
         self.watch.check()
-        rank, apart = self.memory.rank, taking_turns()
+        rank, apart = self.memory.rank, interleaving()
         inputs = [x.contiguous() for x in tensors]
         regions = Regions(traffic.table, [prod(x.shape[1:]) * x.itemsize for x in inputs])
         outs = tuple(x.new_empty((sum(traffic.receive), *x.shape[1:])) for x in inputs)

@@ -31,7 +31,7 @@ class ExpertOptions:
         shared_expert_overlap: shared experts compute on a CUDA stream of their own, while copies of tokens travel.
             With ``all_to_all`` and ``symmetric``.
         moe_enable_deepep: the old name of ``dispatcher="deepep"``. It acts, with a warning.
-        multiprocessors: how many of a GPU the messages of ``deepep`` (None: 20) or ``hybridep`` (None: 16) occupy.
+        num_sms: how many of a GPU the messages of ``deepep`` (None: 20) or ``hybridep`` (None: 16) occupy.
 
     Raises:
         LayoutError: there is no such dispatcher, or an option does not go with it.
@@ -40,7 +40,7 @@ class ExpertOptions:
     dispatcher: str = "all_to_all"
     equal_tokens: bool = False
     shared_expert_overlap: bool = False
-    multiprocessors: int | None = None
+    num_sms: int | None = None
     moe_enable_deepep: bool | None = None
 
     def __post_init__(self) -> None:
@@ -71,12 +71,12 @@ class ExpertOptions:
                 f"ExpertOptions: equal_tokens=True with dispatcher={self.dispatcher!r}, which counts rows itself. Set "
                 "dispatcher='all_to_all', or leave equal_tokens out."
             )
-        count = self.multiprocessors
+        count = self.num_sms
         if count is not None and self.dispatcher not in ("deepep", "hybridep"):
             raise LayoutError(
-                f"ExpertOptions: multiprocessors={count} with dispatcher={self.dispatcher!r}; only 'deepep' and "
+                f"ExpertOptions: num_sms={count} with dispatcher={self.dispatcher!r}; only 'deepep' and "
                 "'hybridep' can limit them. Leave multiprocessors out."
             )
         # The kernels work in pairs, one that sends and one that receives.
         if count is not None and (count < 2 or count % 2):
-            raise LayoutError(f"ExpertOptions: multiprocessors={count}; it must be even, and at least 2.")
+            raise LayoutError(f"ExpertOptions: num_sms={count}; it must be even, and at least 2.")

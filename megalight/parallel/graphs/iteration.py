@@ -27,7 +27,7 @@ REMEMBERED = 16
 """Largest number of forms of steps that are counted at a time before they are recorded."""
 
 
-class Way(IntEnum):
+class StepMode(IntEnum):
     """How to run a step."""
 
     EAGER = 0
@@ -136,12 +136,12 @@ class IterationGraphs:
         passes = self._noted(passes)
         form = None if self._refused else self._form(key, micro_batches)
         way = self._agreed(form)
-        if form is None or (way is Way.EAGER and form.recording is not None):
+        if form is None or (way is StepMode.EAGER and form.recording is not None):
             return passes(micro_batches)
         form.seen += 1
         # Eager warm-up steps also read the static inputs, so that the inspection sees what a recording will read.
         form.inputs.fill(list(micro_batches))
-        if way is Way.EAGER:
+        if way is StepMode.EAGER:
             self.engine.sync_parameters()  # what waits for parameters is no operation of the step
             looked = form.seen in (self.warmup_steps - 1, self.warmup_steps)
             return self._look_through(form, passes) if looked else passes(form.inputs.value)
@@ -227,10 +227,10 @@ class IterationGraphs:
             )
         del self._forms[oldest]
 
-    def _agreed(self, form: StepForm | None) -> Way:
-        wish = Way.EAGER
+    def _agreed(self, form: StepForm | None) -> StepMode:
+        wish = StepMode.EAGER
         if form is not None and form.seen >= self.warmup_steps:
-            wish = Way.RECORD if form.recording is None else Way.REPLAY
+            wish = StepMode.RECORD if form.recording is None else StepMode.REPLAY
         # All ranks must run a step the same way. One reduction gives the largest wish, the smallest one (as the
         # largest of the negated wishes) and whether any rank has refused.
         largest, least, refused = self.agree([wish, -wish, int(self._refused)])
@@ -238,7 +238,7 @@ class IterationGraphs:
             self.close()
             if not self._refused:
                 self.refuse("another rank cannot record its steps")
-        return Way.EAGER if refused or least == 0 else Way(largest)
+        return StepMode.EAGER if refused or least == 0 else StepMode(largest)
 
     # ------------------------------------------------------------------ the ways
 
@@ -257,9 +257,9 @@ class IterationGraphs:
             self._refuse("; ".join(inspection.reasons))
         return result
 
-    def _record_all(self, form: StepForm, passes: Callable[[Sequence[Any]], Any], way: Way) -> bool:
+    def _record_all(self, form: StepForm, passes: Callable[[Sequence[Any]], Any], way: StepMode) -> bool:
         """Record on this rank if needed; return False if any rank failed, and then no rank has run anything."""
-        if way is Way.REPLAY:
+        if way is StepMode.REPLAY:
             return True
         problem, gradients = None, self.engine.main_gradients
         first = gradients.first

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megalight.errors import LayoutError
-from megalight.parallel.groups import new_group, speaks
+from megalight.parallel.groups import new_group, uses_backend
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.peers import memory
 from megalight.parallel.peers.memory import Flag, PeerCopyStream, PeerMemory, PeerSlot
@@ -379,7 +379,7 @@ def _channel(peer: int, ends: tuple[int, int], what: str) -> Channel:
     purpose = f"{what} from {ends[0]} to {ends[1]}"
     # Sorted, so that both ends name the group in the same way.
     group = new_group(sorted(ends), purpose, max_ctas=MAX_CTAS)
-    on_gpu = speaks("nccl", group=group)
+    on_gpu = uses_backend("nccl", group=group)
     # The host reads these bytes. Over NCCL it would have to wait for the device.
     channel = Channel(peer, group, new_group(sorted(ends), purpose, backend="gloo") if on_gpu else group)
     token = torch.zeros(1, device="cuda" if on_gpu else "cpu")
@@ -392,7 +392,7 @@ def _line(channel: Channel, ends: tuple[int, int], messages: Messages) -> Line |
     """Return the slots of two neighbors, or None if collectives carry their messages."""
     if messages == "plain":
         return None
-    reason = memory.why_not("cuda" if speaks("nccl", group=channel.group) else "cpu")
+    reason = memory.why_not("cuda" if uses_backend("nccl", group=channel.group) else "cpu")
     # Both ends come to the same answer.
     reason = memory.unreachable(channel.group) if reason is None else reason
     if reason is None:

@@ -18,7 +18,7 @@ from megalight.ops.linear.weight_gradient import WeightGradients, deferring
 from megalight.parallel import trace
 from megalight.parallel.data_parallel.unit_memory import UnitPass
 from megalight.parallel.data_parallel.units import Units
-from megalight.parallel.interleaved_passes import Turns
+from megalight.parallel.interleaved_passes import PassInterleaver
 from megalight.parallel.layers import layers_of
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.pipeline.agenda import Agenda
@@ -87,7 +87,7 @@ class Executor:
         self.edges = Edges.between(mesh, layout.vpp > 1, messages)
         # They outlive a step, and both ends of a channel must keep the same forms.
         self.coming, self.going = Forms(), Forms()
-        self.turns = Turns(device)
+        self.turns = PassInterleaver(device)
         self.peak = 0
 
     def prepare(self, micro_batches: Sequence[Any]) -> Hashable:
@@ -172,10 +172,10 @@ class _Run:
                 self.activations.post(number)
                 # Messages that have arrived give their memory back now, and not at the end of the step.
                 self.sent = {place: message for place, message in self.sent.items() if not message.done()}
-            if action.beside is None:
+            if action.overlapped is None:
                 self._do(action)
             else:
-                self._together(action, action.beside)
+                self._together(action, action.overlapped)
             # a pair ends one flight and begins another, and meanwhile both are there
             self.peak = max(self.peak, len(self.flights) + len(action.parts) - 1)
         # Buffers of sent messages must not be freed or reused before the neighbors have them.
@@ -201,7 +201,7 @@ class _Run:
 
         def both_gradients() -> None:
             for kind in (ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT):
-                self._do(backward._replace(kind=kind, beside=None))
+                self._do(backward._replace(kind=kind, overlapped=None))
 
         # The backward begins: it computes with what is here, and the forward hides its first message.
         self.kept_back = []

@@ -33,19 +33,19 @@ class Action(NamedTuple):
         kind: the kind of work.
         chunk: the chunk of the rank, counted in model order.
         micro_batch: the micro-batch of the step.
-        beside: for ``BACKWARD``: the forward of another micro-batch that runs together with it.
+        overlapped: for ``BACKWARD``: the forward of another micro-batch that runs together with it.
     """
 
     kind: ActionKind
     chunk: int
     micro_batch: int
-    beside: Action | None = None
+    overlapped: Action | None = None
 
     @property
     def parts(self) -> tuple[Action, ...]:
         """The pieces of work that begin and end together."""
         # A combined backward counts as both: bubbles, memory and messages are reckoned piece by piece.
-        return (self,) if self.beside is None else (self.beside, self._replace(beside=None))
+        return (self,) if self.overlapped is None else (self.overlapped, self._replace(overlapped=None))
 
     def __str__(self) -> str:
         return "+".join(f"{part.kind.value}{part.micro_batch}.{part.chunk}" for part in self.parts)
@@ -101,11 +101,11 @@ def pair(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int, 
     """
     actions = [action for action in forwards[:warm_up] if action.micro_batch < micro_batches]
     for backward, forward in zip_longest(backwards, forwards[warm_up:]):
-        beside = forward if forward is not None and forward.micro_batch < micro_batches else None
+        overlapped = forward if forward is not None and forward.micro_batch < micro_batches else None
         if backward.micro_batch < micro_batches:
-            actions.append(backward._replace(beside=beside))
-        elif beside is not None:
-            actions.append(beside)
+            actions.append(backward._replace(overlapped=overlapped))
+        elif overlapped is not None:
+            actions.append(overlapped)
     return actions
 
 
@@ -134,7 +134,7 @@ def split(actions: Actions, delay: int) -> Actions:
 # this is plain gradient accumulation.
 
 
-def one_f_one_b_why_not(pp: int, vpp: int, group_size: int | None) -> str | None:
+def _why_not_1f1b(pp: int, vpp: int, group_size: int | None) -> str | None:
     """Return why it cannot serve these numbers, or None: it has one chunk per rank, and so no groups."""
     if vpp > 1:
         return f"it runs one chunk per rank, not vpp={vpp}; use 'interleaved'"
@@ -143,7 +143,7 @@ def one_f_one_b_why_not(pp: int, vpp: int, group_size: int | None) -> str | None
     return None
 
 
-def one_f_one_b_warm_up(pp_rank: int, pp: int) -> int:
+def _warm_up_1f1b(pp_rank: int, pp: int) -> int:
     """Return the number of forwards before the first pair of forward and backward."""
     return pp - pp_rank - 1
 
@@ -152,7 +152,7 @@ def one_f_one_b(pp_rank: int, pp: int, vpp: int, micro_batches: int, group_size:
     """Return the actions of one rank."""
     forwards = [Action(ActionKind.FORWARD, 0, i) for i in range(micro_batches)]
     backwards = [Action(ActionKind.BACKWARD, 0, i) for i in range(micro_batches)]
-    return alternate(forwards, backwards, one_f_one_b_warm_up(pp_rank, pp))
+    return alternate(forwards, backwards, _warm_up_1f1b(pp_rank, pp))
 
 
 # Interleaved 1F1B with several chunks per rank (Narayanan et al., https://arxiv.org/abs/2104.04473, section 2.2.2).
@@ -167,7 +167,7 @@ def one_f_one_b(pp_rank: int, pp: int, vpp: int, micro_batches: int, group_size:
 # pp``.
 
 
-def interleaved_why_not(pp: int, vpp: int, group_size: int | None) -> str | None:
+def _why_not_interleaved(pp: int, vpp: int, group_size: int | None) -> str | None:
     """Return why it cannot serve these numbers, or None: it needs several chunks, and groups of at least ``pp``."""
     if vpp == 1:
         return "it interleaves the chunks of a rank, but vpp=1; use '1f1b', or more chunks"
@@ -176,7 +176,7 @@ def interleaved_why_not(pp: int, vpp: int, group_size: int | None) -> str | None
     return None
 
 
-def interleaved_warm_up(pp_rank: int, pp: int, vpp: int, group_size: int | None = None) -> int:
+def _warm_up_interleaved(pp_rank: int, pp: int, vpp: int, group_size: int | None = None) -> int:
     """Return the number of forwards before the first pair of forward and backward."""
     return 2 * (pp - pp_rank - 1) + (vpp - 1) * (group_size or pp)
 
@@ -187,7 +187,7 @@ def interleaved(pp_rank: int, pp: int, vpp: int, micro_batches: int, group_size:
     forwards = [Action(ActionKind.FORWARD, chunk, i) for chunk, i in order]
     # A micro-batch comes back through the chunks in the opposite order.
     backwards = [Action(ActionKind.BACKWARD, vpp - 1 - chunk, i) for chunk, i in order]
-    actions = alternate(forwards, backwards, interleaved_warm_up(pp_rank, pp, vpp, group_size))
+    actions = alternate(forwards, backwards, _warm_up_interleaved(pp_rank, pp, vpp, group_size))
     # The numbers that only filled up the last group go out here, after they have kept the order.
     return [action for action in actions if action.micro_batch < micro_batches]
 
@@ -205,9 +205,9 @@ def interleaved(pp_rank: int, pp: int, vpp: int, micro_batches: int, group_size:
 # that is up to twice as much as 1F1B. The bubble is that of the base schedule.
 
 
-def combined_why_not(pp: int, vpp: int, group_size: int | None) -> str | None:
+def _why_not_base(pp: int, vpp: int, group_size: int | None) -> str | None:
     """Return why the base schedule cannot serve these numbers, or None."""
-    return one_f_one_b_why_not(pp, vpp, group_size) if vpp == 1 else interleaved_why_not(pp, vpp, group_size)
+    return _why_not_1f1b(pp, vpp, group_size) if vpp == 1 else _why_not_interleaved(pp, vpp, group_size)
 
 
 def combined(pp_rank: int, pp: int, vpp: int, micro_batches: int, group_size: int | None = None) -> Actions:
@@ -216,7 +216,7 @@ def combined(pp_rank: int, pp: int, vpp: int, micro_batches: int, group_size: in
     forwards = [Action(ActionKind.FORWARD, chunk, i) for chunk, i in order]
     backwards = [Action(ActionKind.BACKWARD, vpp - 1 - chunk, i) for chunk, i in order]
     # one more than the base schedule: a forward cannot run together with its own backward
-    return pair(forwards, backwards, interleaved_warm_up(pp_rank, pp, vpp, group_size) + 1, micro_batches)
+    return pair(forwards, backwards, _warm_up_interleaved(pp_rank, pp, vpp, group_size) + 1, micro_batches)
 
 
 # ZB-H1: weight gradients fill the bubble (Qi et al., https://arxiv.org/abs/2401.10241, section 2.2).
@@ -232,11 +232,6 @@ def combined(pp_rank: int, pp: int, vpp: int, micro_batches: int, group_size: in
 # in the base schedule.
 
 
-def zero_bubble_why_not(pp: int, vpp: int, group_size: int | None) -> str | None:
-    """Return why the base schedule cannot serve these numbers, or None."""
-    return one_f_one_b_why_not(pp, vpp, group_size) if vpp == 1 else interleaved_why_not(pp, vpp, group_size)
-
-
 def zero_bubble(pp_rank: int, pp: int, vpp: int, micro_batches: int, group_size: int | None = None) -> Actions:
     """Return the actions of one rank."""
     base = one_f_one_b if vpp == 1 else interleaved
@@ -246,9 +241,9 @@ def zero_bubble(pp_rank: int, pp: int, vpp: int, micro_batches: int, group_size:
 # Only forwards, for validation and generation: the order of interleaved 1F1B without its backwards.
 
 
-def forward_only_why_not(pp: int, vpp: int, group_size: int | None) -> str | None:
+def _why_not_forward_only(pp: int, vpp: int, group_size: int | None) -> str | None:
     """Return why it cannot serve these numbers, or None. Any number of chunks works."""
-    return interleaved_why_not(pp, vpp, group_size) if vpp > 1 else None
+    return _why_not_interleaved(pp, vpp, group_size) if vpp > 1 else None
 
 
 def forward_only(pp_rank: int, pp: int, vpp: int, micro_batches: int, group_size: int | None = None) -> Actions:
@@ -271,11 +266,11 @@ class PipelineSchedule:
 
 
 SCHEDULES = {
-    "1f1b": PipelineSchedule(one_f_one_b, one_f_one_b_why_not),
-    "interleaved": PipelineSchedule(interleaved, interleaved_why_not),
-    "zero_bubble": PipelineSchedule(zero_bubble, zero_bubble_why_not),
-    "combined": PipelineSchedule(combined, combined_why_not),
-    "forward_only": PipelineSchedule(forward_only, forward_only_why_not),
+    "1f1b": PipelineSchedule(one_f_one_b, _why_not_1f1b),
+    "interleaved": PipelineSchedule(interleaved, _why_not_interleaved),
+    "zero_bubble": PipelineSchedule(zero_bubble, _why_not_base),
+    "combined": PipelineSchedule(combined, _why_not_base),
+    "forward_only": PipelineSchedule(forward_only, _why_not_forward_only),
 }
 """Name -> schedule. ``"auto"`` means ``1f1b``, or ``interleaved`` if a rank has several chunks."""
 

@@ -52,9 +52,9 @@ def check_protocol(model: nn.Module) -> int:
 def shell(model: nn.Module) -> nn.Module:
     """Return a second object of the same model, which shares everything except the dict of children."""
     # Chunks must stay callable as the user's own class, so they are shells of it instead of a class of ours.
-    twin = copy.copy(model)
-    twin.__dict__["_modules"] = dict(model._modules)
-    return twin
+    shadow = copy.copy(model)
+    shadow.__dict__["_modules"] = dict(model._modules)
+    return shadow
 
 
 def cut(

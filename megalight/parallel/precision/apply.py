@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from megalight.errors import ConfigurationError
 from megalight.nn import MLP, Activation, Attention, InnerAttention, LayerNorm, RMSNorm, Rotary
-from megalight.nn.linear import Between
+from megalight.nn.linear import Fusion
 from megalight.nn.moe import Dispatcher, Experts
 from megalight.ops.common import measuring
 from megalight.ops.fp8_attention import FP8Attention, FP8AttentionSpec, sizes_why_not
@@ -204,7 +204,7 @@ class _WeightCasts:
         """Axes -> one function, with one all-reduce per step for all layers that share these ranks."""
         self._checked: set[tuple[torch.device, torch.dtype]] = set()
         self._primary = options.primary_weights
-        if self._primary is None and not (kind.reads_codes and schemes.one_scale):
+        if self._primary is None and not (kind.reads_quantized and schemes.one_scale):
             self._primary = False  # of two sets of codes, neither could be kept or sent alone
 
     def give(self, each: Weight, holders: tuple[str, ...]) -> None:
@@ -302,7 +302,7 @@ def _join(layer: nn.Module) -> None:
     """Tell activations which linear layers are beside them: where both cast, codes may be all that is written."""
     for module in layer.modules():
         if isinstance(module, MLP):
-            module.act.between = Between(module.gate_up if module.act.gated else module.up, module.down)
+            module.act.fusion = Fusion(module.gate_up if module.act.gated else module.up, module.down)
 
 
 def _makers(layer: nn.Module) -> list[RMSNorm | LayerNorm | Activation]:
@@ -327,7 +327,7 @@ def remove_low_precision(model: nn.Module) -> None:
         if isinstance(module, RMSNorm | LayerNorm | Activation | Rotary):
             module.backend = measuring(module.backend, wanted=False)
         if isinstance(module, Activation):
-            module.between = None
+            module.fusion = None
 
 
 def _maximum(group: ProcessGroup | None) -> Reduce | None:

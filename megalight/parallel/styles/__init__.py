@@ -1,9 +1,9 @@
 """Styles: one file each, with the options that a plan declares, and how the style splits a module."""
 
 from megalight.parallel.styles.attention import ContextRegion as ContextRegion
+from megalight.parallel.styles.attention import DraftAttentionRegion as DraftAttentionRegion
 from megalight.parallel.styles.attention import HeadExchange as HeadExchange
 from megalight.parallel.styles.attention import HeadRegion as HeadRegion
-from megalight.parallel.styles.attention import LineageRegion as LineageRegion
 from megalight.parallel.styles.attention import RowExchange as RowExchange
 from megalight.parallel.styles.attention import WholeSequences as WholeSequences
 from megalight.parallel.styles.boundaries import AllRows as AllRows

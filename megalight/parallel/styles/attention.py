@@ -9,11 +9,11 @@ from typing import ClassVar
 from torch import nn
 
 from megalight.errors import LayoutError
-from megalight.nn import Attention, InnerAttention, LineageAttention, RMSNorm
+from megalight.nn import Attention, DraftAttention, InnerAttention, RMSNorm
 from megalight.nn.canonical import CanonicalPart
 from megalight.nn.mamba2 import AllTokens
 from megalight.parallel.context.all_to_all import HeadShare, RowAttention
-from megalight.parallel.context.attention import ContextAttention, ContextLineageAttention
+from megalight.parallel.context.attention import ContextAttention, ContextDraftAttention
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.splitter import Splitter
@@ -65,18 +65,18 @@ class HeadRegion(Style):
 
 @register
 @dataclass(frozen=True)
-class LineageRegion(Style):
-    """The attention core of a draft model (``nn.LineageAttention``), whose real tokens lie in all shares."""
+class DraftAttentionRegion(Style):
+    """The attention core of a draft model (``nn.DraftAttention``), whose real tokens lie in all shares."""
 
     axis: ClassVar[str] = "cp"
 
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> nn.Module | None:
-        """Return a :class:`ContextLineageAttention` if there are several shares.
+        """Return a :class:`ContextDraftAttention` if there are several shares.
 
         Raises:
             LayoutError: another kind than ``all_gather`` is asked for.
         """
-        inner = self.expect(name, module, LineageAttention, replaced=self.splits(splitter.shared.mesh))
+        inner = self.expect(name, module, DraftAttention, replaced=self.splits(splitter.shared.mesh))
         shared = splitter.shared
         if shared.mesh.cp == 1:
             return None
@@ -85,7 +85,7 @@ class LineageRegion(Style):
                 f"{name}: context.kind={kind!r} cannot serve the attention of a draft model, which gathers the keys of "
                 "the real tokens once. Set kind='all_gather' or 'auto'."
             )
-        return ContextLineageAttention(inner, shared.context_groups)
+        return ContextDraftAttention(inner, shared.context_groups)
 
 
 # Attention over all shares of a sequence.

@@ -27,7 +27,7 @@ from megalight.ops.quantize import Quantized
 from megalight.parallel.collectives import PendingCollective, all_gather, all_reduce, copy, join, reduce_scatter
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.tensor.overlap.spec import Overlap, Product
-from megalight.parallel.tensor.quantized import GatheredCodes, casts_shares, gather_gradient
+from megalight.parallel.tensor.quantized import GatheredQuantized, casts_shards, gather_gradient
 from megalight.parallel.tensor.shared import Shared, Tokens
 
 
@@ -92,8 +92,8 @@ def column_linear(
     overlap, dim, keep = shared.overlap(name, x, weight), shared.sequence_dim, shared.tensor.keep_gathered
     if tokens == "whole":
         y: Tensor = _WholeInput.apply(x, weight, bias, overlap, dim)  # type: ignore[no-untyped-call]
-    elif casts_shares(x, weight):
-        y = GatheredCodes.apply(x, weight, bias, overlap, shared.group, dim, keep)  # type: ignore[no-untyped-call]
+    elif casts_shards(x, weight):
+        y = GatheredQuantized.apply(x, weight, bias, overlap, shared.group, dim, keep)  # type: ignore[no-untyped-call]
     else:
         y = _GatheredInput.apply(x, weight, bias, overlap, dim, keep)  # type: ignore[no-untyped-call]
     return y

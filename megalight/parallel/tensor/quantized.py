@@ -23,15 +23,15 @@ from megalight.parallel.collectives import start_all_gather
 from megalight.parallel.tensor.overlap.spec import Overlap, Product
 
 
-def casts_shares(x: Tensor, weight: Tensor) -> bool:
+def casts_shards(x: Tensor, weight: Tensor) -> bool:
     """Whether each rank can cast its share of ``x`` exactly as the whole ``x`` would be cast for ``weight``."""
     precision = precision_of(weight)
     # With a recipe, the input is not kept but computed again: there is no share of codes to save.
-    return precision is not None and precision.casts_shares and recipe_of(x) is None
+    return precision is not None and precision.casts_shards and recipe_of(x) is None
 
 
 @dataclass(frozen=True)
-class SharedCodes:
+class ShardedQuantized:
     """This rank's share of the tokens of a matrix, cast with the scale of all tokens.
 
     Attributes:
@@ -47,7 +47,7 @@ class SharedCodes:
     dim: int
 
     @classmethod
-    def of(cls, x: Tensor, role: int, precision: LowPrecision, group: ProcessGroup, dim: int) -> SharedCodes:
+    def of(cls, x: Tensor, role: int, precision: LowPrecision, group: ProcessGroup, dim: int) -> ShardedQuantized:
         """Cast ``x [..., f]``, an input or an output gradient; ranks first agree on the scale."""
 
         def largest(amax: Tensor) -> None:
@@ -78,14 +78,14 @@ def gather_gradient(grad_y: Tensor, weight: Tensor, group: ProcessGroup, dim: in
         parts of a matrix.
     """
     precision = precision_of(weight)
-    if precision is None or not precision.casts_shares:
+    if precision is None or not precision.casts_shards:
         return None
-    rows = SharedCodes.of(grad_y, GRADIENT, precision, group, dim).start()()
+    rows = ShardedQuantized.of(grad_y, GRADIENT, precision, group, dim).start()()
     shape = (n * group.size() if d == dim else n for d, n in enumerate(grad_y.shape))
     return precision.whole_gradient(rows, tuple(shape), grad_y)
 
 
-class GatheredCodes(torch.autograd.Function):
+class GatheredQuantized(torch.autograd.Function):
     """``y = x W^T + b`` for an input ``[T/tp, in]``. Codes are gathered; this rank's codes, or all of them, are saved.
 
     Backward: the codes are gathered again during the input-gradient GEMM. The reduce-scatter of the input gradient runs
@@ -110,7 +110,7 @@ class GatheredCodes(torch.autograd.Function):
         precision = precision_of(weight)
         assert precision is not None
         # Cast first: codes are a half or a quarter of the bytes.
-        share = SharedCodes.of(x, INPUT, precision, group, dim)
+        share = ShardedQuantized.of(x, INPUT, precision, group, dim)
         whole = share.start()()
         if ctx.needs_input_grad[1]:
             save_cast(ctx, whole if keep else share.rows)
@@ -149,7 +149,7 @@ def _again(ctx: Any) -> Callable[[], Callable[[], Quantized]]:
     def begin() -> Callable[[], Quantized]:
         if ctx.kept:
             return lambda: precision.for_weight_gradient(kept)
-        whole = SharedCodes(kept, ctx.shape, ctx.group, ctx.dim).start()
+        whole = ShardedQuantized(kept, ctx.shape, ctx.group, ctx.dim).start()
         return lambda: precision.for_weight_gradient(whole())
 
     return begin

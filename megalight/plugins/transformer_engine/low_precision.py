@@ -90,8 +90,8 @@ class TransformerEngineProducts(LowPrecision):
     """
 
     wants_magnitudes = False  # its quantizers find magnitudes themselves
-    reads_unwritten = False  # they cast values
-    reads_codes = False
+    reads_elided = False  # they cast values
+    reads_quantized = False
     takes_any_size = False
 
     def __init__(self, recipe: QuantizationRecipe, session: Any, **options: Any) -> None:
@@ -121,7 +121,7 @@ class TransformerEngineProducts(LowPrecision):
             raise BackendError(f"transformer_engine casts bfloat16, float16 and float32 weights, not {weight.dtype}.")
 
     @property
-    def casts_shares(self) -> bool:
+    def casts_shards(self) -> bool:
         """False: codes stay on the rank that made them."""
         return False
 

@@ -20,7 +20,7 @@ from megalight.models.eagle.architecture import DEFAULTS, read_vocabulary
 from megalight.models.gpt import GPTConfig, LatentConfig
 from megalight.models.saved import saved_model
 from megalight.models.stored import held_model, save_model
-from megalight.nn import Lineage
+from megalight.nn import DraftState
 from megalight.nn.canonical import canonical_tensors
 from megalight.nn.init import initialize
 from megalight.ops.rotary import RotaryScaling
@@ -259,7 +259,7 @@ def test_modelopts_draft_with_exported_weights_computes_the_same(kind: str, tmp_
     # transformers computes angles in float32.
     post, pre, _ = theirs(theirs.fc(states)[None], embedded[None], mask)
     sequences = PackedSequences.of_uniform(1, size, states.device)
-    ours: Tensor = draft.step(draft.fuse(states), embedded, sequences, Lineage())
+    ours: Tensor = draft.step(draft.fuse(states), embedded, sequences, DraftState())
     torch.testing.assert_close(ours, pre[0], rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(draft.head.norm(ours), post[0], rtol=1e-3, atol=1e-4)
 

@@ -210,7 +210,7 @@ def test_loaded_masters_stay() -> None:
     parameters, engine, _ = build()
     for bucket in engine.buckets:
         bucket.shard.master.data.fill_(1 / 3)
-        if not bucket.holds_codes:
+        if not bucket.is_quantized:
             bucket.params.fill_(0.5)
     engine.refresh_masters()
     assert torch.equal(masters(engine)["down"], torch.full((16, 48), 1 / 3))

@@ -8,7 +8,7 @@ from torch import nn
 
 from megalight.errors import MegalightError
 from megalight.ops.quantized_weight import QuantizedWeight, store, stored_of
-from megalight.parallel.data_parallel.fp8_parameters import FlatCodes
+from megalight.parallel.data_parallel.fp8_parameters import FlatQuantized
 from megalight.parallel.data_parallel.layout import BucketKey, ParamInfo
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
@@ -40,7 +40,7 @@ def test_intervals_of_all_ranks_are_the_codes(form: str) -> None:
     for rank in range(2):
         infos = stored_weights(form)
         kind = BucketKey(torch.uint8, torch.float32, -1, mesh=ParallelMesh(2, rank), unit=0)
-        flat = FlatCodes(kind, infos, None)
+        flat = FlatQuantized(kind, infos, None)
         kept.append(flat.own_params)
         assert flat.own_params.numel() * 2 == flat.layout.numel >= size
         for info in infos:

@@ -17,7 +17,7 @@ from megalight.optim import Adam, shard_optimizer
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo, gather
 from megalight.parallel.data_parallel.buffers import FlatParameters
 from megalight.parallel.data_parallel.communication import Way
-from megalight.parallel.data_parallel.fp8_parameters import FlatCodes
+from megalight.parallel.data_parallel.fp8_parameters import FlatQuantized
 from megalight.parallel.data_parallel.gather import Pushes
 from megalight.parallel.graphs.fingerprint import Fingerprint
 from megalight.parallel.graphs.iteration import IterationGraphs
@@ -68,7 +68,7 @@ def _late(whole: Tensor, own: Tensor, group: ProcessGroup) -> None:
     REAL(whole, own, group)
 
 
-def _pushed_late(self: Pushes, bucket: FlatParameters | FlatCodes) -> bool:
+def _pushed_late(self: Pushes, bucket: FlatParameters | FlatQuantized) -> bool:
     _spoil(bucket.params, bucket.own_params)
     return PUSHED(self, bucket)
 

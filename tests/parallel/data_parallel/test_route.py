@@ -10,7 +10,7 @@ from torch import nn
 
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo, unshard
 from megalight.parallel.data_parallel.unit_memory import PassOrder, UnitPass
-from megalight.parallel.data_parallel.unshard import Residency
+from megalight.parallel.data_parallel.unshard import Unsharder
 from megalight.parallel.pipeline.executor import passes_of
 from megalight.parallel.pipeline.schedules import build
 from megalight.parallel.shard import ShardSpec
@@ -70,19 +70,19 @@ def _late(sizes: tuple[int, ...], schedule: str, rank: int, known: bool) -> tupl
     assert engine.units is not None
     for whole in ([b.params for b in engine.units.buckets], [b.grads for b in engine.buckets]):
         assert len({flat.data_ptr() for flat in whole}) == 2, "all chunks use the same buffers"
-    gathers, late, hold, gather = [0], [0], Residency.hold, unshard.gather
+    gathers, late, hold, gather = [0], [0], Unsharder.unshard, unshard.gather
 
     def counted(*args: Any) -> Any:
         gathers[0] += 1
         return gather(*args)
 
-    def held(self: Residency, unit: int) -> None:
+    def held(self: Unsharder, unit: int) -> None:
         before = gathers[0]
         hold(self, unit)
         late[0] += gathers[0] - before
 
     first = {chunk: sum(sizes[:chunk]) for chunk in range(len(sizes))}
-    with patch.object(unshard, "gather", counted), patch.object(Residency, "hold", held):
+    with patch.object(unshard, "gather", counted), patch.object(Unsharder, "unshard", held):
         for number, (chunk, forward) in enumerate(route.passes):
             engine.units.follow(chunks, route.passes[number + 1 :] if known else ())
             places = range(first[chunk], first[chunk] + sizes[chunk])

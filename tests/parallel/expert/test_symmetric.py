@@ -18,7 +18,7 @@ from megalight.errors import LayoutError, MegalightError
 from megalight.parallel.expert import ExpertOptions, SymmetricDispatcher, copy_engine
 from megalight.parallel.expert.all_to_all import Traffic
 from megalight.parallel.expert.copy_engine import BOUNDARY, PeerExchange, Regions
-from megalight.parallel.interleaved_passes import Abandoned, Turns
+from megalight.parallel.interleaved_passes import Abandoned, PassInterleaver
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.options import ParallelOptions
@@ -93,7 +93,7 @@ def _exchanged() -> list[bool]:
 def _ends_of_turns() -> list[int]:
     """How often an exchange ends its turn, with rows and without."""
     ended: list[int] = []
-    with symmetric_on_cpu(), patch.object(copy_engine, "taking_turns", lambda: True):
+    with symmetric_on_cpu(), patch.object(copy_engine, "interleaving", lambda: True):
         send = PeerExchange(dist.group.WORLD)  # type: ignore[arg-type]
         for rows in (2, 0):
             with patch.object(copy_engine, "pause") as pause:
@@ -123,7 +123,7 @@ def _grown_in_turns() -> list[tuple[float, float]]:
     with symmetric_on_cpu():
         send = PeerExchange(dist.group.WORLD)  # type: ignore[arg-type]
         # What is patched is seen in all threads.
-        Turns(torch.device("cpu")).play(
+        PassInterleaver(torch.device("cpu")).play(
             lambda: found.extend(_sums(send, (3, 100, 7, 3000))),
             lambda: found.extend(_sums(send, (5, 40, 900, 2, 6000))),
             lambda: None,
@@ -144,7 +144,7 @@ def _after_failures() -> tuple[int, list[tuple[float, float]]]:
         send = PeerExchange(dist.group.WORLD)  # type: ignore[arg-type]
         for _ in range(memory.SLOTS + 1):
             with (
-                patch.object(copy_engine, "taking_turns", lambda: True),
+                patch.object(copy_engine, "interleaving", lambda: True),
                 patch.object(copy_engine, "pause", side_effect=Abandoned),
                 pytest.raises(Abandoned),
             ):

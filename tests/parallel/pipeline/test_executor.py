@@ -203,9 +203,9 @@ ROWS_OF_SCHEDULES = [
 
 def entries(action: Action) -> list[tuple[str, int, int]]:
     """What the log says of an action. Of a pair whose passes never pause, the backward comes first."""
-    if action.beside is not None:
+    if action.overlapped is not None:
         kinds = (ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
-        parts = [*(action._replace(kind=kind, beside=None) for kind in kinds), action.beside]
+        parts = [*(action._replace(kind=kind, overlapped=None) for kind in kinds), action.overlapped]
         return [entry for part in parts for entry in entries(part)]
     name = {ActionKind.FORWARD: "F", ActionKind.WEIGHT_GRADIENT: "W"}.get(action.kind, "I")
     return [("W", -1, -1) if name == "W" else (name, action.chunk, action.micro_batch)]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megalight.imports import version
-from megalight.ops.common import HALF, cuda_why_not, lazy, num_multiprocessors
+from megalight.ops.common import HALF, cuda_why_not, lazy, num_sms
 from megalight.types import PackedSequences
 
 VERSIONS = ("3.6",)
@@ -133,5 +133,5 @@ def beats_cudnn(
         return False
     heads, key_heads = q.shape[-2], k.shape[-2]
     return serves_backward(q, v, sequences, causal, window, least) and fills(
-        sequences, causal, window, key_heads, heads // key_heads, num_multiprocessors(q.device)
+        sequences, causal, window, key_heads, heads // key_heads, num_sms(q.device)
     )

@@ -25,7 +25,7 @@ from megalight.ops.attention.hopper.gluon import (
     warpgroup_mma_wait,
 )
 from megalight.ops.attention.triton_blocks import factors, flags, keys_of, query_blocks, sequence, tanh
-from megalight.ops.common import num_multiprocessors
+from megalight.ops.common import num_sms
 from megalight.ops.jit import Value
 from megalight.types import PackedSequences
 
@@ -313,7 +313,7 @@ def run(
     size = BLOCKS["KEYS"]
     table = query_blocks(sequences.lengths, keys.lengths, ROWS, causal, window, q.device)
     tiles = heads * len(table)
-    _attention_forward[(min(tiles, num_multiprocessors(q.device)),)](
+    _attention_forward[(min(tiles, num_sms(q.device)),)](
         *(described(q, ROWS), described(k, size), described(v, size), out, lse, table, sink),
         *(*factors(scale, softcap), window or 0, tokens, tiles, heads, q.stride(1), k.stride(1), v.stride(1)),
         SUNK=sink is not None,

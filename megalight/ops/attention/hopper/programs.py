@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megalight.ops.attention.hopper import KEYS
 from megalight.ops.attention.triton_blocks import listed_keys, table_of
-from megalight.ops.common import num_multiprocessors
+from megalight.ops.common import num_sms
 from megalight.ops.jit import cdiv
 
 ROWS = 64
@@ -99,7 +99,7 @@ def programs(
     device: torch.device,
 ) -> Programs:
     """Return the programs of :func:`plan`."""
-    rows = plan(lengths, keys, causal, window, key_heads, group, num_multiprocessors(device)).rows
+    rows = plan(lengths, keys, causal, window, key_heads, group, num_sms(device)).rows
     parts = max((row[-2] for row in rows), default=1)
     split = len({row[-1] for row in rows if row[-2] > 1})
     return Programs(table_of(rows, device), split, parts)

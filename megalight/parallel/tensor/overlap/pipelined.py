@@ -22,7 +22,7 @@ from megalight.parallel.tensor.overlap.spec import ExchangeRound, NoOverlap, Ove
 # GPUs. All ranks must get the same answer, so the model does not query the device.
 
 
-MULTIPROCESSORS = 132
+NUM_SMS = 132
 TILE_ROWS, TILE_COLUMNS = 128, 256
 """Size of the output tile of a large half-precision product."""
 TAIL = 0.15
@@ -39,7 +39,7 @@ MOST = 8
 
 def product_seconds(rows: int, inner: int, width: int) -> float:
     """Return the time of one product ``[rows, inner] x [inner, width]``."""
-    tail = TAIL * MULTIPROCESSORS * TILE_ROWS * TILE_COLUMNS
+    tail = TAIL * NUM_SMS * TILE_ROWS * TILE_COLUMNS
     # A multiply-add counts as two operations. The tail is work that the hardware is blocked for without using it.
     return 2.0 * (rows * width + tail) * inner / FLOPS
 
@@ -91,7 +91,7 @@ def reduce_seconds(pieces: int, tp: int, rows: int, inner: int, width: int, item
     return link
 
 
-WAYS = {"gather": gather_seconds, "scatter": scatter_seconds, "reduce": reduce_seconds}
+COLLECTIVE_SECONDS = {"gather": gather_seconds, "scatter": scatter_seconds, "reduce": reduce_seconds}
 
 
 # Cached, because every layer asks in every pass, and sizes repeat.
@@ -110,7 +110,7 @@ def best_pieces(way: str, tp: int, rows: int, inner: int, width: int, itemsize: 
     counts = range(1, MOST + 1) if way == "reduce" else [n for n in range(1, tp + 1) if tp % n == 0]
     # Under sequence parallelism a piece holds the tokens of whole ranks, so the number must divide tp.
     # Of equal times the smallest number: fewer launches for the host.
-    return min(counts, key=lambda pieces: (WAYS[way](pieces, tp, rows, inner, width, itemsize), pieces))
+    return min(counts, key=lambda pieces: (COLLECTIVE_SECONDS[way](pieces, tp, rows, inner, width, itemsize), pieces))
 
 
 def pieces_why_not(spec: OverlapSpec) -> str | None:

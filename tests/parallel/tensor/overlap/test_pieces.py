@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megalight.parallel.tensor.overlap.pipelined import WAYS, best_pieces
+from megalight.parallel.tensor.overlap.pipelined import COLLECTIVE_SECONDS, best_pieces
 
 LLAMA = {"qkv": (4096, 6144), "gate_up": (4096, 28672)}
 """Features in and out of column layers of an 8-billion-parameter model."""
@@ -16,10 +16,10 @@ def test_large_products_are_cut(tp: int, layer: str) -> None:
     shape = (tp, 8192 // tp, inner, width // tp, 2)
     pieces = best_pieces("gather", *shape)
     assert pieces > 1
-    assert WAYS["gather"](pieces, *shape) < WAYS["gather"](1, *shape)
+    assert COLLECTIVE_SECONDS["gather"](pieces, *shape) < COLLECTIVE_SECONDS["gather"](1, *shape)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", COLLECTIVE_SECONDS)
 def test_small_products_are_not(way: str) -> None:
     assert best_pieces(way, 4, 64, 512, 512, 2) == 1
 
@@ -30,6 +30,6 @@ def test_pieces_divide_the_ranks() -> None:
 
 def test_one_piece_costs_the_product_and_its_messages() -> None:
     """The formulas agree where nothing overlaps."""
-    from_gather = WAYS["gather"](1, 4, 2048, 4096, 4096, 2)
-    from_scatter = WAYS["scatter"](1, 4, 2048, 4096, 4096, 2)
+    from_gather = COLLECTIVE_SECONDS["gather"](1, 4, 2048, 4096, 4096, 2)
+    from_scatter = COLLECTIVE_SECONDS["scatter"](1, 4, 2048, 4096, 4096, 2)
     assert from_gather == pytest.approx(from_scatter)
