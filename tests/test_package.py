@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+import structure
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -94,6 +95,11 @@ def test_words_are_spelled_as_torch_does() -> None:
         if word in text
     ]
     assert not found, "a user who searches for one spelling must find all (initialize, neighbor):\n" + "\n".join(found)
+
+
+def test_the_drawing_of_the_package_is_up_to_date() -> None:
+    page = structure.PAGE.read_text(encoding="utf-8")
+    assert structure.drawn(page) == page, "run: python tools/structure.py --tree"
 
 
 def test_git_holds_no_ignored_file() -> None:

@@ -1,9 +1,10 @@
-"""Count what a newcomer has to learn: ``python tools/structure.py [--enter]``.
+"""Count what a newcomer has to learn, or draw the package: ``python tools/structure.py [--enter | --tree]``.
 
 It prints the number of files of the package, their lines, lines of code and median, the share of imports, classes that
 share a name, public names, arguments of the strategies, and, with ``--enter``, how many files one token batch and one
 weight enter: files of the package in which a Python function runs during a training step of a small GPT under
-``MegatronStrategy``, and during the set-up of the strategy (split, storage, values, optimizer).
+``MegatronStrategy``, and during the set-up of the strategy (split, storage, values, optimizer). ``--tree`` writes the
+subpackages by import level into ``docs/structure.md``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
+import re
 import statistics
 import sys
 import tokenize
@@ -22,6 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megalight"
+PAGE = ROOT / "docs" / "structure.md"
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING}
 
 
@@ -138,11 +141,35 @@ def entered() -> dict[str, int]:
     return {"files that a batch enters": len(batch), "files that a weight enters": len(weight)}
 
 
+def tree() -> str:
+    """Draw the subpackages by import level, the highest first, each with the first sentence of its docstring."""
+    source = ast.parse((ROOT / "tests" / "test_import_levels.py").read_text(encoding="utf-8"))
+    assigned = (node for node in source.body if isinstance(node, ast.Assign))
+    levels = next(node.value for node in assigned if ast.unparse(node.targets[0]) == "LEVELS")
+    lines = []
+    for level, names in reversed(list(enumerate(ast.literal_eval(levels)))):
+        for name in sorted(names - {"__main__"}):
+            folder = PACKAGE / name
+            path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+            about = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n")[0]
+            lines.append(f"{level:<4}{name + ('/' if folder.is_dir() else '.py'):15}{about.split('. ')[0].rstrip('.')}")
+    return "\n".join(lines)
+
+
+def drawn(page: str) -> str:
+    """Return the text of a page with the tree between its markers."""
+    return re.sub("(<!-- tree -->\n```\n).*?(\n```)", lambda found: found[1] + tree() + found[2], page, flags=re.DOTALL)
+
+
 def main() -> None:
-    """Print the figures."""
+    """Print the figures, or write the tree."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--enter", action="store_true", help="also train one step, and count the files that run for it")
+    parser.add_argument("--tree", action="store_true", help="write the tree of docs/structure.md")
     sys.path.insert(0, str(ROOT))
+    if parser.parse_args().tree:
+        PAGE.write_text(drawn(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+        return
     figures = counts() | arguments()
     if parser.parse_args().enter:
         figures |= entered()
