@@ -40,9 +40,6 @@ def page(verb: str, words: Sequence[str]) -> str:
     Args:
         verb: ``fit``, ``validate``, ``test`` or ``predict``.
         words: the other words of the command. Options of the classes that they name are shown.
-
-    Raises:
-        ConfigurationError: a class that the words name does not exist.
     """
     classes: Classes = {key: find_class(path) for key, path in DEFAULTS.items()}
     for part in each_option(words):

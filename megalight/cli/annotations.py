@@ -44,28 +44,6 @@ class Annotation:
             self.optional or other.optional,
         )
 
-    def accepts(self, value: Any) -> bool:
-        """Return whether a value may be right. Words of the command line are read as YAML does."""
-        read = read_word(value)
-        if not self.complete or self.source or isinstance(read, dict | list):
-            return True
-        if read in self.choices or str(value) in map(str, self.choices) or str in self.scalars:
-            return True
-        if read is None or str(value).lower() in ("null", "none", "~", ""):
-            return True  # also where it is not optional: the parser has its own message
-        # `true` is an instance of `int` in Python. For a number it is no valid word.
-        number = None if isinstance(value, str) and isinstance(read, bool) else _number(read)
-        return (
-            (float in self.scalars and number is not None)
-            or (int in self.scalars and number is not None and number == number // 1)
-            or (bool in self.scalars and isinstance(read, bool))
-        )
-
-    def describe(self) -> str:
-        """Return what is accepted, in words."""
-        names = [name for name, kind in SCALARS.items() if kind in self.scalars]
-        return ", or ".join([*names, *([f"one of {', '.join(map(str, self.choices))}"] if self.choices else [])])
-
 
 UNKNOWN = Annotation(complete=False)
 
@@ -121,10 +99,3 @@ def read_word(value: Any) -> Any:
         return value
     # YAML 1.1 reads 1e-5 as text, because it has no point; the parser reads a number.
     return float(read) if isinstance(read, str) and EXPONENT.fullmatch(read) else read
-
-
-def _number(value: Any) -> float | None:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return None

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from inspect import isabstract
 from typing import Any
 
+from lightning.pytorch.strategies import StrategyRegistry
+
 from megalight.cli.classes import class_in, find_class, members, subclasses
 from megalight.cli.given import Given, short_key
 from megalight.cli.messages import missing, no_class, not_valid, unknown_key
@@ -149,6 +151,11 @@ def _choices(literal: re.Match[str]) -> list[str]:
 def _unknown_class(key: str, rule: str, given: Given) -> str:
     match = re.search(r"dot import path string: (\S+)|class_path '([^']+)'", rule)
     name = next(group for group in match.groups() if group) if match else str(given.values.get(key))
+    if key == "trainer.strategy" and name.lower() in StrategyRegistry:
+        return (
+            f"{key} = {name!r} is a name that takes no arguments. Give a class, such as DDPStrategy, FSDPStrategy or "
+            "MegatronStrategy, which takes its own."
+        )
     reason = next((line for line in rules(rule) if "no attribute" in line or "No module" in line), "")
     bases = [base for path in _SUBTYPE.findall(rule) if "." in path and (base := find_class(path))]
     known = {

@@ -51,13 +51,6 @@ def resolve(wanted: str | None, verb: str, folders: Iterable[str | os.PathLike[s
     return None
 
 
-def check_there_is_one(folders: Iterable[str | os.PathLike[str]]) -> None:
-    """Raise :class:`CheckpointError` if there is no finished checkpoint, damaged or not, in the folders."""
-    places = _places(folders)
-    if _newest(places) is None:
-        raise _none(places)
-
-
 def check_is_one(path: PathLike) -> None:
     """Raise :class:`CheckpointError` if a path is no finished checkpoint. This takes no torch, unlike opening it."""
     try:

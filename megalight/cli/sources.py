@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,10 +38,6 @@ class Module:
             return _names(self.path, (state.st_mtime_ns, state.st_size))
         except OSError:
             return {"*": ast.Pass()}
-
-    def mentions(self, name: str) -> bool:
-        """Return whether a word is anywhere in the file: it may be defined in a way that nobody can read."""
-        return re.search(rf"\b{re.escape(name)}\b", self.path.read_text(encoding="utf-8", errors="replace")) is not None
 
 
 @dataclass(frozen=True)

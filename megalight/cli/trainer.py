@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import re
+import tempfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.plugins import ClusterEnvironment
 from lightning.pytorch.plugins.environments import SLURMEnvironment
@@ -16,9 +21,8 @@ from lightning.pytorch.trainer.states import TrainerStatus
 
 from megalight.callbacks import CUDAGraph
 from megalight.callbacks.run_record import log_folder
-from megalight.cli.checks.lightning_rules import check_strategy
-from megalight.cli.checks.trainer_rules import check_loggers, check_trainer, half_on_cpu
 from megalight.cli.classes import subclasses
+from megalight.cli.report import launched
 from megalight.cli.run_folder import claim
 from megalight.errors import ConfigurationError, nearest
 from megalight.imports import has
@@ -27,6 +31,38 @@ from megalight.strategies.mesh_strategy import MeshStrategy
 
 GPUS = {"gpu": (CUDAAccelerator, MPSAccelerator), "cuda": (CUDAAccelerator,), "mps": (MPSAccelerator,)}
 """Name of an accelerator -> Lightning's kinds that it means."""
+
+DEVICES = re.compile(r"auto|-1|[1-9]\d*|\d+,(\s*\d+,?)*|\[.*\]|")
+"""What ``--trainer.devices`` takes: a number, ids, or ``auto``."""
+
+COUNTS = {
+    "max_steps": (-1, "the optimizer steps of the run, or -1 for no limit"),
+    "max_epochs": (-1, "the passes over the data, or -1 for no limit"),
+    "min_steps": (0, "the optimizer steps that the run has at least"),
+    "min_epochs": (0, "the passes over the data that the run has at least"),
+    "num_nodes": (1, "the number of machines"),
+    "num_sanity_val_steps": (-1, "the validation batches before training: 0 for none, -1 for all"),
+    "check_val_every_n_epoch": (1, "the epochs from one validation to the next, or null to count batches alone"),
+    "reload_dataloaders_every_n_epochs": (0, "the epochs after which loaders are made again, or 0 to keep them"),
+    "accumulate_grad_batches": (1, "the number of batches whose gradients are added up before each optimizer step"),
+    "log_every_n_steps": (0, "the steps from one log to the next, or 0 for no logs"),
+    "fast_dev_run": (0, "the batches of a trial run"),
+    "gradient_clip_val": (0, "the largest norm of gradients. Leave it out to train without clipping"),
+}
+"""Argument -> its least value, and what it means."""
+
+SHARES = {
+    **dict.fromkeys((f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict")), "the batches to use"),
+    "overfit_batches": "the batches to train with again and again",
+    "val_check_interval": "the training batches from one validation to the next",
+}
+"""Arguments that are a number of batches, or a share of all batches."""
+
+WORDS = {
+    "gradient_clip_algorithm": ("norm", "value"),
+    "profiler": ("simple", "advanced", "pytorch", "xla"),
+}
+"""Arguments that are one of a few words, or an object."""
 
 DEFAULT_LOG_INTERVAL = 50
 """Lightning's ``log_every_n_steps``, if none is given."""
@@ -79,6 +115,8 @@ class MegalightTrainer(pl.Trainer):
             check_strategy_name(strategy)
         # Before Lightning sees the values, because it accepts some of them silently.
         check_values(kwargs)
+        if logger is not False:
+            check_folder("trainer.default_root_dir", kwargs.get("default_root_dir") or ".")
         # After the checks: what is changed here is no mistake.
         within, self.shortened = within_run(kwargs)
         kwargs |= within
@@ -92,6 +130,9 @@ class MegalightTrainer(pl.Trainer):
         if isinstance(strategy, MeshStrategy) and SLURMEnvironment.detect():
             kwargs["plugins"] = with_slurm(kwargs.get("plugins"))
         super().__init__(strategy=strategy, logger=logger, **kwargs)
+        for callback in self.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
+                check_folder("trainer.callbacks.dirpath", callback.dirpath)
         if cuda_graphs == "auto" and not any(isinstance(callback, CUDAGraph) for callback in self.callbacks):  # type: ignore[attr-defined]
             # In front: ModelCheckpoint must stay last.
             self.callbacks.insert(0, CUDAGraph("auto"))  # type: ignore[attr-defined]
@@ -141,7 +182,13 @@ def named_loggers(names: str, root: str, version: int | str | None = None) -> li
         ConfigurationError: a name is unknown.
     """
     loggers: list[Logger] = []
-    for name in check_loggers(names):
+    known = [*LOGGERS, *(cls.__name__ for cls in subclasses(Logger))]
+    for name in (each.strip() for each in names.split(",")):
+        if name not in LOGGERS:
+            raise ConfigurationError(
+                f"trainer.logger = {name!r} is not a known logger.{nearest(name, known)} Choose from "
+                f"{', '.join(LOGGERS)} (several with commas), or give the class of a logger, or false."
+            )
         # One version folder for all: the first logger has found a free one.
         loggers.append(LOGGERS[name](root, loggers[0].version if loggers else version))
     return loggers
@@ -159,7 +206,13 @@ def check_strategy_name(name: str) -> None:
         raise ConfigurationError(
             f"trainer.strategy = {name!r} is no import path of a strategy.{nearest(name.rpartition('.')[2], classes)}"
         )
-    check_strategy(name, ("auto", *registered), classes)
+    known = ("auto", *registered)
+    if name and name.lower() not in known:
+        raise ConfigurationError(
+            f"trainer.strategy = {name!r} is not a known strategy.{nearest(name, [*classes, *known])} Give a strategy "
+            "class (such as MegatronStrategy, with its arguments under trainer.strategy), or a registered name such as "
+            "auto, ddp, megatron."
+        )
 
 
 def with_slurm(plugins: Any) -> list[Any]:
@@ -176,20 +229,96 @@ def with_slurm(plugins: Any) -> list[Any]:
 
 
 def check_values(arguments: Mapping[str, Any]) -> None:
-    """Refuse values of Trainer arguments that Lightning would accept silently, or refuse with another cause.
+    """Refuse values of Trainer arguments that Lightning would accept silently, or refuse late or with another cause.
 
     Raises:
         ConfigurationError: with the value, the rule and the next step.
     """
-    check_trainer(arguments)
+    for name, (least, meaning) in COUNTS.items():
+        value = arguments.get(name)
+        if isinstance(value, int | float) and value < least:
+            raise ConfigurationError(f"trainer.{name} is {value}; it must be at least {least}: {meaning}.")
+    for name, meaning in SHARES.items():
+        _check_share(name, arguments.get(name), meaning)
+    for name, words in WORDS.items():
+        word = arguments.get(name)
+        if isinstance(word, str) and word.islower() and word.isidentifier() and word not in words:
+            raise ConfigurationError(
+                f"trainer.{name} is {word!r}; choose from {', '.join(words)}.{nearest(word, words)}"
+            )
+    devices = arguments.get("devices")
+    if isinstance(devices, int | str) and not DEVICES.fullmatch(str(devices)):
+        raise ConfigurationError(
+            f"trainer.devices is {devices}; give a number of at least 1, ids with commas (0,1), or auto for all."
+        )
+    if arguments.get("barebones") is True:
+        raise ConfigurationError(
+            "trainer.barebones is True, but commands log and show progress, which Lightning refuses with it. Leave it "
+            "out and give --trainer.logger=false and --trainer.enable_checkpointing=false, or use a Trainer in Python."
+        )
+    check_time("trainer.max_time", arguments.get("max_time"))
     if (named := arguments.get("accelerator")) in GPUS and not any(kind.is_available() for kind in GPUS[named]):
         built = "for CPUs only" if torch.version.cuda is None else f"for CUDA {torch.version.cuda}"
         raise ConfigurationError(
             f"trainer.accelerator is {named}, and torch finds none on this machine (torch {torch.__version__} is built "
             f"{built}). Leave it out, or set cpu; megalight doctor shows what there is."
         )
-    if str(arguments.get("precision") or "").startswith("16") and _without_gpu(arguments.get("accelerator", "auto")):
-        raise half_on_cpu(arguments["precision"])
+    if str(arguments.get("precision") or "").startswith("16") and _is_on_cpu(arguments.get("accelerator", "auto")):
+        raise ConfigurationError(
+            f"trainer.precision is {arguments['precision']}, and this run is on the CPU, where 16-bit floats with loss "
+            "scaling do not work. Use bf16-mixed, or 32-true."
+        )
+
+
+def check_time(key: str, value: Any) -> None:
+    """Check a time as Lightning reads it from a text.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    # YAML reads 1:00:00:00 without quotes as a number of seconds, of which Lightning makes nothing.
+    if value is None or (isinstance(value, str) and re.fullmatch(r"\d+(:\d\d){3}", value.strip())):
+        return
+    if isinstance(value, str | int | float):
+        raise ConfigurationError(
+            f"{key} is {value!r}; give days, hours, minutes and seconds as DD:HH:MM:SS, for example "
+            "'00:12:00:00' for twelve hours (in a file, with quotes)."
+        )
+
+
+def _check_share(name: str, value: Any, meaning: str) -> None:
+    # `True` is an int in Python. An interval of no batches never comes.
+    least = 1 if name == "val_check_interval" and type(value) is int else 0
+    if type(value) not in (int, float) or (value >= least and (type(value) is int or value <= 1)):
+        return
+    raise ConfigurationError(
+        f"trainer.{name} is {value}; give a whole number of at least {1 if name == 'val_check_interval' else 0}, or a "
+        f"share between 0.0 and 1.0: {meaning}."
+    )
+
+
+def check_folder(key: str, folder: str | os.PathLike[str]) -> None:
+    """Check that a folder of logs or checkpoints can be made.
+
+    Raises:
+        ConfigurationError: it cannot.
+    """
+    if "://" in str(folder):
+        return
+    # The nearest folder that is there: those below it are made.
+    path = Path(os.path.abspath(folder))
+    above = next(each for each in (path, *path.parents) if each.exists())
+    if not above.is_dir():
+        raise ConfigurationError(f"{key}={folder}: {above} is a file; name a folder for logs and checkpoints.")
+    try:
+        # Only an attempt shows it, also for full and read-only disks, and for root. A rank need not try again.
+        if not launched():
+            tempfile.TemporaryDirectory(prefix=".megalight-", dir=above).cleanup()
+    except OSError as error:
+        raise ConfigurationError(
+            f"{key}={folder}: {above} cannot be written ({error.strerror}); name another folder for logs and "
+            "checkpoints."
+        ) from error
 
 
 def within_run(arguments: Mapping[str, Any]) -> tuple[dict[str, int], list[str]]:
@@ -220,6 +349,7 @@ def within_run(arguments: Mapping[str, Any]) -> tuple[dict[str, int], list[str]]
     return within, lines
 
 
-def _without_gpu(accelerator: Any) -> bool:
-    """Return whether Lightning would choose the CPU."""
-    return accelerator == "auto" and not (CUDAAccelerator.is_available() or MPSAccelerator.is_available())
+def _is_on_cpu(accelerator: Any) -> bool:
+    """Return whether Lightning takes the CPU."""
+    gpu = CUDAAccelerator.is_available() or MPSAccelerator.is_available()
+    return accelerator == "cpu" or (accelerator == "auto" and not gpu)

@@ -34,6 +34,31 @@ def check_degrees(
     check_sequence_parallel(sequence_parallel, tensor_parallel)
 
 
+def check_world_size(
+    world_size: int,
+    *,
+    tensor_parallel: int = 1,
+    context_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    expert_parallel: int = 1,
+    expert_tensor_parallel: int = 1,
+) -> None:
+    """Refuse a number of ranks that the degrees do not divide.
+
+    Raises:
+        LayoutError: it is no multiple of the product of the degrees.
+    """
+    for names, product in (
+        ("tp x cp x pp", tensor_parallel * context_parallel * pipeline_parallel),
+        ("etp x ep x pp", expert_tensor_parallel * expert_parallel * pipeline_parallel),
+    ):
+        if world_size % product:
+            raise LayoutError(
+                f"world size {world_size} is not a multiple of {names} = {product}. "
+                f"Use {product} x n processes, or lower a degree."
+            )
+
+
 def check_at_least_one(name: str, value: int) -> None:
     """Refuse counts below one."""
     if value < 1:

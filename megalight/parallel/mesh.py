@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from megalight.errors import LayoutError, nearest
+from megalight.parallel.degrees import check_world_size
 from megalight.parallel.groups import shared_group
 
 DENSE_AXES = ("pp", "dp", "cp", "tp")
@@ -72,15 +73,14 @@ class ParallelMesh:
         for axis in ("tp", "cp", "pp", "ep", "etp"):
             if getattr(self, axis) < 1:
                 raise LayoutError(f"parallel degree {axis}={getattr(self, axis)}; it must be at least 1.")
-        for names, product in (
-            ("tp x cp x pp", self.tp * self.cp * self.pp),
-            ("etp x ep x pp", self.etp * self.ep * self.pp),
-        ):
-            if self.world_size % product:
-                raise LayoutError(
-                    f"world size {self.world_size} is not a multiple of {names} = {product}. "
-                    f"Use {product} x n processes, or lower a degree."
-                )
+        check_world_size(
+            self.world_size,
+            tensor_parallel=self.tp,
+            context_parallel=self.cp,
+            pipeline_parallel=self.pp,
+            expert_parallel=self.ep,
+            expert_tensor_parallel=self.etp,
+        )
         if self.offset is None and not self.contains(self.global_rank):
             raise LayoutError(
                 f"rank {self.global_rank} lies outside a world of {self.world_size}; a grid that is a part of the "

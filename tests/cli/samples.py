@@ -83,3 +83,16 @@ class TornData(SampleData):
 
     def setup(self, stage: str) -> None:
         raise DataError("samples.bin is torn at byte 12")
+
+
+PROBE = """
+import contextlib, io, json, sys
+from megalight.cli.main import main
+answers = []
+for words in json.loads(sys.stdin.read()):
+    text = io.StringIO()
+    with contextlib.redirect_stderr(text):
+        answers.append([main(words), text.getvalue()])
+print(json.dumps([answers, sorted({"torch", "torch._dynamo", "lightning"} & set(sys.modules))]))
+"""
+"""Runs commands, and says what they answered and which heavy packages they have imported."""

@@ -15,7 +15,7 @@ from megalight.cli.main import main
 from megalight.data.tokenizer import Tokenizer
 from megalight.inference import TextGenerator
 from megalight.models.gpt.module import GPTModule
-from tests.cli.checks.test_early import PROBE
+from tests.cli.samples import PROBE
 from tests.inference.test_text import TEXT, build, save
 
 

@@ -205,3 +205,12 @@ def test_a_damaged_checkpoint_is_not_picked(
     assert resolve("last", "fit", [tmp_path]) == str(tmp_path / "a.ckpt")
     monkeypatch.setenv(newest.CHOSEN, "")
     assert resolve("last", "fit", [tmp_path]) == str(tmp_path / "b.ckpt")  # a cluster's ranks find out when they load
+
+
+def test_a_run_that_saved_nothing_is_refused(tmp_path):
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"run: this run has saved no finished checkpoint"):
+        newest_in(run)
+    (run / "checkpoints" / "last.ckpt").touch()
+    assert newest_in(run) == run / "checkpoints" / "last.ckpt"

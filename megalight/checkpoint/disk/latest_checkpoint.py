@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from megalight.checkpoint.disk import manifest, publish
 from megalight.checkpoint.disk.files import PathLike
-from megalight.errors import MegalightError
+from megalight.errors import CheckpointError, MegalightError
 
 DEPTH = 6
 """Levels of folders that are searched: a run may be started in a folder that holds much else."""
@@ -19,12 +19,21 @@ def newest_in(path: str | os.PathLike[str]) -> PathLike:
 
     Args:
         path: a checkpoint, or a folder that holds some at any depth.
+
+    Raises:
+        CheckpointError: the path is the folder of a run that has saved no checkpoint.
     """
     folder = publish.place(path)
     # A checkpoint itself, a single file, or an address that another part understands.
     if not folder.is_dir() or not _may_hold(folder):
         return folder
-    return next(iter(newest_first([folder])), folder)
+    found = next(iter(newest_first([folder])), folder)
+    if found == folder and manifest.is_run(folder) and not (folder / "config.json").exists():
+        raise CheckpointError(
+            f"{path}: this run has saved no finished checkpoint. Give the folder of one that has, or train it until it "
+            "saves (ModelCheckpoint)."
+        )
+    return found
 
 
 def another(path: PathLike) -> str:

@@ -1,23 +1,22 @@
-"""Find mistakes in a command before Lightning is imported: in keys, in kinds of values, and in values themselves.
+"""Unknown keys and degrees that do not divide the devices, found before torch is imported.
 
-Keys and kinds are compared with the source of the classes (:mod:`megalight.cli.signatures`); values are checked by the
-functions that the classes themselves call. None of these needs torch. Sizes of a model and its split do, so they come
-last (:mod:`megalight.cli.checks.sizes`). What cannot be known without other imports is left to the parser.
+Keys are compared with the arguments in the source of the classes (:mod:`megalight.cli.signatures`). Nothing else is
+checked here: a value is validated once, where it is used first, and :mod:`megalight.cli.explain` words the error.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from megalight.cli import messages, signatures
-from megalight.cli.annotations import UNKNOWN, Annotation, read_word
-from megalight.cli.checks import constructors, lightning_rules, rules, sizes
+from megalight.cli.annotations import read_word
 from megalight.cli.given import each_option
 from megalight.cli.sources import ClassSource, find_class, find_module
-from megalight.errors import ConfigurationError, nearest
+from megalight.errors import ConfigurationError
+from megalight.parallel.degrees import check_world_size
 
 MODULES = (
     "megalight.models.gpt",
@@ -55,18 +54,14 @@ STRATEGIES = {
 }
 """Registered names of strategies -> their classes."""
 
-ROOT = {
-    **dict.fromkeys(("config", "print_config", "trainer", "model", "data", "ckpt_path"), UNKNOWN),
-    **dict.fromkeys(("weights_only", "verbose", "return_predictions"), Annotation(frozenset({bool}))),
-    "seed_everything": Annotation(frozenset({bool, int})),
-}
-"""Keys of the configuration itself, for any verb, and what they accept."""
+ROOT = (
+    *("config", "print_config", "trainer", "model", "data", "ckpt_path", "seed_everything"),
+    *("weights_only", "verbose", "return_predictions"),
+)
+"""Keys of the configuration itself, for any verb."""
 
 LISTS = ("trainer.callbacks", "trainer.logger", "trainer.plugins")
 """Keys of several classes. A class that is named there later is another one, and takes nothing from those before it."""
-
-TEXTS = ("trainer.max_time",)
-"""Keys whose words the parser takes as texts, also where YAML reads a number: 1:00:00:00."""
 
 Classes = dict[str, ClassSource | None]
 
@@ -75,37 +70,40 @@ def check(verb: str, words: Sequence[str]) -> None:
     """Check the words after the verb.
 
     Raises:
-        MegalightError: a key does not exist, or a value has another kind or breaks a rule.
+        ConfigurationError: a key does not exist.
+        LayoutError: the parallel degrees do not divide the number of devices.
     """
     if os.environ.get("JSONARGPARSE_DEFAULT_ENV", "").lower() in ("true", "1"):
         return  # values and classes may be in environment variables, which only the parser reads
     find_module.cache_clear()  # files may have changed since an earlier command of this process
     classes: Classes = {key: find_class(path) for key, path in START.items()}
     values: dict[str, Any] = {}
-    strategy = None
     # In order: a later class or value replaces an earlier one, as it does for the parser.
     for part in each_option(words):
-        strategy = part.get(STRATEGY, strategy)
-        lightning_rules.check_bare(strategy, part)
         found = named_classes(part, classes)
         # With a class go those of its arguments: the next one may take others by the same names.
         classes = {key: source for key, source in classes.items() if not any(key.startswith(f"{k}.") for k in found)}
         classes |= found
         for key, value in part.items():
             _check(key, value, classes, verb)
-        # A list of a later file replaces those before it, or adds to them. What they hold is not checked further.
-        later = {above for above in LISTS if any(k == above or k.startswith(f"{above}.") for k in found)}
-        values = {key: value for key, value in values.items() if not any(key.startswith(f"{k}.") for k in later)}
-        replaced = {above for key in part for above in _above(key)}  # ``data: a`` by ``data: {a: 1, b: 2}``
+        replaced = {above for key in part for above in _above(key)}  # ``strategy: a`` by ``strategy: {a: 1, b: 2}``
         values = {key: value for key, value in values.items() if key not in replaced} | part
     # Nothing is run then, so the values need not fit together.
     if not any(key.partition("=")[0] == "print_config" for key in values):
-        read = {key: value if key in TEXTS else read_word(value) for key, value in values.items()}
-        # Each class by itself, then what belongs to several, then what needs torch.
-        lightning_rules.check(read, classes, MODULES)
-        constructors.check(read, classes)
-        rules.check(verb, read, classes)
-        sizes.check(read, classes, rules.is_megatron(classes))
+        _check_degrees(values, classes.get(STRATEGY))
+
+
+def _check_degrees(values: Mapping[str, Any], strategy: ClassSource | None) -> None:
+    """Check that the parallel degrees divide the number of devices, where the command says it as a number."""
+    # Towers have degrees of their own.
+    if strategy is None or strategy.name not in ("MegatronStrategy", "MegatronFSDPStrategy"):
+        return
+    nodes, devices = (read_word(values.get(f"trainer.{name}", 1)) for name in ("num_nodes", "devices"))
+    names = [*inspect.signature(check_world_size).parameters][1:]
+    given = {name: read_word(values.get(f"{STRATEGY}.{name}", 1)) for name in names}
+    numbers = (nodes, devices, *given.values())
+    if "trainer.devices" in values and all(type(number) is int and number > 0 for number in numbers):
+        check_world_size(devices * nodes, **given)
 
 
 def named_classes(part: Mapping[str, Any], before: Mapping[str, ClassSource | None]) -> Classes:
@@ -123,8 +121,6 @@ def named_classes(part: Mapping[str, Any], before: Mapping[str, ClassSource | No
             or any(k.startswith(f"{key}.") for k in part)
         ):
             found[key] = source
-            if not Path(name).is_file():  # a section may be in a file of its own: ``--model=model.yaml``
-                _check_module(key, name)
     # An entry of a list has a class of its own. That of the list would say nothing about it.
     lists = {above for key in part for above in _above(key) if key[len(above) + 1 :].partition(".")[0].isdigit()}
     return dict.fromkeys(lists & {*before}) | found
@@ -136,32 +132,17 @@ def _above(key: str) -> list[str]:
     return [".".join(parts[:end]) for end in range(1, len(parts))]
 
 
-def _check_module(key: str, name: str) -> None:
-    """Refuse an import path whose module is there and has no such name."""
-    where, _, attribute = name.rpartition(".")
-    module = find_module(where) if where.replace(".", "").isidentifier() else None
-    if module is None or not {"*", "__getattr__"}.isdisjoint(module.names) or module.mentions(attribute):
-        return
-    if module.path.name == "__init__.py" and find_module(name) is not None:
-        return
-    hint = nearest(attribute, [each for each in module.names if each[0].isupper()]).replace("'", f"'{where}.", 1)
-    reason = f"module {where!r} has no attribute {attribute!r}"
-    raise ConfigurationError(messages.no_class(key, name, reason, hint))
-
-
 def _check(key: str, value: Any, classes: Mapping[str, ClassSource | None], verb: str) -> None:
     """Follow the parts of a key through the arguments of classes, as far as these are known."""
     if key.partition(".")[0] not in ROOT:
         _refuse(verb, messages.unknown_key(key.partition(".")[0], value, "the configuration", ROOT, _all(classes)))
-    if key in ROOT and not ROOT[key].accepts(value):
-        _refuse(verb, messages.not_valid(key, value, ROOT[key].describe()))
     prefix = key
     # The longest prefix with a known class decides. Without one the parser must.
     while (prefix := prefix.rpartition(".")[0]) not in classes:
         if not prefix:
             return
     owner, parts = classes[prefix], key[len(prefix) + 1 :].split(".")
-    for index, part in enumerate(parts):
+    for part in parts:
         arguments = None if owner is None else signatures.members(owner)
         if owner is None or arguments is None or part in ("help", "dict_kwargs"):
             return
@@ -169,9 +150,6 @@ def _check(key: str, value: Any, classes: Mapping[str, ClassSource | None], verb
         if part not in arguments:
             _refuse(verb, messages.unknown_key(prefix, value, _called(owner, prefix), arguments, _all(classes)))
         accepted = arguments[part]
-        if index == len(parts) - 1 and not accepted.accepts(value):
-            choices = [str(choice) for choice in accepted.choices]
-            _refuse(verb, messages.not_valid(prefix, value, accepted.describe(), choices))
         source = accepted.source if accepted.complete else None  # else it may also be a list or a dict of them
         owner = source if source is not None and source.is_dataclass else None
 

@@ -10,7 +10,6 @@ from megalight.cli.checks import early
 from megalight.cli.given import Given
 from megalight.cli.lightning import MegalightCLI
 from megalight.cli.sources import find_module
-from megalight.errors import CheckpointError
 
 OWN = """
 from __future__ import annotations
@@ -213,23 +212,6 @@ def test_data_of_a_later_file_replaces_all_of_the_earlier_one():
 def test_values_in_environment_variables_are_left_to_the_parser(monkeypatch):
     monkeypatch.setenv("JSONARGPARSE_DEFAULT_ENV", "true")
     early.check("fit", [STATIC])
-
-
-@pytest.mark.parametrize("wanted", ["registry:owner/model", "best", "s3://bucket/run", "null", "auto"])
-def test_checkpoints_that_are_elsewhere(wanted):
-    early.check("fit", [f"--ckpt_path={wanted}"])
-
-
-@pytest.mark.parametrize("key", ["ckpt_path", "model.weights"])
-def test_runs_that_saved_nothing(key, tmp_path):
-    run, other = tmp_path / "run", tmp_path / "other"
-    (run / "checkpoints").mkdir(parents=True)
-    other.mkdir()
-    with pytest.raises(CheckpointError, match=rf"^{key}=.*run: this run has saved no finished checkpoint"):
-        early.check("fit", ["--model=GPTModule", f"--{key}={run}"])
-    (run / "checkpoints" / "last.ckpt").touch()
-    for folder in (run, other):
-        early.check("fit", ["--model=GPTModule", f"--{key}={folder}"])
 
 
 def test_a_file_that_is_not_python_is_left_to_the_import(place):
