@@ -62,7 +62,7 @@ def _start(folder: Path, alive: Connection) -> None:
     os.chdir(folder)
     os.dup2(os.open("said", os.O_WRONLY | os.O_CREAT), 2)
     launchers.PERIOD_SECONDS = launchers.ORPHANS_GRACE_SECONDS = 0.1
-    launchers.preflight.check = lambda *_, **__: None  # type: ignore[assignment]
+    launchers.check = lambda *_, **__: None  # type: ignore[assignment]
     lightnings.subprocess.Popen = subprocess_script.subprocess.Popen = Forked  # type: ignore[assignment,misc]
     _rank()
 
