@@ -48,18 +48,18 @@ from megalight.optim import AdamConfig
 from megalight.parallel.groups import end_at_exit
 from megalight.strategies import (
     DataParallelOptions,
+    Layout,
     MegatronStrategy,
     MegatronTowersBesideStrategy,
     MegatronTowersStrategy,
-    Side,
 )
 
 TP = {"tensor_parallel": 2, "sequence_parallel": True}
 WAYS: dict[str, tuple[type[MegatronStrategy], dict[str, Any]]] = {
     "together": (MegatronStrategy, {}),
-    "apart": (MegatronTowersStrategy, {"tower": Side()}),
+    "apart": (MegatronTowersStrategy, {"tower": Layout()}),
     "together, tp": (MegatronStrategy, TP),
-    "beside": (MegatronTowersBesideStrategy, {"tower": Side(), **TP}),
+    "beside": (MegatronTowersBesideStrategy, {"tower": Layout(), **TP}),
 }
 ROWS = {"cuda": {"llava-1.5": 32, "qwen2.5-vl": 16}, "cpu": {"llava-1.5": 4, "qwen2.5-vl": 4}}
 """Device -> shape -> rows of the global batch."""

@@ -48,7 +48,7 @@ def global_batch(step: int) -> TokenBatch:
 def train(steps: int, **layout: Any) -> tuple[megalight.Training, list[float]]:
     with torch.device("meta"):
         net = GPT(CONFIG)
-    model = megalight.parallelize(net, seed=1, **layout)
+    model = megalight.parallelize(net, megalight.Layout(**layout), seed=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     training = megalight.Training(model, optimizer, NextToken())
     replica, replicas = model.mesh.rank("dp"), model.mesh.dp

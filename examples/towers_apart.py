@@ -24,7 +24,8 @@ from megalight.models.gpt import GPTConfig
 from megalight.models.vision import VisionConfig
 from megalight.models.vlm import VLMConfig
 from megalight.parallel.groups import end_at_exit
-from megalight.towers import Side, TowersApart
+from megalight.parallel.layout import Layout
+from megalight.towers import TowersApart
 from megalight.types import TokenBatch
 
 COLORS = [(220, 30, 30), (30, 200, 30), (30, 30, 220), (230, 220, 40)]
@@ -70,8 +71,8 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo")
     end_at_exit()
-    language = Side(ranks=dist.get_world_size() - options.tower_ranks)
-    tower = Side(ranks=options.tower_ranks, tensor_parallel=options.tower_tensor_parallel)
+    language = Layout(ranks=dist.get_world_size() - options.tower_ranks)
+    tower = Layout(ranks=options.tower_ranks, tensor_parallel=options.tower_tensor_parallel)
     run = TowersApart(CONFIG, tower=tower, language=language, optimizer=adam, device=device)
     losses = []
     for step in range(STEPS):

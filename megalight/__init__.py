@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megalight.parallel.layout import Layout as Layout
     from megalight.sharding import fully_shard as fully_shard
     from megalight.training import Training as Training
     from megalight.training import parallelize as parallelize
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MEMBERS = {
+    "Layout": "megalight.parallel.layout",
     "Training": "megalight.training",
     "fully_shard": "megalight.sharding",
     "parallelize": "megalight.training",

@@ -2,7 +2,7 @@
 
 ::
 
-    model = megalight.parallelize(net, tensor_parallel=2, pipeline_parallel=2)
+    model = megalight.parallelize(net, megalight.Layout(tensor_parallel=2, pipeline_parallel=2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     training = megalight.Training(model, optimizer, task)
     for micro_batches in batches:
@@ -26,47 +26,24 @@ from torch.optim import Optimizer
 from megalight.checkpoint.run import PlainRun
 from megalight.errors import ConfigurationError
 from megalight.optim import shard_optimizer
-from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.coupling import check_same
 from megalight.parallel.data_parallel import DataParallelOptions, clip_coefficient
-from megalight.parallel.degrees import check_sequence_parallel
-from megalight.parallel.expert import ExpertOptions
 from megalight.parallel.frozen_model import FrozenModel
 from megalight.parallel.groups import uses_backend
 from megalight.parallel.initial_values import broadcast_values
-from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.layout import Layout
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.options import ParallelOptions
-from megalight.parallel.pipeline.options import PipelineOptions
-from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.random import RandomStreams
-from megalight.parallel.recompute import RecomputeOptions
 from megalight.parallel.run_engine import engine_over
 from megalight.parallel.source import Source
 from megalight.parallel.step import Outcome, StepDriver, TrainingTask
-from megalight.parallel.tensor.overlap.options import TensorOptions
-from megalight.parallel.transform import ModelTransform
 from megalight.types import mean
 
 
 def parallelize(
     model: nn.Module,
-    plan: ParallelizePlan | None = None,
+    layout: Layout | None = None,
     *,
-    tensor_parallel: int = 1,
-    sequence_parallel: bool = False,
-    tensor: TensorOptions | None = None,
-    context_parallel: int = 1,
-    context: ContextOptions | None = None,
-    expert_parallel: int = 1,
-    expert_tensor_parallel: int = 1,
-    expert: ExpertOptions | None = None,
-    pipeline_parallel: int = 1,
-    virtual_pipeline: int = 1,
-    pipeline_layout: str | None = None,
-    pipeline: PipelineOptions | None = None,
-    recompute: RecomputeOptions | None = None,
-    transforms: Sequence[ModelTransform] = (),
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     seed: int = 0,
@@ -81,9 +58,7 @@ def parallelize(
 
     Args:
         model: changed in place.
-        plan: how its modules split; None: the plan registered for its type. The layout options are those of
-            :class:`~megalight.strategies.MegatronStrategy`.
-        transforms: changes of the model's structure, in this order.
+        layout: how it is split; None: not, so that all ranks are replicas.
         device: of the parameters; None: the current GPU where the process group speaks NCCL, else the CPU.
         dtype: of the floating-point parameters; None: as they are. bfloat16 ones get float32 masters when trained.
         seed: of the initial values, and of torch's random generators: equal along ``tp``, different elsewhere.
@@ -95,33 +70,12 @@ def parallelize(
         ConfigurationError: no plan says how to split the model; options that cannot work together.
     """
     world = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    mesh = ParallelMesh(
-        *world,
-        tp=tensor_parallel,
-        cp=context_parallel,
-        pp=pipeline_parallel,
-        ep=expert_parallel,
-        etp=expert_tensor_parallel,
-    )
-    # Before anything is made: a mistake should cost no process group.
-    check_sequence_parallel(sequence_parallel, tensor_parallel)
-    pipeline = pipeline or PipelineOptions()
-    options = ParallelOptions(
-        plan=plan,
-        sequence_parallel=sequence_parallel,
-        tensor=tensor or TensorOptions(),
-        context=context or ContextOptions(),
-        expert=expert or ExpertOptions(),
-        pipeline=pipeline,
-        virtual_pipeline=pipeline.check(pipeline_parallel, virtual_pipeline, pipeline_layout),
-        pipeline_layout=pipeline_layout,
-        recompute=recompute or RecomputeOptions(),
-        transforms=tuple(transforms),
-    )
+    layout = layout or Layout()
+    mesh = layout.mesh(*world)
     place = torch.device(device) if device is not None else _usual_device()
     # Rank 0's values for all, or replicas would begin from different ones.
     broadcast_values(model, place)
-    parallel = ParallelModel.build(model, mesh, options, device=place, dtype=dtype, seed=seed, source=source, fill=fill)
+    parallel = ParallelModel.build(model, mesh, layout, device=place, dtype=dtype, seed=seed, source=source, fill=fill)
     # Last: building a model may draw, and the seed must not depend on how much.
     RandomStreams(mesh).seed(seed)
     return parallel
@@ -134,12 +88,12 @@ class Training(PlainRun):
     ``optimizer.zero_grad()`` is not needed.
 
     Args:
-        model: from :func:`parallelize`.
+        model: from :func:`parallelize`. ``data_parallel`` of its layout says how replicas share gradients and optimizer
+            state. By default updated parameters are gathered inside ``optimizer.step()``; with
+            ``overlap_param_gather=True`` that runs on into the next forward, and :meth:`sync_parameters` comes before
+            anything else that reads weights.
         optimizer: over ``model.parameters()``, in any parameter groups; it updates each element by itself (Adam, SGD).
         task: what the chunks of the model compute, and the loss.
-        data_parallel: how replicas share gradients and optimizer state. By default updated parameters are gathered
-            inside ``optimizer.step()``; with ``overlap_param_gather=True`` that runs on into the next forward, and
-            :meth:`sync_parameters` comes before anything else that reads weights.
         frozen: models that run beside without being trained, by name; see
             :class:`~megalight.parallel.frozen_model.FrozenModel`. All ranks make them here together.
         varying_carry: what ``forward_step`` returns may change shapes between micro-batches of equal shapes.
@@ -156,7 +110,6 @@ class Training(PlainRun):
         optimizer: Optimizer,
         task: TrainingTask,
         *,
-        data_parallel: DataParallelOptions | None = None,
         frozen: Mapping[str, FrozenModel] | None = None,
         varying_carry: bool = False,
         broadcast_buffers: bool = True,
@@ -166,7 +119,7 @@ class Training(PlainRun):
         self.optimizer = optimizer
         self._broadcast_buffers = broadcast_buffers
         # Gathers stay inside the step by default: plain code may read weights right after it.
-        options = (data_parallel or DataParallelOptions(overlap_param_gather=False)).finding_unused(True)
+        options = (model.options.data_parallel or DataParallelOptions(overlap_param_gather=False)).finding_unused(True)
         new = not model.filled
         self.engine = engine_over([model], [group["params"] for group in optimizer.param_groups], options)
         # Transforms change values once these exist; masters were made from the values before.

@@ -25,9 +25,9 @@ from tests.strategies.training import BASE
 from tests.support.workers import run
 
 
-def _training(seed: int = 0, **options: Any) -> megalight.Training:
+def _training(seed: int = 0, layout: megalight.Layout | None = None, **options: Any) -> megalight.Training:
     torch.manual_seed(seed)
-    model = megalight.parallelize(nn.Linear(3, 2, dtype=torch.float64))
+    model = megalight.parallelize(nn.Linear(3, 2, dtype=torch.float64), layout)
     return megalight.Training(model, torch.optim.SGD(model.parameters(), lr=0.1), Weighted(), **options)
 
 
@@ -39,7 +39,8 @@ def _weights(training: megalight.Training) -> list[float]:
 def _two_steps(how: str) -> list[float]:
     """Two steps over two replicas; the second one's gradients are of two halves of a batch in one of the ways."""
     rank, overlap = dist.get_rank(), how == "overlap"
-    training = _training(seed=rank, data_parallel=DataParallelOptions(overlap_param_gather=True) if overlap else None)
+    sharing = DataParallelOptions(overlap_param_gather=True) if overlap else None
+    training = _training(seed=rank, layout=megalight.Layout(data_parallel=sharing))
     share = micro_batches(3.0)[2 * rank : 2 * rank + 2]
     for step in range(2):
         if how == "accumulate" and step:
@@ -137,7 +138,7 @@ class Doubling(ModelTransform):
 def test_transforms_change_values_once(fill: bool) -> None:
     plain, doubled = nn.Linear(3, 2), nn.Linear(3, 2)
     doubled.load_state_dict(plain.state_dict())
-    model = megalight.parallelize(doubled, transforms=[Doubling()], dtype=torch.bfloat16, fill=fill)
+    model = megalight.parallelize(doubled, megalight.Layout(transforms=(Doubling(),)), dtype=torch.bfloat16, fill=fill)
     for _ in range(2):
         training = megalight.Training(model, torch.optim.SGD(model.parameters(), lr=0.1), Weighted())
         assert torch.equal(doubled.weight, 2 * plain.weight.bfloat16())
@@ -149,7 +150,7 @@ def _adam(tensor_parallel: int) -> megalight.Training:
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(3, 4, dtype=torch.float64))
     plan = ParallelizePlan({"0": Column(gather_output=True)})
-    model = megalight.parallelize(net, plan, tensor_parallel=tensor_parallel)
+    model = megalight.parallelize(net, megalight.Layout(plan=plan, tensor_parallel=tensor_parallel))
     return megalight.Training(model, torch.optim.AdamW(model.parameters(), lr=0.1), Weighted())
 
 
@@ -187,7 +188,7 @@ class Alone:
 
 
 def _whole_batches() -> None:
-    model = megalight.parallelize(GPT(BASE), context_parallel=2)
+    model = megalight.parallelize(GPT(BASE), megalight.Layout(context_parallel=2))
     training = megalight.Training(model, torch.optim.SGD(model.parameters(), lr=0.1), Weighted())
     with pytest.raises(ConfigurationError, match=r"of type Alone cannot be cut for context parallelism \(cp=2\)"):
         training.forward_backward([Alone()])
@@ -197,7 +198,7 @@ def _other_batches() -> None:
     with torch.device("meta"):
         net = nn.Sequential(nn.Linear(4, 4))
     plan = ParallelizePlan({"0": Column(gather_output=True)})
-    model = megalight.parallelize(net, plan, tensor_parallel=2)
+    model = megalight.parallelize(net, megalight.Layout(plan=plan, tensor_parallel=2))
     training = megalight.Training(model, torch.optim.SGD(model.parameters(), lr=0.1), Weighted())
     with pytest.raises(DataError, match="hold one model together"):
         training.forward_backward([(torch.full((2, 4), float(dist.get_rank())), torch.ones(2))])
@@ -205,9 +206,9 @@ def _other_batches() -> None:
 
 def test_what_cannot_work_is_refused() -> None:
     with pytest.raises(LayoutError, match=r"sequence_parallel=True needs tensor_parallel > 1"):
-        megalight.parallelize(nn.Linear(2, 2), sequence_parallel=True)
+        megalight.parallelize(nn.Linear(2, 2), megalight.Layout(sequence_parallel=True))
     with pytest.raises(LayoutError, match=r"world size 1 is not a multiple of"):
-        megalight.parallelize(nn.Linear(2, 2), tensor_parallel=2)
+        megalight.parallelize(nn.Linear(2, 2), megalight.Layout(tensor_parallel=2))
     run(_whole_batches, 2)
     run(_other_batches, 2)
 

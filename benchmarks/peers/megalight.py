@@ -29,9 +29,9 @@ from megalight.ops.choice import use_backends
 from megalight.ops.quantized_weight import readable
 from megalight.optim import AdamConfig
 from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.options import ParallelOptions
 from megalight.parallel.precision import LowPrecisionOptions
 from megalight.parallel.recompute import RecomputeOptions
 from megalight.parallel.tensor.overlap.options import TensorOptions
@@ -313,7 +313,7 @@ def by_hand(step: Step) -> list[float]:
             if not parameter.requires_grad:
                 parameter.data = parameter.data.bfloat16().float()
     # The transforms have changed it already; here they act on its values.
-    ParallelModel(model, ParallelMesh(1, 0), ParallelOptions(transforms=tuple(transforms_of(step)))).transform_values()
+    ParallelModel(model, ParallelMesh(1, 0), Layout(transforms=tuple(transforms_of(step)))).transform_values()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=adam.lr, betas=adam.betas, eps=adam.eps, weight_decay=0.0)
     replicas = world_size() // step.model_ranks

@@ -65,7 +65,7 @@ class ActivationOffload(pl.Callback):
                 "ActivationOffload with CUDAGraph: a graph cannot copy to memory that is new in each step. Leave one "
                 "of the two out."
             )
-        if strategy.pipeline.schedule == "combined":
+        if strategy.layout.pipeline.schedule == "combined":
             raise ConfigurationError(
                 "ActivationOffload with pipeline.schedule='combined', which runs a forward and a backward pass side by "
                 "side: use another schedule."

@@ -11,8 +11,9 @@ import lightning.pytorch as pl
 from megalight.callbacks.graphs.cuda_graph import WHOLE, CUDAGraph
 from megalight.data.module import TokenDataModule
 from megalight.errors import ConfigurationError
-from megalight.models.distillation import DistillationLoss, Distiller, LayerPair, Recorded, TeacherLayout, read_modelopt
+from megalight.models.distillation import DistillationLoss, Distiller, LayerPair, Recorded, read_modelopt
 from megalight.models.gpt.module import GPTModule
+from megalight.parallel.layout import Layout
 
 
 class Distillation(pl.Callback):
@@ -96,14 +97,19 @@ class Distillation(pl.Callback):
                     "and balance out, or leave modelopt_config out."
                 )
             loss = read_modelopt(modelopt_config)
-        layout = TeacherLayout(
-            tensor_parallel, pipeline_parallel, sequence_parallel, pipeline_layout, expert_parallel, virtual_pipeline
+        layout = Layout(
+            tensor_parallel=tensor_parallel,
+            pipeline_parallel=pipeline_parallel,
+            sequence_parallel=sequence_parallel,
+            pipeline_layout=pipeline_layout,
+            expert_parallel=expert_parallel,
+            virtual_pipeline=virtual_pipeline,
         )
         self.distiller: Distiller | Recorded
         if teacher is not None and teacher_logits is None:
             self.distiller = Distiller(teacher, loss, layout)
         elif teacher_logits is not None and teacher is None:
-            if layout != TeacherLayout():
+            if layout != Layout():
                 raise ConfigurationError(
                     "tensor_parallel, pipeline_parallel, sequence_parallel, pipeline_layout, expert_parallel and "
                     "virtual_pipeline describe a teacher in memory, and with teacher_logits there is none; leave them "

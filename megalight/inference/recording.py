@@ -30,7 +30,7 @@ from megalight.data.prepare import progress_bar
 from megalight.data.tokenizer import FILE as TOKENIZER
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError
-from megalight.models.distillation import OUTPUT, SAVED, TeacherLayout
+from megalight.models.distillation import OUTPUT, SAVED
 from megalight.models.eagle import EagleConfig
 from megalight.models.eagle.base import BASE, BaseModel
 from megalight.models.gpt import GPT
@@ -38,6 +38,7 @@ from megalight.models.saved import BASE as WHOLE
 from megalight.models.saved import widest
 from megalight.models.stored import open_model
 from megalight.ops.common import wide
+from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.types import TokenBatch
 
@@ -204,7 +205,7 @@ def record_states(
     )
     check_begun(output, meta)
     # As in a run beside the base, which is whole here, whatever its layout there.
-    whole = replace(base, layout=TeacherLayout())
+    whole = replace(base, layout=Layout())
     declared = replace(whole.frozen(whole.task(config.auxiliary_layers), config.draft_ids), submodule=None)
     run = declared.build(BASE, ParallelMesh(), getattr(torch, dtype), torch.device(device))
 

@@ -31,9 +31,9 @@ from megalight.models.transforms import activate, rebuild
 from megalight.nn.canonical import canonical_tensors, parts
 from megalight.nn.init import Initializer, draw, initializers
 from megalight.parallel.layers import depths_of
+from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.options import ParallelOptions
 from megalight.parallel.pipeline.layout_string import balanced, compose
 from megalight.parallel.pipeline.stages import check_protocol
 from megalight.parallel.plan import ParallelizePlan
@@ -144,7 +144,8 @@ def _room(
     # A process that holds the whole model has nothing to split.
     plan = ParallelizePlan() if mesh is None else known.plan(root)
     mesh = mesh or ParallelMesh()
-    options = ParallelOptions(
+    options = Layout.on(
+        mesh,
         plan=plan,
         # Experts on tensor-parallel ranks exist only together with sequence parallelism.
         sequence_parallel=mesh.tp > 1,

@@ -15,8 +15,8 @@ from megalight.nn.moe import MoE
 from megalight.parallel.context.attention import ContextAttention
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.expert.options import ExpertOptions
+from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.options import ParallelOptions
 from megalight.parallel.pipeline.layout import PipelineLayout
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.plans import plan_for
@@ -222,7 +222,7 @@ log = logging.getLogger(__name__)
 log.addFilter(only_first)
 
 
-def find_plan(root: nn.Module, mesh: ParallelMesh, options: ParallelOptions) -> ParallelizePlan:
+def find_plan(root: nn.Module, mesh: ParallelMesh, options: Layout) -> ParallelizePlan:
     """Return the plan by which a whole model is split: the user's, or the one registered for its class.
 
     Raises:
@@ -237,9 +237,7 @@ def find_plan(root: nn.Module, mesh: ParallelMesh, options: ParallelOptions) -> 
     return plan
 
 
-def check_split(
-    root: nn.Module, mesh: ParallelMesh, options: ParallelOptions, dtype: torch.dtype, device: torch.device
-) -> None:
+def check_split(root: nn.Module, mesh: ParallelMesh, options: Layout, dtype: torch.dtype, device: torch.device) -> None:
     """Check that a model on meta can be split, by splitting it as one rank would. No process group is needed.
 
     Raises:
@@ -255,14 +253,14 @@ def check_split(
 
 
 def split(
-    root: nn.Module, mesh: ParallelMesh, options: ParallelOptions, prefix: str
+    root: nn.Module, mesh: ParallelMesh, options: Layout, prefix: str
 ) -> tuple[ParallelizePlan, dict[str, ShardSpec], PipelineLayout]:
     """Split the modules, but not the list of layers; return the plan, the specs, and the stages for the later cut."""
     plan = find_plan(root, mesh, options)
     for transform in options.transforms:
         plan = transform.plan(root, plan)
     # Stages are decided on the whole model, and cut later: rules of the plan name modules of the whole model.
-    layout = options.layout(root, mesh)
+    layout = options.stages(root, mesh)
     if options.pipeline.schedule == "combined" and mesh.ep * mesh.etp == 1:
         raise LayoutError(
             "pipeline.schedule='combined' hides the messages of experts, and with ep=1 and etp=1 there are none. Raise "

@@ -19,9 +19,9 @@ from megalight.parallel.apply import check_split
 from megalight.parallel.bridge.messages import as_bytes
 from megalight.parallel.graphs.static import tensors_of, with_tensors
 from megalight.parallel.groups import new_group
+from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.options import ParallelOptions
 from megalight.parallel.pipeline.agenda import Timetable
 from megalight.parallel.pipeline.carry import Carry, CarryEntry, Form, form_of, signature
 from megalight.parallel.pipeline.executor import Executor
@@ -145,10 +145,10 @@ class FrozenSubmodule:
         with torch.device("meta"):
             root = self.build()
         # Of the same `tp` groups as the trained model, but not cut into stages, and without sequences to divide.
-        flat = ParallelMesh(mesh.world_size, mesh.global_rank, tp=mesh.tp)
-        options, name = ParallelOptions(plan=self.plan), f"{name}.{self.name}"
+        layout, name = Layout(tensor_parallel=mesh.tp, plan=self.plan), f"{name}.{self.name}"
+        flat = layout.mesh(mesh.world_size, mesh.global_rank)
         return freeze(
-            ParallelModel.build(root, flat, options, name=name, device=device, dtype=dtype, source=self.source)
+            ParallelModel.build(root, flat, layout, name=name, device=device, dtype=dtype, source=self.source)
         ).root
 
 
@@ -158,8 +158,7 @@ class FrozenModel:
 
     Attributes:
         task: the model and its forward pass.
-        tensor_parallel, pipeline_parallel, expert_parallel: its own degrees; data parallelism uses the remaining ranks.
-        options: further options of its split; the plan of a ``MegalightModule`` is its own.
+        layout: its own, over the ranks of the trained model; the plan of a ``MegalightModule`` is its own.
         source: its values; None: initial values drawn with ``seed``.
         saved_as: the prefix of its names in the source.
         seed: seed of initial values, and of random numbers that it draws.
@@ -170,10 +169,7 @@ class FrozenModel:
     """
 
     task: FrozenTask
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    expert_parallel: int = 1
-    options: ParallelOptions = field(default_factory=ParallelOptions)
+    layout: Layout = field(default_factory=Layout)
     source: Source | None = None
     saved_as: str = "model"
     seed: int = 0
@@ -193,7 +189,7 @@ class FrozenModel:
         # On meta: a check must not take memory for a second model.
         with torch.device("meta"):
             root = self.task.build_model()
-        check_split(root, self.mesh(mesh), self._options(root), self.dtype or dtype, device)
+        check_split(root, self.mesh(mesh), self._layout(root), self.dtype or dtype, device)
 
     def mesh(self, mesh: ParallelMesh) -> ParallelMesh:
         """Return the same ranks in this model's layout.
@@ -201,13 +197,7 @@ class FrozenModel:
         Raises:
             LayoutError: the ranks are not divisible.
         """
-        return ParallelMesh(
-            mesh.world_size,
-            mesh.global_rank,
-            tp=self.tensor_parallel,
-            pp=self.pipeline_parallel,
-            ep=self.expert_parallel,
-        )
+        return self.layout.mesh(mesh.world_size, mesh.global_rank)
 
     def build(self, name: str, mesh: ParallelMesh, dtype: torch.dtype, device: torch.device) -> FrozenRun:
         """Build the model with its values on the ranks of the trained model. All of them call this together.
@@ -225,7 +215,7 @@ class FrozenModel:
             ParallelModel.build(
                 root,
                 self.mesh(mesh),
-                self._options(root),
+                self._layout(root),
                 name=name,
                 device=device,
                 dtype=self.dtype or dtype,
@@ -238,9 +228,9 @@ class FrozenModel:
             self.task.submodule = self.submodule.place(name, mesh, self.dtype or dtype, device)  # type: ignore[attr-defined]
         return FrozenRun(model, self.task, mesh, self.seed, self.for_last_stage)
 
-    def _options(self, root: nn.Module) -> ParallelOptions:
+    def _layout(self, root: nn.Module) -> Layout:
         plan = getattr(self.task, "plan", None)
-        return self.options if plan is None or self.options.plan is not None else replace(self.options, plan=plan(root))
+        return self.layout if plan is None or self.layout.plan is not None else replace(self.layout, plan=plan(root))
 
 
 class FrozenRun:

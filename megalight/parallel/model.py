@@ -40,8 +40,8 @@ from megalight.parallel.coupling import Coupling, couples
 from megalight.parallel.data_parallel.units import Units
 from megalight.parallel.initial_values import initialize, is_materialized, materialize, unknown
 from megalight.parallel.layers import layers_of
+from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import TOKEN_AXES, ParallelMesh
-from megalight.parallel.options import ParallelOptions
 from megalight.parallel.pipeline.layout import Stage
 from megalight.parallel.pipeline.stages import cut
 from megalight.parallel.recompute import RecomputeOptions, apply_recompute
@@ -101,11 +101,11 @@ class ParallelModel:
     """
 
     def __init__(
-        self, root: nn.Module, mesh: ParallelMesh, options: ParallelOptions | None = None, *, name: str = "model"
+        self, root: nn.Module, mesh: ParallelMesh, options: Layout | None = None, *, name: str = "model"
     ) -> None:
         self.root = root
         self.mesh = mesh
-        self.options = options or ParallelOptions()
+        self.options = options or Layout()
         self.name = name
         self.origin: ValueOrigin | None = None
         self.pending = self.empty = self.filled = False
@@ -140,7 +140,7 @@ class ParallelModel:
         cls,
         root: nn.Module,
         mesh: ParallelMesh,
-        options: ParallelOptions | None = None,
+        options: Layout | None = None,
         *,
         name: str = "model",
         device: torch.device | str = "cpu",
@@ -188,7 +188,7 @@ class ParallelModel:
         """Return the mesh of a tensor by its local name."""
         return self.mesh if self.grafted is None or name not in self.grafted.specs else self.grafted.mesh
 
-    def check_same(self, mesh: ParallelMesh, options: ParallelOptions) -> None:
+    def check_same(self, mesh: ParallelMesh, options: Layout) -> None:
         """Raise if this model is now wanted with another layout, or with another plan.
 
         Raises:

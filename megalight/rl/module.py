@@ -14,7 +14,6 @@ from torch import Tensor
 from megalight.data.chat.dataset import best_fit
 from megalight.errors import ConfigurationError, DataError
 from megalight.models.config import require_choice
-from megalight.models.distillation import TeacherLayout
 from megalight.models.gpt.config import GPTConfig
 from megalight.models.gpt.module import GPTModule
 from megalight.models.module import Carry
@@ -23,6 +22,7 @@ from megalight.models.saved import Keys
 from megalight.optim import AdamConfig
 from megalight.parallel.coupling import contents, emptied, is_empty
 from megalight.parallel.frozen_model import FrozenModel
+from megalight.parallel.layout import Layout
 from megalight.rl.environment import PromptBatch
 from megalight.rl.loss import PolicyLoss, Scale, deviation, divergence, group_advantages
 from megalight.rl.rollouts import Policy, Rollouts, Trajectory, roll_out
@@ -91,14 +91,14 @@ class GRPOModule(GPTModule):
         loss: PolicyLoss | None = None,
         advantages: Scale = "group",
         reference: str | os.PathLike[str] | None = None,
-        reference_layout: TeacherLayout | None = None,
+        reference_layout: Layout | None = None,
     ) -> None:
         super().__init__(config, optimizer, seed, weights, weights_keys)
         self.rollouts = rollouts or Rollouts()
         self.policy_loss = loss or PolicyLoss()
         require_choice("advantages", advantages, get_args(Scale))
         self.advantages: Scale = advantages
-        self.reference_layout = reference_layout or TeacherLayout()
+        self.reference_layout = reference_layout or Layout()
         self._reference: GPTModule | None = None
         self._held: TokenBatch | None = None
         self._check()
@@ -143,8 +143,11 @@ class GRPOModule(GPTModule):
             raise ConfigurationError("GRPOModule has rewards and no teacher; remove the callback Distillation.")
         if self._reference is None:
             return {}
-        declared = self.reference_layout.declare(
-            task=self._reference, source=self._reference.initial_weights(), for_last_stage=True
+        declared = FrozenModel(
+            layout=self.reference_layout,
+            task=self._reference,
+            source=self._reference.initial_weights(),
+            for_last_stage=True,
         )
         return {REFERENCE: declared}
 

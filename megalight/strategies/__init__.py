@@ -3,6 +3,7 @@
 from lightning.pytorch.strategies import StrategyRegistry
 
 from megalight.parallel.data_parallel import DataParallelOptions as DataParallelOptions
+from megalight.parallel.layout import Layout as Layout
 from megalight.parallel.pipeline.options import PipelineOptions as PipelineOptions
 from megalight.strategies.checkpoints.options import CheckpointOptions as CheckpointOptions
 from megalight.strategies.checkpoints.whole import load_weights as load_weights
@@ -11,7 +12,6 @@ from megalight.strategies.megatron import MegatronStrategy as MegatronStrategy
 from megalight.strategies.noise import silence
 from megalight.strategies.towers import MegatronTowersBesideStrategy as MegatronTowersBesideStrategy
 from megalight.strategies.towers import MegatronTowersStrategy as MegatronTowersStrategy
-from megalight.towers import Side as Side
 
 MegatronStrategy.register_strategies(StrategyRegistry)
 MegatronFSDPStrategy.register_strategies(StrategyRegistry)

@@ -344,7 +344,7 @@ def check(
         if hasattr(callback, "attach"):
             callback.attach(module)
     check_max_ctas("data_parallel.max_ctas", strategy.data_parallel.max_ctas, backend_of(strategy))
-    check_max_ctas("TensorOptions.max_ctas", strategy.tensor.max_ctas, backend_of(strategy))
+    check_max_ctas("TensorOptions.max_ctas", strategy.layout.tensor.max_ctas, backend_of(strategy))
     ranks = strategy.num_nodes * strategy.num_processes
     parts = strategy.parts(ranks)
     fitting = trainer if trainer is not None and trainer.state.fn == TrainerFn.FITTING else None

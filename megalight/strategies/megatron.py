@@ -23,6 +23,7 @@ from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions
 from megalight.parallel.expert import ExpertOptions
 from megalight.parallel.groups import FAILED
+from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.pipeline.options import PipelineOptions
@@ -82,6 +83,7 @@ class MegatronStrategy(FolderCheckpoints):
             ``fork`` and ``spawn`` start workers of this process. ``auto`` means fork in notebooks, else popen.
 
     Attributes:
+        layout: the layout that these arguments describe.
         mesh: the grid of ranks.
         parallel_model: this rank's part of the model, with the specs of its parameters.
         engine: the data-parallel engine. None outside ``fit``, and with optimizers that need whole parameters
@@ -128,14 +130,23 @@ class MegatronStrategy(FolderCheckpoints):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        degrees.check_degrees(
+        # First: a mistake in the layout is found before anything of Lightning is asked.
+        self.layout = Layout(
             tensor_parallel=tensor_parallel,
             sequence_parallel=sequence_parallel,
+            tensor=tensor or TensorOptions(),
             context_parallel=context_parallel,
-            pipeline_parallel=pipeline_parallel,
-            virtual_pipeline=virtual_pipeline,
+            context=context or ContextOptions(),
             expert_parallel=expert_parallel,
             expert_tensor_parallel=expert_tensor_parallel,
+            expert=expert or ExpertOptions(),
+            pipeline_parallel=pipeline_parallel,
+            virtual_pipeline=virtual_pipeline,
+            pipeline_layout=pipeline_layout,
+            pipeline=pipeline or PipelineOptions(),
+            recompute=recompute or RecomputeOptions(),
+            data_parallel=data_parallel or DataParallelOptions(),
+            plan=plan,
         )
         degrees.check_at_least_one("sigterm_every_n_steps", sigterm_every_n_steps)
         degrees.check_timeout(timeout_seconds)
@@ -146,25 +157,9 @@ class MegatronStrategy(FolderCheckpoints):
             degrees.check_at_least_one("micro_batch_size", micro_batch_size)
         refusals.check_checkpoint_io(checkpoint_io)
         super().__init__(accelerator, parallel_devices, cluster_environment, None, precision_plugin)
-        self.tensor_parallel = tensor_parallel
-        self.sequence_parallel = sequence_parallel
-        self.tensor = tensor or TensorOptions()
-        self.context_parallel = context_parallel
-        self.context = context or ContextOptions()
-        self.expert_parallel = expert_parallel
-        self.expert_tensor_parallel = expert_tensor_parallel
-        self.expert = expert or ExpertOptions()
-        self.recompute = recompute or RecomputeOptions()
-        self.pipeline_parallel = pipeline_parallel
-        self.pipeline_layout = pipeline_layout
-        self.pipeline = pipeline or PipelineOptions()
-        self.virtual_pipeline = self.pipeline.check(pipeline_parallel, virtual_pipeline, pipeline_layout)
         self.micro_batch_size = micro_batch_size
-        self.data_parallel = data_parallel or DataParallelOptions()
-        self.data_parallel.check(self.pipeline.schedule)
         self.broadcast_buffers = broadcast_buffers
         self.checkpoints = checkpoints or CheckpointOptions()
-        self.plan = plan
         self.sigterm_every_n_steps = sigterm_every_n_steps
         self.process_group_backend = process_group_backend
         self.timeout_seconds = timeout_seconds
@@ -187,7 +182,6 @@ class MegatronStrategy(FolderCheckpoints):
         self._whole_before_update = False
         self._foreign_bar = False
         self._left_out: set[str] = set()
-        _ = self.options  # refuses options that do not go together
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> Self:
@@ -221,7 +215,7 @@ class MegatronStrategy(FolderCheckpoints):
         if self.streams is None:
             self.mesh = self.grid(self.world_size, self.global_rank)
             self.streams = RandomStreams(self.mesh, self.distributed_sampler_kwargs["rank"])
-        log.info("parallel layout: %s", self.layout)
+        log.info("parallel layout: %s", self.description)
 
     # ------------------------------------------------------------------ model and optimizer
 

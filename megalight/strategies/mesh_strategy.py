@@ -13,18 +13,13 @@ from torch import Tensor, nn
 
 from megalight.checkpoint.run import TrainingRun
 from megalight.optim.configured import Configured
-from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions
-from megalight.parallel.expert import ExpertOptions
+from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.options import ParallelOptions
-from megalight.parallel.pipeline.options import PipelineOptions
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.random import RandomStreams
-from megalight.parallel.recompute import RecomputeOptions
 from megalight.parallel.shard import ShardSpec
-from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.plugins.precision import MegatronPrecision
 from megalight.strategies.checkpoints.options import CheckpointOptions
 from megalight.strategies.collectives import Collectives
@@ -44,7 +39,7 @@ class ModelPart(NamedTuple):
     """
 
     mesh: ParallelMesh
-    options: ParallelOptions
+    options: Layout
     take: Callable[[nn.Module], nn.Module]
 
 
@@ -64,10 +59,8 @@ class MeshStrategy(Collectives, ParallelStrategy):
     """A strategy with ranks on a mesh. Setup, checkpoints and launchers depend only on this class.
 
     Attributes:
-        tensor_parallel, sequence_parallel, tensor, context_parallel, context, expert_parallel, expert_tensor_parallel,
-        expert, pipeline_parallel, virtual_pipeline, pipeline_layout, pipeline, recompute, data_parallel,
-        broadcast_buffers, checkpoints, plan, process_group_backend, micro_batch_size: the user's arguments. A layout
-        string decides ``virtual_pipeline``.
+        layout: the layout that the user's arguments describe.
+        broadcast_buffers, checkpoints, process_group_backend, micro_batch_size: the user's arguments.
         mesh: the grid of ranks.
         micro_batches: the number of samples per micro-batch that is in use. None before setup.
         parallel_model: this rank's part of the model. None before setup.
@@ -79,23 +72,9 @@ class MeshStrategy(Collectives, ParallelStrategy):
             saved and loaded by canonical name, as ``<name>.<canonical>``. ``model`` and ``optimizer`` are taken.
     """
 
-    tensor_parallel: int
-    sequence_parallel: bool
-    tensor: TensorOptions
-    context_parallel: int
-    context: ContextOptions
-    expert_parallel: int
-    expert_tensor_parallel: int
-    expert: ExpertOptions
-    pipeline_parallel: int
-    virtual_pipeline: int
-    pipeline_layout: str | None
-    pipeline: PipelineOptions
-    recompute: RecomputeOptions
-    data_parallel: DataParallelOptions
+    layout: Layout
     broadcast_buffers: bool
     checkpoints: CheckpointOptions
-    plan: ParallelizePlan | None
     process_group_backend: str | None
     micro_batch_size: int | Literal["auto"] | None
     micro_batches: MicroBatchSize | None = None
@@ -145,15 +124,7 @@ class MeshStrategy(Collectives, ParallelStrategy):
         Raises:
             LayoutError: the parallel degrees do not divide the number of ranks.
         """
-        return ParallelMesh(
-            world_size,
-            rank,
-            tp=self.tensor_parallel,
-            cp=self.context_parallel,
-            pp=self.pipeline_parallel,
-            ep=self.expert_parallel,
-            etp=self.expert_tensor_parallel,
-        )
+        return self.layout.mesh(world_size, rank)
 
     def parts(self, world_size: int) -> Sequence[ModelPart]:
         """Return the parts of the model that have ranks of their own. The last one has the loss."""
@@ -176,19 +147,19 @@ class MeshStrategy(Collectives, ParallelStrategy):
         check_steps(module, mesh)
 
     @property
-    def layout(self) -> str:
+    def description(self) -> str:
         """The layout in words."""
         return self.mesh.describe()
 
     @property
     def holds_part(self) -> bool:
         """Whether ranks hold parameters that others lack, so that a rule for parameters may match none here."""
-        return self.pipeline_parallel > 1
+        return self.layout.pipeline_parallel > 1
 
     @property
     def divides_steps(self) -> str | None:
         """What lets only some ranks run a user's ``forward_step`` or ``loss_step``; None: all of them run each."""
-        return f"pp={self.pipeline_parallel}" if self.pipeline_parallel > 1 else None
+        return f"pp={self.layout.pipeline_parallel}" if self.layout.pipeline_parallel > 1 else None
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather a tensor from all ranks, or from those of ``group``."""
@@ -212,9 +183,7 @@ class MeshStrategy(Collectives, ParallelStrategy):
     def run(self) -> TrainingRun:
         """The parts of the run that checkpoints save."""
         if self.handed_back is not None:
-            whole = ParallelModel(
-                root_of(self.handed_back.module), ParallelMesh(), ParallelOptions(plan=ParallelizePlan())
-            )
+            whole = ParallelModel(root_of(self.handed_back.module), ParallelMesh(), Layout(plan=ParallelizePlan()))
             return TrainingRun(whole, RandomStreams(whole.mesh))
         assert self.parallel_model is not None and self.streams is not None
         # A callback may have added parameters since the split.
@@ -223,19 +192,14 @@ class MeshStrategy(Collectives, ParallelStrategy):
         return TrainingRun(self.parallel_model, self.streams, self.engine, optimizer, self.extra_shard_states)
 
     @property
-    def options(self) -> ParallelOptions:
-        """The user's options for splitting the model over the mesh."""
-        return ParallelOptions(
-            plan=self.plan,
-            sequence_parallel=self.sequence_parallel,
-            tensor=self.tensor,
-            context=self.context,
-            expert=self.expert,
-            pipeline=self.pipeline,
-            virtual_pipeline=self.virtual_pipeline,
-            pipeline_layout=self.pipeline_layout,
-            recompute=self.recompute,
-        )
+    def options(self) -> Layout:
+        """The layout of this rank's part of the model."""
+        return self.layout
+
+    @property
+    def data_parallel(self) -> DataParallelOptions:
+        """How replicas share gradients and optimizer state."""
+        return self.layout.data_parallel or DataParallelOptions()
 
     @property
     def root_device(self) -> torch.device:

@@ -18,9 +18,9 @@ from megalight.models.vlm.model import VLM, TowerPart
 from megalight.models.vlm.module import VLMModule
 from megalight.parallel.bridge import BridgeCommunicator
 from megalight.parallel.coupling import Coupling
+from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.options import ParallelOptions
 from megalight.strategies.checkpoints.options import CheckpointOptions
 from megalight.strategies.megatron import MegatronStrategy
 from megalight.strategies.mesh_strategy import MeshStrategy, ModelPart
@@ -28,11 +28,10 @@ from megalight.strategies.micro_batches import AUTO
 from megalight.strategies.step import Stepper
 from megalight.strategies.tower_steps import LanguageStepper, Relay, TowerStepper
 from megalight.strategies.user_module import STEPS, options_for, own_steps
-from megalight.towers import Side
 from megalight.towers.batch_split import Division
 from megalight.towers.colocated import Around
 from megalight.towers.disjoint import FeatureReceiver, TowerRunner
-from megalight.towers.layout import check_tower, divided, part_of
+from megalight.towers.layout import check_tower, divided, part_of, tower_layout
 
 # What a vision tower in a layout of its own does not go with.
 
@@ -110,8 +109,8 @@ class TowersStrategy(MegatronStrategy):
 
     what: ClassVar[str]
 
-    def __init__(self, tower: Side | None = None, **options: Any) -> None:
-        self.tower = tower or Side()
+    def __init__(self, tower: Layout | None = None, **options: Any) -> None:
+        self.tower = tower or Layout()
         check_tower(self.tower)
         super().__init__(**options)
         check_options(self, self.what)
@@ -179,14 +178,7 @@ class MegatronTowersStrategy(TowersStrategy):
                 f"tower.ranks={self.tower.ranks} leaves no rank of {world_size} for the language model; start more "
                 "processes, or give the tower fewer."
             )
-        language = Side(
-            ranks=world_size - self.tower.ranks,
-            tensor_parallel=self.tensor_parallel,
-            context_parallel=self.context_parallel,
-            expert_parallel=self.expert_parallel,
-            expert_tensor_parallel=self.expert_tensor_parallel,
-            pipeline_parallel=self.pipeline_parallel,
-        )
+        language = replace(self.layout, ranks=world_size - self.tower.ranks)
         return Division.of(self.tower, language, world_size, rank)
 
     def grid(self, world_size: int, rank: int = 0) -> ParallelMesh:
@@ -201,8 +193,8 @@ class MegatronTowersStrategy(TowersStrategy):
         """Return tower and language model."""
         tower, language = self.grid(world_size), self.grid(world_size, self.tower.ranks)
         return (
-            ModelPart(tower, self.tower.tower_options(), lambda whole: self.take_part(whole, True)),
-            ModelPart(language, super().options, lambda whole: self.take_part(whole, False)),
+            ModelPart(tower, tower_layout(self.tower), lambda whole: self.take_part(whole, True)),
+            ModelPart(language, self.layout, lambda whole: self.take_part(whole, False)),
         )
 
     def setup_environment(self) -> None:
@@ -218,15 +210,15 @@ class MegatronTowersStrategy(TowersStrategy):
         return self.division
 
     @property
-    def layout(self) -> str:
+    def description(self) -> str:
         """Both layouts in words."""
         return self.own.describe()
 
     @property
-    def options(self) -> ParallelOptions:
+    def options(self) -> Layout:
         """The options of this rank's side."""
         is_tower = self.division is not None and self.division.is_tower
-        return self.tower.tower_options() if is_tower else super().options
+        return tower_layout(self.tower) if is_tower else self.layout
 
     @property
     def divides_steps(self) -> str | None:
@@ -285,7 +277,7 @@ class MegatronTowersStrategy(TowersStrategy):
         relay = Relay(self.broadcast, own.language.members.start, self.root_device, self.host_group())
         common = module, model, self.precision, self.micro_batches, before_backward
         if own.is_tower:
-            schedule, context = super().options, self.precision.step_context
+            schedule, context = self.layout, self.precision.step_context
             encoder = TowerRunner(module.config, model, self._bridge, own, schedule, context)
             return TowerStepper(*common, encoder=encoder, relay=relay)
         module.arrivals = FeatureReceiver(self._bridge, model.token_multiple)
@@ -363,7 +355,7 @@ class MegatronTowersBesideStrategy(TowersStrategy):
                 "it out, or give the tower ranks of its own with MegatronTowersStrategy."
             )
         try:
-            return replace(self.tower, ranks=world_size).mesh(rank, 0)
+            return self.tower.mesh(world_size, rank, 0)
         except LayoutError as error:
             raise LayoutError(f"the tower: {error}") from error
 
@@ -379,14 +371,12 @@ class MegatronTowersBesideStrategy(TowersStrategy):
     def parts(self, world_size: int) -> Sequence[ModelPart]:
         """Return tower and language model."""
         return (
-            ModelPart(
-                self.tower_mesh(world_size), self.tower.tower_options(), lambda whole: self.take_part(whole, True)
-            ),
+            ModelPart(self.tower_mesh(world_size), tower_layout(self.tower), lambda whole: self.take_part(whole, True)),
             ModelPart(self.grid(world_size), self.options, lambda whole: self.take_part(whole, False)),
         )
 
     @property
-    def layout(self) -> str:
+    def description(self) -> str:
         """Both layouts in words."""
         tower = self.tower_mesh(self.mesh.world_size, self.mesh.global_rank)
         return f"tower on {tower.describe()}; language model on {self.mesh.describe()}"
@@ -401,7 +391,7 @@ class MegatronTowersBesideStrategy(TowersStrategy):
         """Split both models. The tower then belongs to the language model's tree, under its own names."""
         model = super().split(module, root)
         assert self._part is not None and isinstance(root, VLM)
-        options = options_for(module, self._part, self.tower.tower_options())
+        options = options_for(module, self._part, tower_layout(self.tower))
         mesh = self.tower_mesh(self.mesh.world_size, self.mesh.global_rank)
         tower = ParallelModel(self._part, mesh, options)
         root.attach(self._part)

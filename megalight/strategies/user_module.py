@@ -13,8 +13,8 @@ from torch import nn
 
 from megalight.errors import ConfigurationError
 from megalight.models.module import MegalightModule, check_signatures
+from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.options import ParallelOptions
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -33,7 +33,7 @@ def seed_of(module: pl.LightningModule, seed: int) -> int:
     return module.seed if isinstance(module, MegalightModule) else seed % 2**63
 
 
-def options_for(module: pl.LightningModule, model: nn.Module, options: ParallelOptions) -> ParallelOptions:
+def options_for(module: pl.LightningModule, model: nn.Module, options: Layout) -> Layout:
     """Return the strategy's options for the unsplit model, with the module's transforms and, if needed, its plan."""
     if not isinstance(module, MegalightModule):
         return options

@@ -2,4 +2,3 @@
 
 from megalight.towers.colocated import TowersBeside as TowersBeside
 from megalight.towers.disjoint import TowersApart as TowersApart
-from megalight.towers.layout import Side as Side

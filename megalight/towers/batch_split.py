@@ -12,8 +12,9 @@ from megalight.data.multimodal.patches import Images
 from megalight.errors import LayoutError
 from megalight.parallel.bridge.communicator import lanes
 from megalight.parallel.coupling import Coupling
+from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
-from megalight.towers.layout import Side, check_tower
+from megalight.towers.layout import check_tower
 
 
 def consecutive(lengths: Sequence[int], count: int) -> list[range]:
@@ -135,7 +136,7 @@ class Division:
         self.replicas = every if self.is_tower else range(own, own + 1)
 
     @classmethod
-    def of(cls, tower: Side, language: Side, world_size: int, rank: int) -> Division:
+    def of(cls, tower: Layout, language: Layout, world_size: int, rank: int) -> Division:
         """Divide all ranks; the tower's come first. This is arithmetic: a mistake costs no process group.
 
         Raises:
@@ -164,8 +165,8 @@ class Division:
         return f"tower on {self.tower.describe()}; language model on {self.language.describe()}"
 
 
-def _mesh(name: str, side: Side, rank: int, first: int) -> ParallelMesh:
+def _mesh(name: str, side: Layout, rank: int, first: int) -> ParallelMesh:
     try:
-        return side.mesh(rank, first)
+        return side.mesh(side.ranks, rank, first)
     except LayoutError as error:
         raise LayoutError(f"{name}, on {side.ranks} ranks from {first} on: {error}") from error

@@ -27,6 +27,7 @@ from megalight.parallel.data_parallel import DataParallelOptions, unit_memory
 from megalight.parallel.data_parallel.units import Units
 from megalight.parallel.frozen_model import TensorRoute, exchange
 from megalight.parallel.groups import new_group, uses_backend
+from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.pipeline.agenda import Agenda
@@ -36,7 +37,7 @@ from megalight.parallel.run_engine import engine_over
 from megalight.parallel.step import StepDriver
 from megalight.towers.batch_split import balanced, end_to_end, take
 from megalight.towers.language import LanguageTask, features, padded
-from megalight.towers.layout import Side, check_tower
+from megalight.towers.layout import check_tower, tower_layout
 from megalight.towers.run import Build, MakeOptimizer, Towers
 from megalight.types import Loss
 
@@ -303,8 +304,8 @@ class TowersBeside(Towers):
 
         run = TowersBeside(
             config,
-            tower=Side(ranks=4),
-            language=Side(ranks=4, tensor_parallel=2, sequence_parallel=True),
+            tower=Layout(ranks=4),
+            language=Layout(ranks=4, tensor_parallel=2, sequence_parallel=True),
             optimizer=make_optimizer,
         )
         for number in range(steps):
@@ -323,7 +324,9 @@ class TowersBeside(Towers):
         replica: the replica of the language model whose micro-batches this rank reads.
     """
 
-    def _divide(self, tower: Side, language: Side, sharing: DataParallelOptions, world: int, rank: int) -> ParallelMesh:
+    def _divide(
+        self, tower: Layout, language: Layout, sharing: DataParallelOptions, world: int, rank: int
+    ) -> ParallelMesh:
         for name, side in (("tower", tower), ("language model", language)):
             if side.ranks != world:
                 raise LayoutError(
@@ -331,14 +334,14 @@ class TowersBeside(Towers):
                     f"set ranks={world}, or use TowersApart."
                 )
         check_tower(tower)
-        self._meshes = tower.mesh(rank, 0), language.mesh(rank, 0)
+        self._meshes = tower.mesh(world, rank, 0), language.mesh(world, rank, 0)
         return self._meshes[1]
 
     def _begin(
-        self, tower: Side, language: Side, optimizer: MakeOptimizer, sharing: DataParallelOptions, build: Build
+        self, tower: Layout, language: Layout, optimizer: MakeOptimizer, sharing: DataParallelOptions, build: Build
     ) -> None:
-        self.tower = build(True, self._meshes[0], tower.tower_options())
-        self.language = build(False, self._meshes[1], language.options())
+        self.tower = build(True, self._meshes[0], tower_layout(tower))
+        self.language = build(False, self._meshes[1], language)
         self.replica = self.language.mesh.rank("dp")
         models = [self.tower, self.language]
         self.optimizer = optimizer([p for model in models for p in model.parameters()])

@@ -2,7 +2,8 @@
 
 ::
 
-    run = TowersApart(config, tower=Side(ranks=2, tensor_parallel=2), language=Side(ranks=2), optimizer=make_optimizer)
+    tower, language = Layout(ranks=2, tensor_parallel=2), Layout(ranks=2)
+    run = TowersApart(config, tower=tower, language=language, optimizer=make_optimizer)
     for number in range(steps):
         outcome = run.forward_backward(lambda replica: micro_batches_of(replica, number))
         run.clip_grad_norm(1.0)
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,13 +31,13 @@ from megalight.parallel.bridge import BridgeCommunicator
 from megalight.parallel.coupling import contents
 from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions
 from megalight.parallel.data_parallel.unit_memory import UnitPass
+from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.options import ParallelOptions
 from megalight.parallel.pipeline.schedules import ActionKind, build
 from megalight.towers.batch_split import Division, consecutive, end_to_end, features_of, take
 from megalight.towers.language import LanguageTask, features, padded
-from megalight.towers.layout import Side
+from megalight.towers.layout import tower_layout
 from megalight.towers.run import Build, MakeOptimizer, Towers
 from megalight.training import Training
 
@@ -96,7 +98,7 @@ class TowerRunner:
         model: ParallelModel,
         bridge: BridgeCommunicator,
         division: Division,
-        language: ParallelOptions,
+        language: Layout,
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.config = config
@@ -206,26 +208,28 @@ class TowersApart(Towers):
             :class:`~megalight.towers.run.Towers` raises.
     """
 
-    def _divide(self, tower: Side, language: Side, sharing: DataParallelOptions, world: int, rank: int) -> ParallelMesh:
+    def _divide(
+        self, tower: Layout, language: Layout, sharing: DataParallelOptions, world: int, rank: int
+    ) -> ParallelMesh:
         self._division = Division.of(tower, language, world, rank)
         self.is_tower, self.replicas = self._division.is_tower, self._division.replicas
         self.mesh = self._division.mesh
         return self.mesh
 
     def _begin(
-        self, tower: Side, language: Side, optimizer: MakeOptimizer, sharing: DataParallelOptions, build: Build
+        self, tower: Layout, language: Layout, optimizer: MakeOptimizer, sharing: DataParallelOptions, build: Build
     ) -> None:
         division = self._division
-        options = tower.tower_options() if self.is_tower else language.options()
-        self.model = build(self.is_tower, self.mesh, options)
+        options = tower_layout(tower) if self.is_tower else language
+        self.model = build(self.is_tower, self.mesh, replace(options, data_parallel=sharing))
         self.model.coupling = division.coupling()
         self.bridge = BridgeCommunicator(division.tower, division.language, device=self.model.device)
         task = LanguageTask(FeatureReceiver(self.bridge, self.model.token_multiple), self.model.token_multiple)
-        self.training = Training(self.model, optimizer(self.model.parameters()), task, data_parallel=sharing)
+        self.training = Training(self.model, optimizer(self.model.parameters()), task)
         self.optimizer, self.engine = self.training.optimizer, self.training.engine
         # Gradients are those of both models.
         self.engine.main_gradients.everyone = dist.group.WORLD
-        self._encoder = TowerRunner(self.config, self.model, self.bridge, division, language.options())
+        self._encoder = TowerRunner(self.config, self.model, self.bridge, division, language)
 
     def forward_backward(self, read: Read) -> Tensor:
         """Run a step forward and backward; gradients are reduced. Return the mean loss, equal on all ranks.

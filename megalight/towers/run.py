@@ -15,16 +15,16 @@ from megalight.models.vlm.config import VLMConfig
 from megalight.models.vlm.model import VLM
 from megalight.models.vlm.task import freeze as freeze_parameters
 from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions, clip_coefficient
+from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.options import ParallelOptions
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.source import Source
 from megalight.parallel.transform import ModelTransform, apply_transforms
-from megalight.towers.layout import Side, divided
+from megalight.towers.layout import divided
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
-Build = Callable[[bool, ParallelMesh, ParallelOptions], ParallelModel]
+Build = Callable[[bool, ParallelMesh, Layout], ParallelModel]
 """Builds the tower (True) or everything else (False) over a mesh."""
 
 
@@ -63,8 +63,8 @@ class Towers(ABC):
         self,
         config: VLMConfig,
         *,
-        tower: Side,
-        language: Side,
+        tower: Layout,
+        language: Layout,
         optimizer: MakeOptimizer,
         seed: int = 1234,
         source: Source | None = None,
@@ -86,7 +86,7 @@ class Towers(ABC):
         apply_transforms(whole, self.transforms)
         parts = divided(whole)
 
-        def build(tower: bool, mesh: ParallelMesh, options: ParallelOptions) -> ParallelModel:
+        def build(tower: bool, mesh: ParallelMesh, options: Layout) -> ParallelModel:
             return ParallelModel.build(
                 parts[0] if tower else parts[1],
                 mesh,
@@ -103,12 +103,14 @@ class Towers(ABC):
         self._fresh = True
 
     @abstractmethod
-    def _divide(self, tower: Side, language: Side, sharing: DataParallelOptions, world: int, rank: int) -> ParallelMesh:
+    def _divide(
+        self, tower: Layout, language: Layout, sharing: DataParallelOptions, world: int, rank: int
+    ) -> ParallelMesh:
         """Check the layouts, and return the mesh whose random streams this rank has."""
 
     @abstractmethod
     def _begin(
-        self, tower: Side, language: Side, optimizer: MakeOptimizer, sharing: DataParallelOptions, build: Build
+        self, tower: Layout, language: Layout, optimizer: MakeOptimizer, sharing: DataParallelOptions, build: Build
     ) -> None:
         """Build the models of this rank, its engine and its optimizer."""
 

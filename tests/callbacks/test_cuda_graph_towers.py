@@ -18,10 +18,10 @@ from megalight.parallel.recompute import RecomputeOptions
 from megalight.parallel.recompute.apply import apply_recompute
 from megalight.strategies import (
     DataParallelOptions,
+    Layout,
     MegatronStrategy,
     MegatronTowersBesideStrategy,
     MegatronTowersStrategy,
-    Side,
 )
 from megalight.types import PackedSequences, packed_sequences
 from tests.models.test_vlm_strategy import CONFIGS, by_hand, fit
@@ -51,36 +51,43 @@ def recorded(name: str, counts: str, scope: Any, options: dict[str, Any]) -> dic
 
 RUNS: dict[str, tuple[str, int, str, str, dict[str, Any], list[int]]] = {
     # Scope, ranks, model, images of rows, options; replayed forwards of a step on each rank, or the step.
-    "beside": ("layer", 2, "llava", "same", {**BESIDE, "tower": Side(), **SP}, [2 * 4 + 2 * 4] * 2),
-    "apart": ("layer", 2, "intern", "same", {**APART, "tower": Side()}, [2 * 4] * 2),
+    "beside": ("layer", 2, "llava", "same", {**BESIDE, "tower": Layout(), **SP}, [2 * 4 + 2 * 4] * 2),
+    "apart": ("layer", 2, "intern", "same", {**APART, "tower": Layout()}, [2 * 4] * 2),
     # The tower's ranks divide rows of images for their layers, and trade them for heads in attention.
-    "apart, cp of the tower": ("layer", 3, "qwen3", "same_huge", {**APART, "tower": Side(ranks=2, **CP)}, [12, 12, 8]),
+    "apart, cp of the tower": (
+        "layer",
+        3,
+        "qwen3",
+        "same_huge",
+        {**APART, "tower": Layout(ranks=2, **CP)},
+        [12, 12, 8],
+    ),
     "beside, attention, sharded": (
         "attention",
         2,
         "qwen3",
         "same_huge",
-        {**BESIDE, "tower": Side(**SP), **SHARDED},
+        {**BESIDE, "tower": Layout(**SP), **SHARDED},
         [3 * 2 + 2 * 2] * 2,
     ),
     "together": ("layer", 2, "llava", "same", PP, [2 * 4 + 1 * 4, 1 * 4]),
-    "beside, pp": ("layer", 2, "deep", "same", {**BESIDE, "tower": Side(), **PP}, [2 * 4 + 2 * 4] * 2),
-    "apart, sharded": ("layer", 4, "llava", "same", {**APART, "tower": Side(ranks=2), **SHARDED}, [4] * 4),
+    "beside, pp": ("layer", 2, "deep", "same", {**BESIDE, "tower": Layout(), **PP}, [2 * 4 + 2 * 4] * 2),
+    "apart, sharded": ("layer", 4, "llava", "same", {**APART, "tower": Layout(ranks=2), **SHARDED}, [4] * 4),
     # A frozen tower has no backward pass.
-    "frozen": ("layer", 2, "frozen", "same", {**BESIDE, "tower": Side(), **SP}, [2 * 4] * 2),
-    "adapters": ("layer", 2, "tower_adapters", "same", {**BESIDE, "tower": Side(), **SP}, [2 * 4 + 2 * 4] * 2),
+    "frozen": ("layer", 2, "frozen", "same", {**BESIDE, "tower": Layout(), **SP}, [2 * 4] * 2),
+    "adapters": ("layer", 2, "tower_adapters", "same", {**BESIDE, "tower": Layout(), **SP}, [2 * 4 + 2 * 4] * 2),
     "together, whole steps": ("iteration", 2, "llava", "same", SP, [1] * 2),
-    "beside, whole steps": ("iteration", 2, "llava", "same", {**BESIDE, "tower": Side(), **SP}, [1] * 2),
-    "beside, whole steps, pp": ("iteration", 2, "deep", "same", {**BESIDE, "tower": Side(), **PP}, [1] * 2),
-    "beside, whole steps, cp": ("iteration", 2, "qwen", "same_huge", {**BESIDE, "tower": Side(**CP), **SP}, [1] * 2),
-    "beside, whole steps, frozen": ("iteration", 2, "frozen", "same", {**BESIDE, "tower": Side(), **SP}, [1] * 2),
+    "beside, whole steps": ("iteration", 2, "llava", "same", {**BESIDE, "tower": Layout(), **SP}, [1] * 2),
+    "beside, whole steps, pp": ("iteration", 2, "deep", "same", {**BESIDE, "tower": Layout(), **PP}, [1] * 2),
+    "beside, whole steps, cp": ("iteration", 2, "qwen", "same_huge", {**BESIDE, "tower": Layout(**CP), **SP}, [1] * 2),
+    "beside, whole steps, frozen": ("iteration", 2, "frozen", "same", {**BESIDE, "tower": Layout(), **SP}, [1] * 2),
     # The first replica always sees the same shapes, but a graph is of the shapes of both: each of two is replayed once.
     "beside, whole steps, replicas": (
         "iteration",
         2,
         "llava",
         "other_replica",
-        {**BESIDE, "tower": Side(**SP)},
+        {**BESIDE, "tower": Layout(**SP)},
         [1] * 2,
     ),
     "recompute": (
@@ -88,7 +95,7 @@ RUNS: dict[str, tuple[str, int, str, str, dict[str, Any], list[int]]] = {
         2,
         "llava",
         "same",
-        {**BESIDE, "tower": Side(recompute=RecomputeOptions(granularity="full")), **SP},
+        {**BESIDE, "tower": Layout(recompute=RecomputeOptions(granularity="full")), **SP},
         [2 * 4] * 2,
     ),
 }
@@ -149,7 +156,7 @@ def test_images_of_known_sizes_bring_no_copies_from_the_host(name: str, monkeypa
 
 
 def test_whole_steps_of_a_tower_on_ranks_of_its_own_are_not_recorded() -> None:
-    for found in run(recorded, 2, "llava", "same", "iteration", {**APART, "tower": Side()}):
+    for found in run(recorded, 2, "llava", "same", "iteration", {**APART, "tower": Layout()}):
         assert found["replays"] == 0
         assert re.search(
             r"reads on the host, in the middle of a step, how many rows have arrived; record both .* scope='layer'",

@@ -62,7 +62,7 @@ REQUESTS = [([[5, 6, 7], [8]], 3), ([[9, 10, 11, 12, 13]], 9)]
 
 def _each(degrees: dict[str, int], error: bool) -> tuple[int, list[list[int]], int]:
     root = build().double().to("meta")
-    split = megalight.parallelize(root, seed=3, fill=True, **degrees)
+    split = megalight.parallelize(root, megalight.Layout(**degrees), seed=3, fill=True)
     replica, engine = split.mesh.rank("dp"), DynamicEngine(ParallelGPT(split), num_blocks=8, block_size=3)
     prompts, count = REQUESTS[replica]
     stop = raising(2) if error and replica == 0 else None
@@ -82,7 +82,7 @@ def _each(degrees: dict[str, int], error: bool) -> tuple[int, list[list[int]], i
 
 
 def _poisoned(options: dict[str, int], bad: int) -> Any:
-    split = megalight.parallelize(build().double().to("meta"), seed=3, fill=True, **options)
+    split = megalight.parallelize(build().double().to("meta"), megalight.Layout(**options), seed=3, fill=True)
     with torch.no_grad():
         for chunk in split.chunks:
             if chunk.embed is not None:

@@ -27,7 +27,8 @@ def ask(model: Any, replica: int) -> list[list[int]]:
 
 def _generate(degrees: dict[str, int]) -> tuple[int, list[list[int]], list[list[int]]]:
     root = build().double().to("meta")
-    split = megalight.parallelize(root, sequence_parallel="tensor_parallel" in degrees, seed=3, fill=True, **degrees)
+    layout = megalight.Layout(sequence_parallel="tensor_parallel" in degrees, **degrees)
+    split = megalight.parallelize(root, layout, seed=3, fill=True)
     replica, model = split.mesh.rank("dp"), ParallelGPT(split)
     return replica, ask(model, replica), ask(model, (replica + 1) % split.mesh.dp)
 

@@ -30,7 +30,7 @@ from megalight.parallel.precision import (
 )
 from megalight.parallel.recompute import RecomputeOptions, apply_recompute, check_recompute
 from megalight.plugins.transformer_engine.low_precision import TransformerEngineProducts
-from megalight.strategies import DataParallelOptions, MegatronTowersBesideStrategy, Side
+from megalight.strategies import DataParallelOptions, Layout, MegatronTowersBesideStrategy
 from tests.models.test_vlm_strategy import CONFIGS, SP, fit
 from tests.models.vlm_samples import LANGUAGE, QWEN, batch
 from tests.strategies.training import assert_same_gradients
@@ -160,13 +160,13 @@ def of_one_device(low: LowPrecisionOptions | None, name: str = "wide") -> dict[s
     ("ranks", "layout"),
     [
         (2, SP),
-        (3, {**SP, "tower": Side()}),
+        (3, {**SP, "tower": Layout()}),
         # Replicas that divide images would scale other rows together, so either side has one.
-        (2, {"pipeline_parallel": 2, **BESIDE, "tower": Side(**SP)}),
-        (4, {"tower": Side(ranks=2), "data_parallel": DataParallelOptions(level="optim_grads_params")}),
+        (2, {"pipeline_parallel": 2, **BESIDE, "tower": Layout(**SP)}),
+        (4, {"tower": Layout(ranks=2), "data_parallel": DataParallelOptions(level="optim_grads_params")}),
         pytest.param(2, {"pipeline_parallel": 2}, marks=pytest.mark.full),
-        pytest.param(3, {"tower": Side(ranks=2, **SP)}, marks=pytest.mark.full),
-        pytest.param(2, {**SP, **BESIDE, "tower": Side(tensor_parallel=2)}, marks=pytest.mark.full),
+        pytest.param(3, {"tower": Layout(ranks=2, **SP)}, marks=pytest.mark.full),
+        pytest.param(2, {**SP, **BESIDE, "tower": Layout(tensor_parallel=2)}, marks=pytest.mark.full),
     ],
     ids=str,
 )
@@ -190,9 +190,9 @@ def test_8_bits_in_both_towers_are_those_of_one_device(recipe: str, ranks: int, 
         ("tensorwise", 2, {"tensor_parallel": 2}),
         pytest.param("delayed", 2, {"tensor_parallel": 2}, marks=pytest.mark.full),
         pytest.param("rowwise", 2, {"tensor_parallel": 2}, marks=pytest.mark.full),
-        pytest.param("delayed", 2, {"tower": Side()}, marks=pytest.mark.full),
+        pytest.param("delayed", 2, {"tower": Layout()}, marks=pytest.mark.full),
         pytest.param("blockwise", 2, {"pipeline_parallel": 2}, marks=pytest.mark.full),
-        pytest.param("mxfp8", 2, {"tower": Side()}, marks=pytest.mark.full),
+        pytest.param("mxfp8", 2, {"tower": Layout()}, marks=pytest.mark.full),
         pytest.param(
             "delayed", 2, {"data_parallel": DataParallelOptions(level="optim_grads_params")}, marks=pytest.mark.full
         ),
@@ -247,7 +247,7 @@ def test_rows_of_padding_count_for_scales(recipe: str) -> None:
     assert found["losses"] == pytest.approx(plain["losses"], rel=5e-3)
 
 
-CP = Side(context_parallel=2)
+CP = Layout(context_parallel=2)
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", pytest.param("tensorwise", marks=pytest.mark.full)])
@@ -288,7 +288,7 @@ def test_8_bits_in_a_tower_whose_ranks_share_rows(recipe: str, ranks: int, layou
 def test_8_bits_in_one_of_two_towers_apart(towers: str) -> None:
     low = LowPrecisionOptions("rowwise", towers=(towers,), emulate=True)
     found, expected = (
-        run(fit, 2, "wide", "mixed", {"micro_batch_size": 2, "low": low, "tower": Side()}),
+        run(fit, 2, "wide", "mixed", {"micro_batch_size": 2, "low": low, "tower": Layout()}),
         of_one_device(low),
     )
     assert_same_gradients(found[0]["gradients"] | found[1]["gradients"], expected["gradients"])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megalight import checkpoint
 from megalight.checkpoint import views_of_parameters
 from megalight.parallel.frozen_model import FrozenModel
+from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.pipeline.carry import Carry
@@ -40,7 +41,7 @@ def _share(replica: int) -> list[dict[str, Any]]:
 
 def _results(ours: dict[str, int], theirs: dict[str, int]) -> tuple[int, list[float]]:
     mesh = ParallelMesh(4, dist.get_rank(), **ours)
-    declared = FrozenModel(task=Doubling(), seed=5, **theirs)
+    declared = FrozenModel(task=Doubling(), seed=5, layout=Layout(**theirs))
     frozen = declared.build("teacher", mesh, torch.float32, torch.device("cpu"))
     share, before = _share(mesh.rank("dp")), torch.get_rng_state()
     for _ in range(2):  # forms are known the second time

@@ -20,9 +20,9 @@ from megalight.models.gpt import GPT
 from megalight.nn.init import initialize
 from megalight.parallel import initial_values
 from megalight.parallel.data_parallel import DataParallelOptions
+from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.options import ParallelOptions
 from megalight.parallel.run_engine import engine_over
 from megalight.parallel.source import Filled, Target
 from tests.strategies.training import BASE, canonical
@@ -35,7 +35,7 @@ def _built(name: str, seed: int, **degrees: int) -> ParallelModel:
     mesh = ParallelMesh(dist.get_world_size(), dist.get_rank(), **degrees)
     with torch.device("meta"):
         root = GPT(BASE if name == "model" else SMALL)
-    options = ParallelOptions(sequence_parallel=mesh.tp > 1)
+    options = Layout.on(mesh, sequence_parallel=mesh.tp > 1)
     return ParallelModel.build(root, mesh, options, name=name, dtype=torch.float64, seed=seed)
 
 
@@ -90,7 +90,7 @@ def _placed(dtype: torch.dtype = torch.bfloat16, tp: int = 1) -> ParallelModel:
     with torch.device("meta"):
         root = GPT(SMALL)
     root.layers["0"].mlp_norm.weight.requires_grad_(False)
-    model = ParallelModel(root, ParallelMesh(world, rank, tp=tp), ParallelOptions())
+    model = ParallelModel(root, ParallelMesh(world, rank, tp=tp), Layout())
     model.place("cpu", dtype)
     return model
 

@@ -19,9 +19,9 @@ from megalight.ops.grouped_linear.low_precision_stacks import Apart
 from megalight.ops.parameter import cast_of, precision_of
 from megalight.parallel.data_parallel import DataParallelOptions
 from megalight.parallel.expert import ExpertOptions
+from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import EXPERT_DATA_AXES, ParallelMesh
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.options import ParallelOptions
 from megalight.parallel.precision import LowPrecisionOptions, apply_low_precision, remove_low_precision
 from megalight.parallel.run_engine import engine_over
 from megalight.parallel.shard import ShardSpec
@@ -61,7 +61,7 @@ def _experts(degrees: dict[str, int], options: LowPrecisionOptions) -> dict[str,
     """Three steps of a model with experts, without an update between them."""
     mesh = ParallelMesh(dist.get_world_size(), dist.get_rank(), **degrees)
     root = build(WIDE, ffn_hidden_size=64).double().to("meta")
-    model = ParallelModel.build(root, mesh, ParallelOptions(sequence_parallel=mesh.tp > 1), seed=3)
+    model = ParallelModel.build(root, mesh, Layout.on(mesh, sequence_parallel=mesh.tp > 1), seed=3)
     session = apply_low_precision(root, options, mesh, specs=model.specs)
     step = StepDriver(model, Task())
     step.engine = engine_over([model], [model.parameters()], DataParallelOptions(level="no_shard"))
@@ -156,7 +156,7 @@ def _padded() -> list[tuple[list[int], int]]:
     for dispatcher in ("all_to_all", "all_gather"):
         mesh = ParallelMesh(2, dist.get_rank(), ep=2)
         root = build(WIDE, ffn_hidden_size=64).double().to("meta")
-        model = ParallelModel.build(root, mesh, ParallelOptions(expert=ExpertOptions(dispatcher)), seed=3)
+        model = ParallelModel.build(root, mesh, Layout.on(mesh, expert=ExpertOptions(dispatcher)), seed=3)
         apply_low_precision(root, PADDED, mesh, specs=model.specs)
         experts = next(module for module in root.modules() if isinstance(module, Experts))
         rows: list[int] = []

@@ -17,9 +17,9 @@ from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.gpt.plan import gpt_plan
 from megalight.models.transforms import LoRA, describe, rebuild
 from megalight.nn.init import initialize
+from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.options import ParallelOptions
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.styles import Row
@@ -66,7 +66,7 @@ def built() -> tuple[str, float, list[str]]:
     mesh = ParallelMesh(2, dist.get_rank(), tp=2)
     with torch.device("meta"):
         model = GPT(GPTConfig(**BASE))
-    options = ParallelOptions(transforms=(Draft(6),))
+    options = Layout(transforms=(Draft(6),))
     parallel = ParallelModel.build(model, mesh, options, seed=3)
     assert isinstance(model.draft, RowLinear)
     assert parallel.added == {"model.draft.weight", f"model.draft.largest.{dist.get_rank()}"}
@@ -77,7 +77,7 @@ def built() -> tuple[str, float, list[str]]:
 def test_each_method_acts_in_its_turn() -> None:
     with torch.device("meta"):
         model = GPT(GPTConfig(**BASE))
-    alone = ParallelModel.build(model, ParallelMesh(), ParallelOptions(transforms=(Draft(6),)), seed=3)
+    alone = ParallelModel.build(model, ParallelMesh(), Layout(transforms=(Draft(6),)), seed=3)
     weight = alone.root.draft.weight.detach()
     for rank, (name, largest, tensors) in enumerate(run(built, 2)):
         assert name == f"model.draft.largest.{rank}"
@@ -97,9 +97,9 @@ def test_a_model_is_changed_once() -> None:
     assert apply_transforms(model, []) == made
     with torch.device("meta"):
         model = GPT(GPTConfig(**BASE))
-    parallel = ParallelModel(model, ParallelMesh(), ParallelOptions(plan=gpt_plan(model), transforms=(LoRA(2),)))
+    parallel = ParallelModel(model, ParallelMesh(), Layout(plan=gpt_plan(model), transforms=(LoRA(2),)))
     with pytest.raises(LayoutError, match=r"was split already \(.*LoRA\(rank=2"):
-        parallel.check_same(ParallelMesh(), ParallelOptions())
+        parallel.check_same(ParallelMesh(), Layout())
 
 
 def test_a_model_with_values_keeps_them_and_draws_what_is_new() -> None:
@@ -107,7 +107,7 @@ def test_a_model_with_values_keeps_them_and_draws_what_is_new() -> None:
     model, twin = GPT(config), GPT(config)
     initialize(model, 5)
     kept = {name: p.detach().clone() for name, p in model.named_parameters()}
-    parallel = megalight.parallelize(model, transforms=[LoRA(2)], seed=9, fill=True)
+    parallel = megalight.parallelize(model, megalight.Layout(transforms=(LoRA(2),)), seed=9, fill=True)
     apply_transforms(twin, [LoRA(2)])
     initialize(twin, 9, "model.")
     for (name, parameter), (_, drawn) in zip(parallel.root.named_parameters(), twin.named_parameters(), strict=True):

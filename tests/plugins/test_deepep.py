@@ -24,8 +24,8 @@ from megalight.parallel.apply import parallelize
 from megalight.parallel.expert import DISPATCHERS, ExpertOptions
 from megalight.parallel.initial_values import initialize, materialize
 from megalight.parallel.interleaved_passes import PassInterleaver
+from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.options import ParallelOptions
 from megalight.parallel.pipeline.options import PipelineOptions
 from megalight.parallel.tensor.shared import Shared
 from megalight.plugins import package
@@ -226,7 +226,7 @@ def test_the_old_name() -> None:
 
 def test_a_schedule_that_hides_nothing() -> None:
     with pytest.raises(LayoutError, match=r"dispatcher='hybridep'\), whose messages block"):
-        ParallelOptions(expert=ExpertOptions("hybridep"), pipeline=PipelineOptions(schedule="combined"))
+        Layout(expert=ExpertOptions("hybridep"), pipeline=PipelineOptions(schedule="combined"))
 
 
 def test_defaults() -> None:

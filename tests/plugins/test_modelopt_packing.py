@@ -130,4 +130,4 @@ def test_a_cpu_does_not_compute_with_blocks(plain: str, tmp_path: Any) -> None:
 def test_rows_that_blocks_do_not_divide_are_refused() -> None:
     model = GPT(replace(BASE, hidden_size=24, num_heads=2))
     with pytest.raises(ConfigurationError, match="blocks of 16 features do not divide"):
-        megalight.parallelize(model, transforms=[Quantizers("NVFP4_DEFAULT_CFG")])
+        megalight.parallelize(model, megalight.Layout(transforms=(Quantizers("NVFP4_DEFAULT_CFG"),)))

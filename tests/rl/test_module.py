@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader
 from megalight.errors import ConfigurationError, DataError, MegalightError
 from megalight.inference import generate
 from megalight.models.config import DropoutConfig
-from megalight.models.distillation import TeacherLayout
 from megalight.models.gpt import GPT
 from megalight.models.gpt.config import MultiTokenConfig
 from megalight.models.stored import held_model, save_model
 from megalight.nn.init import initialize
 from megalight.nn.moe.config import MoEConfig
+from megalight.parallel.layout import Layout
 from megalight.rl import rollouts
 from megalight.rl.environment import PromptBatch, RLTask
 from megalight.rl.loss import PolicyLoss
@@ -171,7 +171,7 @@ def test_a_reference_in_a_layout_of_its_own_holds_the_policy(
     options = {
         "loss": PolicyLoss(normalize=normalize, kl=0.5),
         "reference": folder,
-        "reference_layout": TeacherLayout(**theirs),
+        "reference_layout": Layout(**theirs),
     }
     runs = run(trained, ranks, strategy, options)
     check(runs, figures, weights)

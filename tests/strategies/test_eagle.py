@@ -30,8 +30,8 @@ from megalight.nn.init import initialize
 from megalight.nn.moe import MoEConfig, RouterConfig
 from megalight.parallel.apply import check_split
 from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.options import ParallelOptions
 from megalight.strategies import DataParallelOptions, MegatronStrategy
 from tests.strategies.training import BASE, SEED, assert_weights, global_batch
 from tests.support.environment import trainer
@@ -342,7 +342,7 @@ def test_bad_options_are_refused(base: Path, options: dict[str, Any], message: s
 def test_the_draft_has_no_stages() -> None:
     with torch.device("meta"):
         draft = DraftModel(config().beside(SERVED["dense"]))
-    options = ParallelOptions(plan=eagle_plan(draft))
+    options = Layout(plan=eagle_plan(draft))
     message = r"DraftModel has no pipeline stages: it has one layer\. .*model\.pipeline_parallel"
     with pytest.raises(LayoutError, match=message):
         check_split(draft, ParallelMesh(2, 0, pp=2), options, torch.float64, torch.device("cpu"))

@@ -15,10 +15,10 @@ from megalight.data.gpt.module import GPTDataModule
 from megalight.data.indexed import IndexedWriter
 from megalight.errors import ConfigurationError, DataError
 from megalight.inference.recording import record_states
-from megalight.models.distillation import TeacherLayout
 from megalight.models.eagle import EagleConfig, EagleModule
 from megalight.models.eagle.base import BaseModel
 from megalight.models.stored import held_model, save_model
+from megalight.parallel.layout import Layout
 from megalight.strategies import MegatronStrategy
 from tests.strategies.test_eagle import CP, KIMI, LR, SERVED, SP, config, served
 from tests.strategies.training import SEED, gathered
@@ -48,10 +48,10 @@ def record(
     draft: EagleConfig,
     packed: bool = False,
     val_samples: int | None = None,
-    layout: TeacherLayout | None = None,
+    layout: Layout | None = None,
     **options: Any,
 ) -> Path:
-    data, base = data_of(folder, packed, val_samples=val_samples), BaseModel(folder / "base", layout or TeacherLayout())
+    data, base = data_of(folder, packed, val_samples=val_samples), BaseModel(folder / "base", layout or Layout())
     data.trainer = SimpleNamespace(max_steps=STEPS, accumulate_grad_batches=1)  # type: ignore[assignment]
     record_states(base, draft.beside(base.config), data, folder / name, micro_batch_size=3, **options)
     return folder / name
@@ -118,7 +118,7 @@ def test_a_run_without_validation_samples_is_recorded(folder: Path) -> None:
 
 
 def test_a_base_that_the_run_divides_is_recorded_whole(folder: Path) -> None:
-    divided = record(folder, "divided", config(), layout=TeacherLayout(tensor_parallel=2, sequence_parallel=True))
+    divided = record(folder, "divided", config(), layout=Layout(tensor_parallel=2, sequence_parallel=True))
     sample = data_of(folder).validation_samples()[0][0]  # type: ignore[index]
     found, wanted = (StatesStore(each).read(0, sample, "validation") for each in (divided, folder / "rows"))
     torch.testing.assert_close(found.hidden, wanted.hidden)

@@ -68,7 +68,7 @@ def test_an_unknown_argument_is_refused_by_each_strategy(strategy: Any, options:
 
 def test_a_strategy_of_a_users_own_takes_its_own_arguments() -> None:
     strategy = Own(own=3, tensor_parallel=2)
-    assert (strategy.own, strategy.tensor_parallel) == (3, 2)
+    assert (strategy.own, strategy.layout.tensor_parallel) == (3, 2)
 
 
 def test_constructors_show_their_own_arguments() -> None:

@@ -20,7 +20,7 @@ from megalight.models.module import Carry
 from megalight.models.packing import pack
 from megalight.nn.init import initialize
 from megalight.parallel.frozen_model import FrozenModel
-from megalight.parallel.options import ParallelOptions
+from megalight.parallel.layout import Layout
 from megalight.strategies import MegatronStrategy
 from megalight.types import Loss, TokenBatch, WithResults
 from tests.strategies.training import BASE, SEED, assert_weights, global_batch, whole
@@ -56,7 +56,7 @@ class Student(Logits):
         self.teacher = teacher
 
     def frozen_models(self) -> dict[str, FrozenModel]:
-        return {"teacher": FrozenModel(task=Logits(TEACHER), seed=TEACHER_SEED, **self.teacher)}
+        return {"teacher": FrozenModel(task=Logits(TEACHER), seed=TEACHER_SEED, layout=Layout(**self.teacher))}
 
     def forward_step(self, model: nn.Module, batch: WithResults, carry: Carry | None = None) -> Carry:  # type: ignore[override]
         return super().forward_step(model, batch.batch, carry)
@@ -132,7 +132,7 @@ def check(student: dict[str, Any], teacher: dict[str, Any], accelerator: str = "
 
 
 SHARES = {"tensor_parallel": 2, "sequence_parallel": True}
-WHOLE = {"tensor_parallel": 4, "options": ParallelOptions(sequence_parallel=True)}
+WHOLE = {"tensor_parallel": 4, "sequence_parallel": True}
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ WHOLE = {"tensor_parallel": 4, "options": ParallelOptions(sequence_parallel=True
         (4, SHARES, WHOLE),
         pytest.param(4, {"pipeline_parallel": 2}, {}, marks=pytest.mark.full),
         (4, {"pipeline_parallel": 2}, {"tensor_parallel": 4}),
-        (4, {}, {"tensor_parallel": 2, "pipeline_parallel": 2, "options": ParallelOptions(pipeline_layout="Ett|tL")}),
+        (4, {}, {"tensor_parallel": 2, "pipeline_parallel": 2, "pipeline_layout": "Ett|tL"}),
         pytest.param(4, {**SHARES, "pipeline_parallel": 2}, {"tensor_parallel": 2}, marks=pytest.mark.full),
     ],
 )

@@ -327,7 +327,7 @@ def test_arguments_read_like_those_of_lightning() -> None:
     assert MegatronFSDPStrategy().data_parallel == DataParallelOptions(level=FULL)
     given = DataParallelOptions(gradient_dtype="bfloat16")
     strategy = MegatronFSDPStrategy("SHARD_GRAD_OP", ["Block"], True, data_parallel=given, tensor_parallel=2)
-    assert strategy.tensor_parallel == 2
+    assert strategy.layout.tensor_parallel == 2
     assert strategy.data_parallel == DataParallelOptions(
         level=GRADS, units=("Block",), reduce_scatter_with_fp32_accumulation=True, gradient_dtype="bfloat16"
     )

@@ -15,8 +15,8 @@ from megalight.models.gpt import GPT, AttentionConfig, GPTConfig, MultiTokenConf
 from megalight.nn.moe import BalanceConfig, MoEConfig
 from megalight.optim import AdamConfig, GroupRule
 from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.options import ParallelOptions
 from megalight.parallel.recompute import RecomputeOptions
 from megalight.strategies import PipelineOptions
 from tests.strategies.test_mamba import HYBRID
@@ -143,4 +143,4 @@ def test_depths_need_a_place(text: str, message: str) -> None:
     with torch.device("meta"):
         model = GPT(replace(MODELS["two"], num_layers=2))
     with pytest.raises(LayoutError, match=message):
-        ParallelOptions(pipeline_layout=text).layout(model, ParallelMesh(2, 0, pp=2))
+        Layout(pipeline_parallel=2, pipeline_layout=text).stages(model, ParallelMesh(2, 0, pp=2))

@@ -28,11 +28,11 @@ from megalight.plugins.precision import MegatronLowPrecision
 from megalight.strategies import (
     CheckpointOptions,
     DataParallelOptions,
+    Layout,
     MegatronStrategy,
     MegatronTowersBesideStrategy,
     MegatronTowersStrategy,
     PipelineOptions,
-    Side,
 )
 from tests.models.test_vlm_strategy import CONFIGS as VLMS
 from tests.models.test_vlm_strategy import WithData as VLMWithData
@@ -63,12 +63,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2dp2": (4, {"tensor_parallel": 2}),
     "tp2pp2": (4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
 }
-BESIDE = {"kind": MegatronTowersBesideStrategy, "tower": Side()}
+BESIDE = {"kind": MegatronTowersBesideStrategy, "tower": Layout()}
 TOWERS: dict[str, tuple[int, dict[str, Any]]] = {
-    "apart, tower cp2": (3, {"kind": MegatronTowersStrategy, "tower": Side(ranks=2, context_parallel=2)}),
+    "apart, tower cp2": (3, {"kind": MegatronTowersStrategy, "tower": Layout(ranks=2, context_parallel=2)}),
     "beside, tower cp2": (
         2,
-        {**BESIDE, "tower": Side(context_parallel=2), "tensor_parallel": 2, "sequence_parallel": True},
+        {**BESIDE, "tower": Layout(context_parallel=2), "tensor_parallel": 2, "sequence_parallel": True},
     ),
     "beside, full pp2": (
         4,

@@ -27,11 +27,11 @@ from megalight.parallel.recompute import RecomputeOptions
 from megalight.strategies import (
     CheckpointOptions,
     DataParallelOptions,
+    Layout,
     MegatronStrategy,
     MegatronTowersBesideStrategy,
     MegatronTowersStrategy,
     PipelineOptions,
-    Side,
 )
 from megalight.towers.disjoint import FeatureReceiver
 from megalight.types import Loss
@@ -60,109 +60,109 @@ SHARDED = {"data_parallel": DataParallelOptions(level="optim_grads_params")}
 GRADS = {"data_parallel": DataParallelOptions(level="optim_grads")}
 CHOSEN = [
     # Model, images of rows, ranks, layout of the tower, layout of the language model.
-    ("qwen", "mixed", 3, Side(ranks=2), GRADS),
-    ("qwen", "mixed", 4, Side(ranks=2, **CP), CP),
-    ("naflex", "one", 3, Side(ranks=2, **CP, recompute=RecomputeOptions(granularity="full")), {}),
-    ("deep_qwen", "mixed", 4, Side(ranks=2), {**VPP, **SHARDED}),
-    ("experts", "mixed", 4, Side(ranks=2), {"expert_parallel": 2, **SHARDED}),
-    ("qwen3", "mixed", 4, Side(ranks=2, recompute=RecomputeOptions(granularity="full")), SHARDED),
-    ("onevision", "mixed", 4, Side(ranks=2, **SP), SP),
+    ("qwen", "mixed", 3, Layout(ranks=2), GRADS),
+    ("qwen", "mixed", 4, Layout(ranks=2, **CP), CP),
+    ("naflex", "one", 3, Layout(ranks=2, **CP, recompute=RecomputeOptions(granularity="full")), {}),
+    ("deep_qwen", "mixed", 4, Layout(ranks=2), {**VPP, **SHARDED}),
+    ("experts", "mixed", 4, Layout(ranks=2), {"expert_parallel": 2, **SHARDED}),
+    ("qwen3", "mixed", 4, Layout(ranks=2, recompute=RecomputeOptions(granularity="full")), SHARDED),
+    ("onevision", "mixed", 4, Layout(ranks=2, **SP), SP),
     (
         "qwen",
         "one",
         3,
-        Side(recompute=RecomputeOptions(granularity="full")),
+        Layout(recompute=RecomputeOptions(granularity="full")),
         {**CP, "context": ContextOptions("all_gather")},
     ),
-    ("deep", "mixed", 3, Side(), {**PP, "pipeline": PipelineOptions(schedule="zero_bubble")}),
-    ("deep", "none", 3, Side(), {**PP, "pipeline_layout": "Et|t|t|tL"}),
+    ("deep", "mixed", 3, Layout(), {**PP, "pipeline": PipelineOptions(schedule="zero_bubble")}),
+    ("deep", "none", 3, Layout(), {**PP, "pipeline_layout": "Et|t|t|tL"}),
 ]
 FULL = [
-    ("qwen", "mixed", 4, Side(ranks=2, **SP), SP),
-    ("llava", "one", 3, Side(), {}),
-    ("both_adapters", "mixed", 3, Side(), SP),
+    ("qwen", "mixed", 4, Layout(ranks=2, **SP), SP),
+    ("llava", "one", 3, Layout(), {}),
+    ("both_adapters", "mixed", 3, Layout(), SP),
     # Ranks of the tower share the rows of each image; class tokens are left out between their runs.
-    ("intern", "mixed", 3, Side(ranks=2, **CP), {}),
+    ("intern", "mixed", 3, Layout(ranks=2, **CP), {}),
     # Each side shards what it has over replicas of its own.
-    ("qwen3", "mixed", 4, Side(ranks=2), {**PP, **SHARDED}),
-    ("experts", "mixed", 3, Side(), {"expert_parallel": 2}),
-    ("aligned", "mixed", 3, Side(), CP),
-    ("deep_qwen", "mixed", 4, Side(ranks=2, **TP), VPP),
-    ("llava", "mixed", 2, Side(), {}),
-    ("qwen", "mixed", 3, Side(ranks=2), {}),
-    ("qwen3", "mixed", 4, Side(ranks=2, **SP), PP),
-    ("tiles", "mixed", 4, Side(ranks=2), SP),
-    ("language_adapters", "mixed", 2, Side(), {}),
-    ("frozen", "mixed", 4, Side(ranks=2), SHARDED),
-    ("llava", "none", 4, Side(ranks=2, **CP), PP),
-    ("qwen3", "one", 6, Side(ranks=4, **CP), SP),
-    ("qwen", "huge", 6, Side(ranks=4, **SP, **CP), {}),
-    ("radio", "mixed", 3, Side(ranks=2, **CP), {}),
-    ("intern", "mixed", 6, Side(ranks=4, **SP, **CP), CP),
-    ("onevision", "mixed", 4, Side(ranks=2, **CP), SP),
-    ("tower_adapters", "mixed", 3, Side(ranks=2, **CP), {}),
-    ("qwen", "mixed", 6, Side(ranks=4, **CP), SHARDED),
-    ("llava", "mixed", 4, Side(ranks=2), SHARDED),
-    ("llava", "none", 4, Side(ranks=2), SHARDED),
-    ("qwen", "mixed", 3, Side(), SHARDED),
-    ("qwen", "one", 6, Side(ranks=4, **SP), {**CP, **SHARDED}),
-    ("language_adapters", "mixed", 4, Side(ranks=2), SHARDED),
-    ("llava", "none", 2, Side(), {}),
-    ("llava", "mixed", 4, Side(ranks=2, **TP), {}),
-    ("llava", "one", 4, Side(ranks=2), SP),
-    ("qwen", "none", 4, Side(ranks=2), {}),
-    ("qwen", "mixed", 3, Side(), {}),
-    ("qwen", "mixed", 6, Side(ranks=2, **SP), {**SP, **CP}),
-    ("qwen", "mixed", 6, Side(ranks=4, **TP), {**TP}),
-    ("deep_qwen", "mixed", 4, Side(ranks=2), PP),
-    ("deep_qwen", "mixed", 6, Side(ranks=2, **SP), {**SP, **PP}),
-    ("deep", "one", 5, Side(), {**SP, **VPP}),
-    ("rates", "mixed", 3, Side(), SP),
-    ("qwen3", "none", 3, Side(), {**CP}),
-    ("deep_qwen3", "one", 4, Side(ranks=2), VPP),
-    ("frozen", "mixed", 4, Side(ranks=2, **SP), PP),
-    ("naflex", "mixed", 4, Side(ranks=2, **SP), {}),
-    ("tower_adapters", "mixed", 4, Side(ranks=2), {}),
-    ("experts", "mixed", 4, Side(ranks=2), {"expert_parallel": 2}),
-    ("experts", "one", 6, Side(ranks=2, **SP), {**SP, "expert_parallel": 2, "expert_tensor_parallel": 2}),
+    ("qwen3", "mixed", 4, Layout(ranks=2), {**PP, **SHARDED}),
+    ("experts", "mixed", 3, Layout(), {"expert_parallel": 2}),
+    ("aligned", "mixed", 3, Layout(), CP),
+    ("deep_qwen", "mixed", 4, Layout(ranks=2, **TP), VPP),
+    ("llava", "mixed", 2, Layout(), {}),
+    ("qwen", "mixed", 3, Layout(ranks=2), {}),
+    ("qwen3", "mixed", 4, Layout(ranks=2, **SP), PP),
+    ("tiles", "mixed", 4, Layout(ranks=2), SP),
+    ("language_adapters", "mixed", 2, Layout(), {}),
+    ("frozen", "mixed", 4, Layout(ranks=2), SHARDED),
+    ("llava", "none", 4, Layout(ranks=2, **CP), PP),
+    ("qwen3", "one", 6, Layout(ranks=4, **CP), SP),
+    ("qwen", "huge", 6, Layout(ranks=4, **SP, **CP), {}),
+    ("radio", "mixed", 3, Layout(ranks=2, **CP), {}),
+    ("intern", "mixed", 6, Layout(ranks=4, **SP, **CP), CP),
+    ("onevision", "mixed", 4, Layout(ranks=2, **CP), SP),
+    ("tower_adapters", "mixed", 3, Layout(ranks=2, **CP), {}),
+    ("qwen", "mixed", 6, Layout(ranks=4, **CP), SHARDED),
+    ("llava", "mixed", 4, Layout(ranks=2), SHARDED),
+    ("llava", "none", 4, Layout(ranks=2), SHARDED),
+    ("qwen", "mixed", 3, Layout(), SHARDED),
+    ("qwen", "one", 6, Layout(ranks=4, **SP), {**CP, **SHARDED}),
+    ("language_adapters", "mixed", 4, Layout(ranks=2), SHARDED),
+    ("llava", "none", 2, Layout(), {}),
+    ("llava", "mixed", 4, Layout(ranks=2, **TP), {}),
+    ("llava", "one", 4, Layout(ranks=2), SP),
+    ("qwen", "none", 4, Layout(ranks=2), {}),
+    ("qwen", "mixed", 3, Layout(), {}),
+    ("qwen", "mixed", 6, Layout(ranks=2, **SP), {**SP, **CP}),
+    ("qwen", "mixed", 6, Layout(ranks=4, **TP), {**TP}),
+    ("deep_qwen", "mixed", 4, Layout(ranks=2), PP),
+    ("deep_qwen", "mixed", 6, Layout(ranks=2, **SP), {**SP, **PP}),
+    ("deep", "one", 5, Layout(), {**SP, **VPP}),
+    ("rates", "mixed", 3, Layout(), SP),
+    ("qwen3", "none", 3, Layout(), {**CP}),
+    ("deep_qwen3", "one", 4, Layout(ranks=2), VPP),
+    ("frozen", "mixed", 4, Layout(ranks=2, **SP), PP),
+    ("naflex", "mixed", 4, Layout(ranks=2, **SP), {}),
+    ("tower_adapters", "mixed", 4, Layout(ranks=2), {}),
+    ("experts", "mixed", 4, Layout(ranks=2), {"expert_parallel": 2}),
+    ("experts", "one", 6, Layout(ranks=2, **SP), {**SP, "expert_parallel": 2, "expert_tensor_parallel": 2}),
 ]
 BESIDE_LAYOUTS = [
-    ("both_adapters", "mixed", 2, Side(**TP), {}),
+    ("both_adapters", "mixed", 2, Layout(**TP), {}),
     (
         "qwen",
         "mixed",
         4,
-        Side(**CP),
+        Layout(**CP),
         {"data_parallel": DataParallelOptions(level="optim_grads_params", units=("TransformerLayer",))},
     ),
     # Replicas of the tower are on both stages, which shard other layers; here one of them has none.
-    ("deep", "mixed", 4, Side(), {**PP, "pipeline_layout": "E|ttttL", **SHARDED}),
-    ("experts", "mixed", 2, Side(**SP), {"expert_parallel": 2}),
-    ("tiles", "mixed", 2, Side(), SP),
-    ("frozen", "mixed", 2, Side(), {**SP, **SHARDED}),
-    ("deep_qwen", "mixed", 4, Side(**SP), {**VPP, **SHARDED}),
-    ("llava", "none", 2, Side(), {**PP, **GRADS}),
-    ("deep", "mixed", 4, Side(), {**PP, "pipeline": PipelineOptions(schedule="zero_bubble"), **SHARDED}),
+    ("deep", "mixed", 4, Layout(), {**PP, "pipeline_layout": "E|ttttL", **SHARDED}),
+    ("experts", "mixed", 2, Layout(**SP), {"expert_parallel": 2}),
+    ("tiles", "mixed", 2, Layout(), SP),
+    ("frozen", "mixed", 2, Layout(), {**SP, **SHARDED}),
+    ("deep_qwen", "mixed", 4, Layout(**SP), {**VPP, **SHARDED}),
+    ("llava", "none", 2, Layout(), {**PP, **GRADS}),
+    ("deep", "mixed", 4, Layout(), {**PP, "pipeline": PipelineOptions(schedule="zero_bubble"), **SHARDED}),
     (
         "deep",
         "mixed",
         4,
-        Side(**CP),
+        Layout(**CP),
         {**PP, **SP, "data_parallel": DataParallelOptions(level="optim_grads_params", units=("TransformerLayer",))},
     ),
 ]
 FULL_BESIDE = [
-    ("qwen3", "mixed", 2, Side(), SP),
-    ("qwen", "mixed", 2, Side(**CP), SP),
-    ("llava", "mixed", 2, Side(**TP), SHARDED),
+    ("qwen3", "mixed", 2, Layout(), SP),
+    ("qwen", "mixed", 2, Layout(**CP), SP),
+    ("llava", "mixed", 2, Layout(**TP), SHARDED),
     # Each model shards over its own replicas: four of the tower, two of the language model.
-    ("qwen3", "mixed", 4, Side(), {**SP, **SHARDED}),
-    ("llava", "none", 2, Side(), {**SP, **GRADS}),
-    ("qwen3", "mixed", 4, Side(), {**PP, **SHARDED}),
-    ("qwen3", "huge", 4, Side(**CP), {**PP, **SHARDED}),
-    ("frozen", "mixed", 4, Side(), {**PP, **SHARDED}),
-    ("both_adapters", "one", 4, Side(), {**PP, **SHARDED}),
-    ("experts", "mixed", 4, Side(), {**PP, "expert_parallel": 2, **SHARDED}),
+    ("qwen3", "mixed", 4, Layout(), {**SP, **SHARDED}),
+    ("llava", "none", 2, Layout(), {**SP, **GRADS}),
+    ("qwen3", "mixed", 4, Layout(), {**PP, **SHARDED}),
+    ("qwen3", "huge", 4, Layout(**CP), {**PP, **SHARDED}),
+    ("frozen", "mixed", 4, Layout(), {**PP, **SHARDED}),
+    ("both_adapters", "one", 4, Layout(), {**PP, **SHARDED}),
+    ("experts", "mixed", 4, Layout(), {**PP, "expert_parallel": 2, **SHARDED}),
 ]
 
 
@@ -175,7 +175,7 @@ def joined(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("layout", [*CHOSEN, *(pytest.param(each, marks=pytest.mark.full) for each in FULL)], ids=str)
-def test_layout_trains_the_same_model(layout: tuple[str, str, int, Side, dict[str, Any]]) -> None:
+def test_layout_trains_the_same_model(layout: tuple[str, str, int, Layout, dict[str, Any]]) -> None:
     name, counts, ranks, tower, language = layout
     options = {"tower": tower, **language, "micro_batch_size": 1}
     found, expected = run(fit, ranks, name, counts, options, timeout=240), by_hand(name, counts)
@@ -191,7 +191,7 @@ def test_layout_trains_the_same_model(layout: tuple[str, str, int, Side, dict[st
 @pytest.mark.parametrize(
     "layout", [*BESIDE_LAYOUTS, *(pytest.param(each, marks=pytest.mark.full) for each in FULL_BESIDE)], ids=str
 )
-def test_layout_beside_trains_the_same_model(layout: tuple[str, str, int, Side, dict[str, Any]]) -> None:
+def test_layout_beside_trains_the_same_model(layout: tuple[str, str, int, Layout, dict[str, Any]]) -> None:
     name, counts, ranks, tower, language = layout
     options = {"kind": MegatronTowersBesideStrategy, "tower": tower, **language, "micro_batch_size": 1}
     whole, expected = joined(run(fit, ranks, name, counts, options, timeout=240)), by_hand(name, counts)
@@ -212,8 +212,8 @@ def _with_lengths(options: dict[str, Any]) -> tuple[list[float], dict[str, Any]]
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        (3, {"kind": MegatronTowersStrategy, "tower": Side(), **TP}),
-        (2, {"kind": MegatronTowersBesideStrategy, "tower": Side(**TP)}),
+        (3, {"kind": MegatronTowersStrategy, "tower": Layout(), **TP}),
+        (2, {"kind": MegatronTowersBesideStrategy, "tower": Layout(**TP)}),
     ],
     ids=["apart", "beside"],
 )
@@ -262,15 +262,18 @@ def go_on(options: dict[str, Any], steps: int, save: str, resume: str | None = N
     return {name: float(value) for name, value in runner.callback_metrics.items()}
 
 
-APART = (4, {"kind": MegatronTowersStrategy, "tower": Side(ranks=2, **SP), **PP})
-APART_SHARDED = (4, {"kind": MegatronTowersStrategy, "tower": Side(ranks=2), **SHARDED})
-BESIDE = (4, {"kind": MegatronTowersBesideStrategy, "tower": Side(), **SP, **PP})
-BESIDE_SHARDED = (2, {"kind": MegatronTowersBesideStrategy, "tower": Side(), **SP, **SHARDED})
-STAGES_SHARDED = (4, {"kind": MegatronTowersBesideStrategy, "tower": Side(), **PP, **SHARDED})
-APART_CP = (3, {"kind": MegatronTowersStrategy, "tower": Side(ranks=2, **CP)})
-BESIDE_CP = (2, {"kind": MegatronTowersBesideStrategy, "tower": Side(**CP), **SP})
+APART = (4, {"kind": MegatronTowersStrategy, "tower": Layout(ranks=2, **SP), **PP})
+APART_SHARDED = (4, {"kind": MegatronTowersStrategy, "tower": Layout(ranks=2), **SHARDED})
+BESIDE = (4, {"kind": MegatronTowersBesideStrategy, "tower": Layout(), **SP, **PP})
+BESIDE_SHARDED = (2, {"kind": MegatronTowersBesideStrategy, "tower": Layout(), **SP, **SHARDED})
+STAGES_SHARDED = (4, {"kind": MegatronTowersBesideStrategy, "tower": Layout(), **PP, **SHARDED})
+APART_CP = (3, {"kind": MegatronTowersStrategy, "tower": Layout(ranks=2, **CP)})
+BESIDE_CP = (2, {"kind": MegatronTowersBesideStrategy, "tower": Layout(**CP), **SP})
 ALONE = (1, {})
-OTHER = (2, {"kind": MegatronTowersBesideStrategy, "tower": Side(recompute=RecomputeOptions(granularity="full"), **SP)})
+OTHER = (
+    2,
+    {"kind": MegatronTowersBesideStrategy, "tower": Layout(recompute=RecomputeOptions(granularity="full"), **SP)},
+)
 TOGETHER = (2, SP)
 
 
@@ -393,11 +396,11 @@ def small(**options: Any) -> MegatronTowersStrategy:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tower": Side(ranks=4)}, r"tower\.ranks=4 leaves no rank of 4"),
-        ({"tower": Side(ranks=1), **TP}, r"the language model, on 3 ranks from 1 on: world size 3 is not a multiple"),
-        ({"tower": Side(ranks=3, **TP)}, r"the tower, on 3 ranks from 0 on: world size 3 is not a multiple"),
-        ({"tower": Side(ranks=2, pipeline_parallel=2)}, r"the tower has pipeline_parallel=2"),
-        ({"tower": Side(expert_parallel=2)}, r"the tower has expert_parallel=2, expert_tensor_parallel=1; it has no"),
+        ({"tower": Layout(ranks=4)}, r"tower\.ranks=4 leaves no rank of 4"),
+        ({"tower": Layout(ranks=1), **TP}, r"the language model, on 3 ranks from 1 on: world size 3 is not a multiple"),
+        ({"tower": Layout(ranks=3, **TP)}, r"the tower, on 3 ranks from 0 on: world size 3 is not a multiple"),
+        ({"tower": Layout(ranks=2, pipeline_parallel=2)}, r"the tower has pipeline_parallel=2"),
+        ({"tower": Layout(expert_parallel=2)}, r"the tower has expert_parallel=2, expert_tensor_parallel=1; it has no"),
         ({"expert_parallel": 2}, r"the language model, on 3 ranks from 1 on"),
         ({"micro_batch_size": "auto"}, r"micro_batch_size='auto' with a tower"),
         ({"checkpoints": CheckpointOptions(format="dp_reshardable")}, r"format='dp_reshardable' with a tower"),
@@ -411,7 +414,7 @@ def test_bad_layouts_are_refused_before_processes(options: dict[str, Any], messa
 
 @pytest.mark.parametrize("degrees", [(2, 3), (3, 2)])
 def test_degrees_must_divide_each_other(degrees: tuple[int, int]) -> None:
-    strategy = MegatronTowersStrategy(tower=Side(ranks=degrees[0]))
+    strategy = MegatronTowersStrategy(tower=Layout(ranks=degrees[0]))
     with pytest.raises(LayoutError, match="one must divide the other"):
         strategy.grid(sum(degrees))
 
@@ -510,7 +513,7 @@ def _validated(options: dict[str, Any]) -> dict[str, float]:
 
 def test_replicas_beside_validate_on_different_numbers_of_batches() -> None:
     (expected,) = run(_validated, 1, {})
-    for found in run(_validated, 2, {"kind": MegatronTowersBesideStrategy, "tower": Side(**TP)}):
+    for found in run(_validated, 2, {"kind": MegatronTowersBesideStrategy, "tower": Layout(**TP)}):
         assert found == pytest.approx(expected, rel=1e-9)
 
 
@@ -552,11 +555,11 @@ def _watched(folder: str, options: dict[str, Any]) -> tuple[dict[str, float], fl
 @pytest.mark.parametrize(
     ("options", "replicas"),
     [
-        pytest.param({"tower": Side()}, (0, 0), marks=pytest.mark.full),
-        ({"tower": Side()}, (0, 0, 1)),
-        pytest.param({"tower": Side(ranks=2)}, (0, 0, 0), marks=pytest.mark.full),
-        ({"tower": Side(), **VPP}, (0, 0, 0)),
-        ({"tower": Side(ranks=2)}, (0, 1, 0, 1)),
+        pytest.param({"tower": Layout()}, (0, 0), marks=pytest.mark.full),
+        ({"tower": Layout()}, (0, 0, 1)),
+        pytest.param({"tower": Layout(ranks=2)}, (0, 0, 0), marks=pytest.mark.full),
+        ({"tower": Layout(), **VPP}, (0, 0, 0)),
+        ({"tower": Layout(ranks=2)}, (0, 1, 0, 1)),
     ],
     ids=["one each", "two replicas", "two towers", "pipeline", "two lanes"],
 )
@@ -588,14 +591,14 @@ def _predicted(options: dict[str, Any]) -> list[Any]:
 
 def test_every_rank_gets_the_outputs_of_its_samples() -> None:
     expected = run(_predicted, 1, {"kind": MegatronStrategy})[0]
-    for found in run(_predicted, 2, {"kind": MegatronTowersBesideStrategy, "tower": Side(**TP)}):
+    for found in run(_predicted, 2, {"kind": MegatronTowersBesideStrategy, "tower": Layout(**TP)}):
         # The second replica has one batch less, and an empty one in its place.
         mine = [expected[0], expected[2]] if found[1] is not None else [expected[1]]
         assert_equal(found[: len(mine)], mine)
-    tower, *replicas = run(_predicted, 3, {"tower": Side(), "pipeline_parallel": 2})
+    tower, *replicas = run(_predicted, 3, {"tower": Layout(), "pipeline_parallel": 2})
     assert_equal(tower, expected)
     assert all(len(found) == 3 for found in replicas)
-    tower, first, second = run(_predicted, 3, {"tower": Side()})
+    tower, first, second = run(_predicted, 3, {"tower": Layout()})
     assert_equal(tower, expected)
     assert_equal([np.concatenate(pair) for pair in zip(first, second, strict=True)], expected)
 
@@ -610,7 +613,7 @@ def assert_equal(found: Any, expected: Any) -> None:
 def test_lanes_validate_on_different_numbers_of_batches(lanes: int) -> None:
     (expected,) = run(_validated, 1, {})
     for found in run(
-        _validated, 1 + lanes if lanes == 1 else 4, {"kind": MegatronTowersStrategy, "tower": Side(ranks=lanes)}
+        _validated, 1 + lanes if lanes == 1 else 4, {"kind": MegatronTowersStrategy, "tower": Layout(ranks=lanes)}
     ):
         assert found == pytest.approx(expected, rel=1e-9)
 
@@ -618,8 +621,8 @@ def test_lanes_validate_on_different_numbers_of_batches(lanes: int) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tower": Side(ranks=2)}, r"tower\.ranks=2, and there are 4 processes, which both models share"),
-        ({"tower": Side(tensor_parallel=3)}, r"the tower: world size 4 is not a multiple"),
+        ({"tower": Layout(ranks=2)}, r"tower\.ranks=2, and there are 4 processes, which both models share"),
+        ({"tower": Layout(tensor_parallel=3)}, r"the tower: world size 4 is not a multiple"),
         ({"tensor_parallel": 3}, r"world size 4 is not a multiple"),
         ({"expert_parallel": 3}, r"world size 4"),
     ],

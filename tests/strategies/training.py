@@ -19,9 +19,9 @@ from megalight.nn.canonical import parts
 from megalight.nn.init import initialize
 from megalight.nn.side_losses import KeptSideLosses, collecting
 from megalight.optim import AdamConfig
+from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.options import ParallelOptions
 from megalight.parallel.transform import ModelTransform
 from megalight.strategies import DataParallelOptions, MegatronStrategy
 from megalight.types import Loss, TokenBatch
@@ -233,7 +233,7 @@ def by_hand(
 ) -> dict[str, Any]:
     """The same run with torch alone: one device, torch's own AdamW and clipping; side losses by micro-batch."""
     model = build(config).to(device, dtype)
-    alone = ParallelModel(model, ParallelMesh(1, 0), ParallelOptions(transforms=tuple(transforms)))
+    alone = ParallelModel(model, ParallelMesh(1, 0), Layout(transforms=tuple(transforms)))
     initialize(model, SEED, "model.")
     alone.transform_values()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}

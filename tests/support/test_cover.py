@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megalight.parallel.recompute import RecomputeOptions
-from megalight.strategies import DataParallelOptions, Side
+from megalight.strategies import DataParallelOptions, Layout
 from tests.models import test_gpt_megatron, test_vlm_strategy
 from tests.strategies import (
     test_full_sharding_matrix,
@@ -107,7 +107,7 @@ def of_vlm(row: tuple[str, str, int, dict[str, Any]]) -> tuple[int, set[str], se
     return ranks, found, alone | ({"one device"} if ranks == 1 else set())
 
 
-def of_towers(where: str, row: tuple[str, str, int, Side, dict[str, Any]]) -> tuple[int, set[str], set[str]]:
+def of_towers(where: str, row: tuple[str, str, int, Layout, dict[str, Any]]) -> tuple[int, set[str], set[str]]:
     """A tower ``apart`` has ranks of its own; ``beside``, it has another layout on all ranks."""
     name, counts, ranks, tower, language = row
     own, rest = (tower.ranks, ranks - tower.ranks) if where == "apart" else (ranks, ranks)

@@ -16,7 +16,8 @@ from torch import nn
 from megalight.errors import ConfigurationError, DataError, LayoutError
 from megalight.models.transforms import LoRA
 from megalight.parallel.data_parallel import DataParallelOptions
-from megalight.towers import Side, TowersApart
+from megalight.parallel.layout import Layout
+from megalight.towers import TowersApart
 from megalight.towers.batch_split import consecutive
 from megalight.towers.disjoint import TowerRunner
 from tests.models.test_vlm_strategy import ADAPTERS, CONFIGS, COUNTS, FREEZE, by_hand, rows_of
@@ -39,8 +40,8 @@ def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 def make(name: str, tower: dict[str, Any], language: dict[str, Any], **options: Any) -> TowersApart:
     return TowersApart(
         CONFIGS[name],
-        tower=Side(**tower),
-        language=Side(**language),
+        tower=Layout(**tower),
+        language=Layout(**language),
         optimizer=adam,
         seed=SEED,
         dtype=torch.float64,
@@ -205,15 +206,15 @@ class Noted:
     ("side", "order"),
     [
         # One micro-batch more than the language model begins before its first backward pass.
-        (Side(), "ffbfbfbfbb."),
-        (Side(ranks=2, pipeline_parallel=2), "fffbfbfbbb."),
+        (Layout(), "ffbfbfbfbb."),
+        (Layout(ranks=2, pipeline_parallel=2), "fffbfbfbbb."),
     ],
     ids=["one stage", "two stages"],
 )
-def test_the_tower_works_ahead(side: Side, order: str) -> None:
+def test_the_tower_works_ahead(side: Layout, order: str) -> None:
     noted = Noted()
-    division, model = mock.Mock(language=side.mesh(1, 1)), nn.Linear(1, 1)
-    encoder = TowerRunner(CONFIGS["llava"], model, noted, division, side.options())  # type: ignore[arg-type]
+    division, model = mock.Mock(language=side.mesh(side.ranks, 1, 1)), nn.Linear(1, 1)
+    encoder = TowerRunner(CONFIGS["llava"], model, noted, division, side)  # type: ignore[arg-type]
 
     def send(batch: str) -> None:
         noted.notes += batch

@@ -14,7 +14,8 @@ from megalight.errors import ConfigurationError, DataError, LayoutError
 from megalight.models.vlm import VLM
 from megalight.parallel.data_parallel import DataParallelOptions
 from megalight.parallel.data_parallel.unshard import Unsharder
-from megalight.towers import Side, TowersBeside
+from megalight.parallel.layout import Layout
+from megalight.towers import TowersBeside
 from megalight.towers.batch_split import balanced
 from tests.models.test_vlm_strategy import CONFIGS, COUNTS, by_hand, rows_of
 from tests.models.vlm_samples import batch
@@ -33,8 +34,8 @@ def make(name: str, tower: dict[str, Any], language: dict[str, Any], **options: 
     world = dist.get_world_size()
     return TowersBeside(
         CONFIGS[name],
-        tower=Side(**{"ranks": world, **tower}),
-        language=Side(**{"ranks": world, **language}),
+        tower=Layout(**{"ranks": world, **tower}),
+        language=Layout(**{"ranks": world, **language}),
         optimizer=adam,
         seed=SEED,
         dtype=torch.float64,
@@ -140,7 +141,7 @@ def test_images_are_balanced_by_rows() -> None:
 def test_what_cannot_be_is_refused(
     tower: dict[str, Any], language: dict[str, Any], options: dict[str, Any], message: str
 ) -> None:
-    sides = {"tower": Side(**tower), "language": Side(**language)}
+    sides = {"tower": Layout(**tower), "language": Layout(**language)}
     with pytest.raises((LayoutError, ConfigurationError), match=message):
         TowersBeside(CONFIGS["llava"], optimizer=adam, **sides, **options)
 
@@ -199,7 +200,7 @@ def test_the_next_pass_of_the_tower_is_prefetched() -> None:
 
 
 def test_a_replica_without_micro_batches_is_told() -> None:
-    made = TowersBeside(CONFIGS["llava"], tower=Side(), language=Side(), optimizer=adam)
+    made = TowersBeside(CONFIGS["llava"], tower=Layout(), language=Layout(), optimizer=adam)
     assert isinstance(VLM(CONFIGS["llava"]).without_tower(), type(made.tower.root))
     with pytest.raises(DataError, match="there are no micro-batches"):
         made.forward_backward([])

@@ -106,7 +106,7 @@ def of_whole_steps(trainer: pl.Trainer, module: pl.LightningModule, strategy: Me
             "many rows have arrived; record both models with scope='layer', or let them share ranks "
             "(megatron_towers_beside)"
         )
-    if strategy.pipeline.schedule == "combined":
+    if strategy.layout.pipeline.schedule == "combined":
         yield "the schedule 'combined' runs forward and backward in turns, in two threads; choose another schedule"
     for owner in (*trainer.callbacks, module):  # type: ignore[attr-defined]
         if defines(owner, "on_before_backward"):
@@ -121,14 +121,14 @@ def of_whole_steps(trainer: pl.Trainer, module: pl.LightningModule, strategy: Me
 
 def of_parts(strategy: MegatronStrategy, scope: str, lanes: Iterable[Iterable[tuple[str, nn.Module]]]) -> Iterator[str]:
     """Yield reasons against recording layers, or blocks in them, one by one."""
-    if schedules.chosen(strategy.pipeline.schedule, strategy.virtual_pipeline) == "zero_bubble":
+    if schedules.chosen(strategy.layout.pipeline.schedule, strategy.layout.virtual_pipeline) == "zero_bubble":
         yield f"zero-bubble schedules keep weight gradients back, which scope={scope!r} cannot; use scope='iteration'"
-    if strategy.pipeline.schedule == "combined":
+    if strategy.layout.pipeline.schedule == "combined":
         yield f"the schedule 'combined' runs forward and backward in turns, which scope={scope!r} cannot repeat"
     # That of the language model: ranks of a tower trade rows for heads, whose numbers they know.
-    if strategy.context_parallel > 1:
+    if strategy.layout.context_parallel > 1:
         yield f"context parallelism plans its exchange inside layers, on the host; use scope='iteration', not {scope!r}"
-    if strategy.recompute.granularity == "full":
+    if strategy.layout.recompute.granularity == "full":
         yield f"recompute of whole layers runs them twice for one backward, which scope={scope!r} cannot repeat"
     parts = [named for lane in lanes for named in lane]
     for name, module in parts:

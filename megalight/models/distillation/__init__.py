@@ -9,7 +9,6 @@ from megalight.models.distillation.distiller import OUTPUT as OUTPUT
 from megalight.models.distillation.distiller import SAVED as SAVED
 from megalight.models.distillation.distiller import TEACHER as TEACHER
 from megalight.models.distillation.distiller import Distiller as Distiller
-from megalight.models.distillation.distiller import TeacherLayout as TeacherLayout
 from megalight.models.distillation.distiller import check_tokenizer as check_tokenizer
 from megalight.models.distillation.distiller import share_of as share_of
 from megalight.models.distillation.loss import DistillationLoss as DistillationLoss

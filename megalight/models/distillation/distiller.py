@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +27,7 @@ from megalight.nn import DistillationTarget, StateComparison
 from megalight.nn.canonical import parts
 from megalight.ops.divergence import Projection
 from megalight.parallel.frozen_model import FrozenModel, FrozenSubmodule
-from megalight.parallel.options import ParallelOptions
+from megalight.parallel.layout import Layout
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.source import Chosen
 from megalight.parallel.styles import VocabHeadStyle
@@ -44,32 +43,6 @@ OUTPUT = "head.output_layer"
 
 LAST = "head.norm"
 """The place of the last hidden states, which a teacher returns in any case."""
-
-
-@dataclass(frozen=True)
-class TeacherLayout:
-    """The layout of a teacher; see :class:`~megalight.parallel.options.ParallelOptions`."""
-
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    sequence_parallel: bool = False
-    pipeline_layout: str | None = None
-    expert_parallel: int = 1
-    virtual_pipeline: int = 1
-
-    def declare(self, **declared: Any) -> FrozenModel:
-        """Return a frozen model with this layout; see :class:`~megalight.parallel.frozen_model.FrozenModel`."""
-        return FrozenModel(
-            tensor_parallel=self.tensor_parallel,
-            pipeline_parallel=self.pipeline_parallel,
-            expert_parallel=self.expert_parallel,
-            options=ParallelOptions(
-                sequence_parallel=self.sequence_parallel,
-                virtual_pipeline=self.virtual_pipeline,
-                pipeline_layout=self.pipeline_layout,
-            ),
-            **declared,
-        )
 
 
 @dataclass(frozen=True)
@@ -89,7 +62,7 @@ class Distiller:
 
     folder: str | os.PathLike[str]
     loss: DistillationLoss = field(default_factory=DistillationLoss)
-    layout: TeacherLayout = field(default_factory=TeacherLayout)
+    layout: Layout = field(default_factory=Layout)
     teacher: Teacher = field(init=False, compare=False)
     files: Mapping[str, bytes] = field(init=False, compare=False, repr=False)
 
@@ -166,7 +139,8 @@ class Distiller:
         with torch.device("meta"):
             names = [SAVED + part.name for part in parts(self.teacher.build_model())]
         output = "embed.word" if config.tie_embeddings else OUTPUT
-        declared = self.layout.declare(
+        declared = FrozenModel(
+            layout=self.layout,
             task=self.teacher,
             source=Chosen(weights, {name: name for name in names}),
             for_last_stage=True,

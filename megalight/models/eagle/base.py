@@ -16,7 +16,7 @@ from megalight.data.cached_outputs import BEGUN, MANIFEST, StatesStore
 from megalight.data.cached_outputs import ENDS as RECORD_ENDS
 from megalight.data.cached_outputs import ENDS as STORED_ENDS
 from megalight.errors import ConfigurationError, DataError
-from megalight.models.distillation import OUTPUT, SAVED, Teacher, TeacherLayout, check_tokenizer
+from megalight.models.distillation import OUTPUT, SAVED, Teacher, check_tokenizer
 from megalight.models.family import Family
 from megalight.models.gpt import GPTConfig
 from megalight.models.hidden import KEPT
@@ -24,6 +24,7 @@ from megalight.models.stored import StoredModel, open_model
 from megalight.nn import Embedding, Linear, LMHead
 from megalight.nn.canonical import parts
 from megalight.parallel.frozen_model import FrozenModel, FrozenSubmodule
+from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.pipeline.carry import Carry
 from megalight.parallel.plan import ParallelizePlan
@@ -87,7 +88,7 @@ class BaseModel:
     """
 
     folder: str | os.PathLike[str]
-    layout: TeacherLayout = field(default_factory=TeacherLayout)
+    layout: Layout = field(default_factory=Layout)
     config: GPTConfig = field(init=False, compare=False)
     files: Mapping[str, bytes] = field(init=False, compare=False, repr=False)
     states: StatesStore | None = field(init=False, default=None, compare=False)
@@ -95,7 +96,7 @@ class BaseModel:
     def __post_init__(self) -> None:
         """Read the base's configuration."""
         if is_states(self.folder):
-            if self.layout != TeacherLayout():
+            if self.layout != Layout():
                 raise ConfigurationError(
                     f"{self.folder} holds hidden states, so no base runs, and it has no layout; leave tensor_parallel, "
                     "pipeline_parallel, sequence_parallel, pipeline_layout and expert_parallel out."
@@ -148,8 +149,12 @@ class BaseModel:
                 task.submodule = part  # type: ignore[assignment]
 
             return CachedBase(submodule, place)  # type: ignore[return-value]
-        return self.layout.declare(
-            task=task, source=Chosen(weights, {name: name for name in names}), for_last_stage=True, submodule=submodule
+        return FrozenModel(
+            layout=self.layout,
+            task=task,
+            source=Chosen(weights, {name: name for name in names}),
+            for_last_stage=True,
+            submodule=submodule,
         )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megalight.checkpoint.sources.combine import Lenient, Overlaid
 from megalight.errors import ConfigurationError
-from megalight.models.distillation import TeacherLayout, share_of
+from megalight.models.distillation import share_of
 from megalight.models.eagle.architecture import read_architecture, read_vocabulary
 from megalight.models.eagle.base import BASE, Base, BaseModel, serve
 from megalight.models.eagle.config import EagleConfig
@@ -23,6 +23,7 @@ from megalight.nn import DistillationTarget
 from megalight.ops.divergence import Projection
 from megalight.optim import AdamConfig
 from megalight.parallel.frozen_model import FrozenModel
+from megalight.parallel.layout import Layout
 from megalight.parallel.source import Source
 from megalight.types import Loss, TokenBatch, WithResults
 from megalight.types.batch import opened
@@ -91,7 +92,13 @@ class EagleModule(FamilyModule[EagleConfig]):
             raise ConfigurationError(f"steps={steps} must be at least 1; 4 are usual.")
         if not 0 < decay <= 1:
             raise ConfigurationError(f"decay={decay} must be above 0 and at most 1; 0.9 is usual.")
-        layout = TeacherLayout(tensor_parallel, pipeline_parallel, sequence_parallel, pipeline_layout, expert_parallel)
+        layout = Layout(
+            tensor_parallel=tensor_parallel,
+            pipeline_parallel=pipeline_parallel,
+            sequence_parallel=sequence_parallel,
+            pipeline_layout=pipeline_layout,
+            expert_parallel=expert_parallel,
+        )
         self.base_model = BaseModel(base, layout)
         if architecture is not None and config is not None:
             raise ConfigurationError("architecture describes the whole draft; give it, or config.")

@@ -148,7 +148,7 @@ class Resumed:
     def micro_batches(self, strategy: MeshStrategy) -> Found | None:
         """Return what ``micro_batch_size="auto"`` found in the same layout, if it is saved."""
         saved = self.saved.common.get("megalight", {})
-        found = saved.get("micro_batches") if saved.get("layout") == strategy.layout else None
+        found = saved.get("micro_batches") if saved.get("layout") == strategy.description else None
         return None if found is None else Found(**found)
 
     def take(self, state: Mapping[str, Any]) -> None:

@@ -71,7 +71,7 @@ class Edits:
         if not holds_whole_model(strategy):
             raise ConfigurationError(
                 f'a hook edited checkpoint["state_dict"] ({name}), but each rank holds only its part of the model '
-                f"({strategy.layout}). Keep the values under a key of their own, or leave them to a "
+                f"({strategy.description}). Keep the values under a key of their own, or leave them to a "
                 "ModelTransform."
             )
         buckets = [] if strategy.engine is None else strategy.engine.buckets
@@ -238,7 +238,7 @@ def save(strategy: MeshStrategy, entries: dict[str, Any], path: str, edits: Edit
         "version": __version__,
         "torch": version("torch"),
         "lightning": version("lightning"),
-        "layout": strategy.layout if strategy.handed_back is None else strategy.run.model.mesh.describe(),
+        "layout": strategy.description if strategy.handed_back is None else strategy.run.model.mesh.describe(),
     }
     if (sizes := strategy.micro_batches) is not None and sizes.result is not None:
         common["megalight"]["micro_batches"] = asdict(sizes.result)

@@ -12,9 +12,9 @@ from megalight.checkpoint.ranks import alone
 from megalight.models.module import MegalightModule
 from megalight.models.saved import holds_base, widest
 from megalight.ops.quantized_weight import stored_of
+from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.options import ParallelOptions
 from megalight.parallel.plan import ParallelizePlan
 from megalight.strategies.checkpoints.resuming import base_of, open_saved
 from megalight.strategies.user_module import root_of, seed_of
@@ -88,4 +88,4 @@ def _fresh(module: pl.LightningModule) -> ParallelModel:
         if isinstance(module, MegalightModule):
             module.model, module.token_multiple = None, 1
         module.configure_model()
-    return ParallelModel(root_of(module), ParallelMesh(), ParallelOptions(plan=ParallelizePlan()))
+    return ParallelModel(root_of(module), ParallelMesh(), Layout(plan=ParallelizePlan()))

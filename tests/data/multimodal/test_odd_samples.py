@@ -20,11 +20,11 @@ from megalight.models.vlm.module import VLMModule
 from megalight.optim import AdamConfig
 from megalight.parallel.pipeline.options import PipelineOptions
 from megalight.strategies import (
+    Layout,
     MegatronFSDPStrategy,
     MegatronStrategy,
     MegatronTowersBesideStrategy,
     MegatronTowersStrategy,
-    Side,
 )
 from tests.data.multimodal.conftest import png, row
 from tests.data.multimodal.test_module import dataset
@@ -50,8 +50,8 @@ PP = {"pipeline_parallel": 2, "micro_batch_size": 1}
 LAYOUTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "dp": (MegatronStrategy, {"micro_batch_size": 1}),
     "tp": (MegatronStrategy, SP),
-    "towers": (MegatronTowersStrategy, {"tower": Side(), "micro_batch_size": 1}),
-    "beside": (MegatronTowersBesideStrategy, {"tower": Side(), **SP}),
+    "towers": (MegatronTowersStrategy, {"tower": Layout(), "micro_batch_size": 1}),
+    "beside": (MegatronTowersBesideStrategy, {"tower": Layout(), **SP}),
     "cp": (MegatronStrategy, {"context_parallel": 2}),
     "pp": (MegatronStrategy, {**PP, "pipeline": PipelineOptions(schedule="zero_bubble")}),
 }
@@ -62,9 +62,9 @@ STAGES: dict[str, tuple[int, Any, dict[str, Any]]] = {
         MegatronStrategy,
         {**PP, "virtual_pipeline": 2, "pipeline": PipelineOptions(schedule="zero_bubble")},
     ),
-    "apart": (3, MegatronTowersStrategy, {"tower": Side(ranks=2, context_parallel=2), "micro_batch_size": 1}),
+    "apart": (3, MegatronTowersStrategy, {"tower": Layout(ranks=2, context_parallel=2), "micro_batch_size": 1}),
     "tower a stage": (2, MegatronStrategy, {**PP, "pipeline_layout": "E|ttttL"}),
-    "beside": (2, MegatronTowersBesideStrategy, {"tower": Side(context_parallel=2), "context_parallel": 2}),
+    "beside": (2, MegatronTowersBesideStrategy, {"tower": Layout(context_parallel=2), "context_parallel": 2}),
     "sharded": (2, MegatronFSDPStrategy, {"micro_batch_size": 1}),
     "alone": (1, MegatronStrategy, {}),
 }

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from megalight.nn.init import initialize
 from megalight.parallel.coupling import Coupling, Empty
 from megalight.parallel.data_parallel import DataParallelOptions
+from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.options import ParallelOptions
 from megalight.parallel.pipeline.carry import Carry
 from megalight.parallel.run_engine import engine_over
 from megalight.parallel.step import StepDriver
@@ -73,7 +73,7 @@ def expected(replicas: int) -> dict[str, Any]:
 def _step(degrees: dict[str, int]) -> dict[str, float]:
     mesh = ParallelMesh(dist.get_world_size(), dist.get_rank(), **degrees)
     root = build().double().to("meta")
-    options = ParallelOptions(sequence_parallel=mesh.tp > 1)
+    options = Layout.on(mesh, sequence_parallel=mesh.tp > 1)
     model = ParallelModel.build(root, mesh, options, seed=3)
     assert (model.coupling is not None) == (mesh.dp > 1)
     step = StepDriver(model, Task())
@@ -126,4 +126,4 @@ def test_ranks_that_share_tokens_are_not_coupled() -> None:
     with torch.device("meta"):
         root = build()
     mesh = ParallelMesh(4, 0, tp=2, ep=2)  # the experts of a rank lie on its tp neighbor: both run the same batches
-    assert ParallelModel(root, mesh, ParallelOptions(sequence_parallel=True)).coupling is None
+    assert ParallelModel(root, mesh, Layout.on(mesh, sequence_parallel=True)).coupling is None

@@ -29,9 +29,9 @@ from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
 from megalight.parallel.expert import AllToAllDispatcher, ExpertOptions
 from megalight.parallel.expert.token_pool import EqualTokens
 from megalight.parallel.initial_values import initialize, materialize
+from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.options import ParallelOptions
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.shard import check_cover
 from megalight.parallel.styles import Expert
@@ -286,7 +286,7 @@ def test_specs_cover_the_mesh(tp: int, cp: int, pp: int, ep: int, etp: int, tied
     for rank in range(world):
         root = copy.deepcopy(whole)
         mesh = ParallelMesh(world, rank, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
-        options = ParallelOptions(plan=gpt_plan(root), sequence_parallel=tp > 1)
+        options = Layout(plan=gpt_plan(root), tensor_parallel=tp, sequence_parallel=tp > 1)
         with patch.object(ParallelMesh, "group"):  # stages with tied weights make a group at once
             specs.append(ParallelModel(root, mesh, options).specs)
     check_cover(mesh, specs)

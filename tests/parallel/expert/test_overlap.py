@@ -21,9 +21,9 @@ from megalight.ops.linear.weight_gradient import WeightGradients
 from megalight.parallel.apply import parallelize
 from megalight.parallel.data_parallel import DataParallelOptions
 from megalight.parallel.expert import ExpertOptions
+from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.options import ParallelOptions
 from megalight.parallel.pipeline.options import PipelineOptions
 from megalight.parallel.plans import plan_for
 from megalight.parallel.recompute import RecomputeOptions
@@ -53,11 +53,11 @@ def micro_batches(replica: int, count: int) -> list[Any]:
 @functools.cache
 def expected(replicas: int, count: int) -> dict[str, torch.Tensor]:
     """Loss, norm and gradients of one device, with one rank's work after the other's."""
-    step = _stepper(ParallelMesh(), ParallelOptions())
+    step = _stepper(ParallelMesh(), Layout())
     return _answers(step, [batch for replica in range(replicas) for batch in micro_batches(replica, count)])
 
 
-def _stepper(mesh: ParallelMesh, options: ParallelOptions, dropout: DropoutConfig | None = None) -> StepDriver:
+def _stepper(mesh: ParallelMesh, options: Layout, dropout: DropoutConfig | None = None) -> StepDriver:
     root = build(replace(DEEP, dropout=dropout or DropoutConfig()), **VARIANT).double()
     if mesh.world_size == 1:
         initialize(root, 3, prefix="model.")
@@ -88,7 +88,7 @@ def _answers(step: StepDriver, batches: list[Any]) -> dict[str, torch.Tensor]:
 def found(degrees: dict[str, int], options: dict[str, Any], count: int) -> tuple[int, dict[str, Any]]:
     """Number of replicas, and loss, norm and gradients of a layout."""
     mesh = ParallelMesh(dist.get_world_size(), dist.get_rank(), **degrees)
-    step = _stepper(mesh, ParallelOptions(sequence_parallel=mesh.tp > 1, **options))
+    step = _stepper(mesh, Layout.on(mesh, sequence_parallel=mesh.tp > 1, **options))
     answers = _answers(step, micro_batches(mesh.rank("dp"), count))
     return mesh.dp, {name: value.numpy() for name, value in answers.items()}
 
@@ -160,7 +160,7 @@ def test_every_layer_with_a_shared_expert_computes_it_beside() -> None:
 )
 def test_options_that_do_not_go_with_the_shared_expert_beside(options: dict[str, Any], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
-        ParallelOptions(expert=BESIDE, **options)
+        Layout(expert=BESIDE, **options)
 
 
 @pytest.mark.parametrize(
@@ -176,11 +176,11 @@ def test_models_without_a_shared_expert(degrees: dict[str, int], moe: dict[str, 
 
 def test_schedules_without_messages_to_hide() -> None:
     with pytest.raises(LayoutError, match=r"dispatcher='all_gather'.*whose messages block"):
-        ParallelOptions(expert=ExpertOptions("all_gather"), **COMBINED)
+        Layout(expert=ExpertOptions("all_gather"), **COMBINED)
     with torch.device("meta"):
         model = build(DEEP, **VARIANT)
     with pytest.raises(LayoutError, match="with ep=1 and etp=1 there are none"):
-        ParallelModel(model, ParallelMesh(), ParallelOptions(**COMBINED))
+        ParallelModel(model, ParallelMesh(), Layout(**COMBINED))
 
 
 def _order() -> list[str]:
@@ -208,7 +208,7 @@ def _order() -> list[str]:
         run_weights(self)
 
     mesh = ParallelMesh(2, dist.get_rank(), ep=2)
-    step = _stepper(mesh, ParallelOptions(**COMBINED))
+    step = _stepper(mesh, Layout.on(mesh, **COMBINED))
     batches = micro_batches(mesh.rank("dp"), 2)
     with patch.object(dist, "all_to_all_single", started), patch.object(WeightGradients, "run", weights):
         assert step.engine is not None
@@ -242,7 +242,7 @@ def _dropped_out() -> float:
         torch.manual_seed(5)
         mesh = ParallelMesh(2, dist.get_rank(), ep=2)
         pipeline = PipelineOptions(schedule=schedule)  # type: ignore[arg-type]
-        options = ParallelOptions(pipeline=pipeline, recompute=RecomputeOptions(granularity="full"))
+        options = Layout(pipeline=pipeline, recompute=RecomputeOptions(granularity="full"))
         step = _stepper(mesh, options, DropoutConfig(hidden=0.3))
         found.append(_answers(step, micro_batches(mesh.rank("dp"), 4)))
     return max(relative_error(found[0][name], found[1][name]) for name in found[0])
@@ -258,14 +258,14 @@ def test_dispatchers_without_messages_to_hide_behind() -> None:
 
 
 def test_units_that_two_passes_would_free() -> None:
-    model = ParallelModel(build(DEEP, **VARIANT).to("meta"), ParallelMesh(2, 0, ep=2), ParallelOptions(**COMBINED))
+    model = ParallelModel(build(DEEP, **VARIANT).to("meta"), ParallelMesh(2, 0, ep=2), Layout(**COMBINED))
     model.place("cpu")
     with pytest.raises(ConfigurationError, match=r"level='optim_grads' with pipeline.schedule='combined'"):
         engine_over([model], [model.parameters()], DataParallelOptions(level="optim_grads"))
 
 
 def test_units_inside_of_what_computes_beside() -> None:
-    options = ParallelOptions(expert=BESIDE)
+    options = Layout(expert=BESIDE)
     model = ParallelModel(build(DEEP, **VARIANT).to("meta"), ParallelMesh(2, 0, ep=2), options)
     model.place("cpu")
     with pytest.raises(ConfigurationError, match=r"units names MLP, which is also .* a shared expert.*Name the layer"):
@@ -273,7 +273,7 @@ def test_units_inside_of_what_computes_beside() -> None:
 
 
 def test_devices_with_a_single_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = ParallelModel(build(DEEP, **VARIANT).to("meta"), ParallelMesh(2, 0, ep=2), ParallelOptions(**COMBINED))
+    model = ParallelModel(build(DEEP, **VARIANT).to("meta"), ParallelMesh(2, 0, ep=2), Layout(**COMBINED))
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     model.check_device()
     model.device = torch.device("cuda")

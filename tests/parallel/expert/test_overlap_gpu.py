@@ -12,9 +12,9 @@ from torch import nn
 
 from megalight.parallel.data_parallel import DataParallelOptions
 from megalight.parallel.expert import ExpertOptions
+from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.options import ParallelOptions
 from megalight.parallel.pipeline.carry import Carry
 from megalight.parallel.pipeline.options import PipelineOptions
 from megalight.parallel.recompute import RecomputeOptions
@@ -53,7 +53,7 @@ def gradients(degrees: dict[str, int], options: dict[str, Any]) -> dict[str, tor
     """The reduced gradients of this rank after two steps: the second one uses memory again."""
     mesh = ParallelMesh(dist.get_world_size(), dist.get_rank(), **degrees)
     root = build(DEEP, **VARIANT).to("meta")
-    model = ParallelModel.build(root, mesh, ParallelOptions(**options), device="cuda", seed=3)
+    model = ParallelModel.build(root, mesh, Layout.on(mesh, **options), device="cuda", seed=3)
     step = StepDriver(model, TaskOnGPU())
     step.engine = engine_over([model], [model.parameters()], DataParallelOptions(level="no_shard"))
     batches = [(ids.cuda(), labels.cuda(), lengths) for ids, labels, lengths in micro_batches(mesh.rank("dp"), 6)]

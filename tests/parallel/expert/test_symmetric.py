@@ -19,9 +19,9 @@ from megalight.parallel.expert import ExpertOptions, SymmetricDispatcher, copy_e
 from megalight.parallel.expert.all_to_all import Traffic
 from megalight.parallel.expert.copy_engine import BOUNDARY, PeerExchange, Regions
 from megalight.parallel.interleaved_passes import Abandoned, PassInterleaver
+from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.options import ParallelOptions
 from megalight.parallel.peers import memory
 from megalight.parallel.tensor.shared import Shared
 from tests.parallel.expert import test_dispatch, test_overlap
@@ -163,7 +163,7 @@ def test_an_abandoned_pass_leaves_its_slot_free() -> None:
 def _connected(reason: str | None) -> str:
     with symmetric_on_cpu(), patch.object(memory, "unreachable", lambda group: reason):
         mesh = ParallelMesh(2, dist.get_rank(), ep=2)
-        options = ParallelOptions(expert=ExpertOptions("symmetric"))
+        options = Layout(expert=ExpertOptions("symmetric"))
         try:
             ParallelModel.build(build().to("meta"), mesh, options)
         except LayoutError as error:

@@ -1,14 +1,17 @@
-"""Options of the split of one model; the mesh has the degrees."""
+"""The layout of one model: how it is split over ranks, with which options."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
 from megalight.errors import LayoutError
 from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.data_parallel.options import DataParallelOptions
+from megalight.parallel.degrees import check_degrees
 from megalight.parallel.expert.options import ExpertOptions
 from megalight.parallel.layers import depths_of
 from megalight.parallel.mesh import ParallelMesh
@@ -22,38 +25,68 @@ from megalight.parallel.transform import ModelTransform
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelOptions:
-    """The options of :class:`~megalight.parallel.model.ParallelModel`, in addition to the mesh.
+class Layout:
+    """How one model is split over ranks; data parallelism uses the ranks that the degrees leave.
+
+    The arguments of :class:`~megalight.strategies.MegatronStrategy` with these names make one.
 
     Attributes:
-        plan: how the model's modules are split; None: the plan registered for the model's type, or none.
-        sequence_parallel: each rank holds a share of the tokens of hidden states between split layers.
-        tensor: how split layers hide their communication.
+        ranks: number of ranks, for a vision tower or a language model that has ranks of its own.
+        tensor_parallel: number of ranks over which each layer's weights are split.
+        sequence_parallel: whether each rank holds a share of the tokens of hidden states between split layers.
+        tensor: how split layers overlap their communication with matrix products.
+        context_parallel: number of ranks over which each sequence is split.
         context: how attention gets the tokens of other ``cp`` ranks.
+        expert_parallel: number of ranks over which experts are sharded.
+        expert_tensor_parallel: number of ranks over which each expert's weights are split.
         expert: how copies of tokens get to their experts on other ranks.
-        pipeline: the schedule, and how layers are divided over ``pp``.
-        virtual_pipeline: number of chunks of layers per pipeline rank.
+        pipeline_parallel: number of pipeline ranks over which the layers are divided.
+        virtual_pipeline: number of chunks of layers per pipeline rank. A layout string decides it.
         pipeline_layout: the layers of each stage, as a string; None: as ``pipeline`` says.
+        pipeline: the schedule, and how layers are divided over ``pp``.
         recompute: activations that the backward pass computes again.
+        data_parallel: how replicas share gradients and optimizer state; None: the default of what trains the model.
+        plan: how the model's modules are split; None: the plan registered for the model's type, or none.
         transforms: changes of the model's structure, in this order.
 
     Raises:
-        LayoutError: options that do not go together.
+        LayoutError: options that do not go together, whatever the model.
+        ConfigurationError: likewise.
     """
 
-    plan: ParallelizePlan | None = None
+    ranks: int = 1
+    tensor_parallel: int = 1
     sequence_parallel: bool = False
     tensor: TensorOptions = field(default_factory=TensorOptions)
+    context_parallel: int = 1
     context: ContextOptions = field(default_factory=ContextOptions)
+    expert_parallel: int = 1
+    expert_tensor_parallel: int = 1
     expert: ExpertOptions = field(default_factory=ExpertOptions)
-    pipeline: PipelineOptions = field(default_factory=PipelineOptions)
+    pipeline_parallel: int = 1
     virtual_pipeline: int = 1
     pipeline_layout: str | None = None
+    pipeline: PipelineOptions = field(default_factory=PipelineOptions)
     recompute: RecomputeOptions = field(default_factory=RecomputeOptions)
+    data_parallel: DataParallelOptions | None = None
+    plan: ParallelizePlan | None = None
     transforms: tuple[ModelTransform, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse options of experts that do not go with others."""
+        """Refuse what cannot work with any model and any number of ranks."""
+        check_degrees(
+            tensor_parallel=self.tensor_parallel,
+            sequence_parallel=self.sequence_parallel,
+            context_parallel=self.context_parallel,
+            pipeline_parallel=self.pipeline_parallel,
+            virtual_pipeline=self.virtual_pipeline,
+            expert_parallel=self.expert_parallel,
+            expert_tensor_parallel=self.expert_tensor_parallel,
+        )
+        chunks = self.pipeline.check(self.pipeline_parallel, self.virtual_pipeline, self.pipeline_layout)
+        object.__setattr__(self, "virtual_pipeline", chunks)  # frozen, hence past its guard
+        if self.data_parallel is not None:
+            self.data_parallel.check(self.pipeline.schedule)
         schedule, again = self.pipeline.schedule, [p for p in self.recompute.modules if fnmatchcase("mlp.shared", p)]
         if schedule == "combined" and self.expert.dispatcher in ("all_gather", "hybridep"):
             raise LayoutError(
@@ -67,11 +100,43 @@ class ParallelOptions:
                 "different streams, without order. Leave out one of the two."
             )
 
+    @classmethod
+    def on(cls, mesh: ParallelMesh, **options: Any) -> Layout:
+        """Return the layout with the degrees of a mesh, and further options."""
+        return cls(
+            tensor_parallel=mesh.tp,
+            context_parallel=mesh.cp,
+            pipeline_parallel=mesh.pp,
+            expert_parallel=mesh.ep,
+            expert_tensor_parallel=mesh.etp,
+            **options,
+        )
+
+    def mesh(self, world_size: int, rank: int = 0, offset: int | None = None) -> ParallelMesh:
+        """Return the mesh of ``world_size`` ranks, as seen by the global ``rank``.
+
+        Args:
+            offset: first global rank, if these are a part of the world.
+
+        Raises:
+            LayoutError: the degrees do not divide the number of ranks.
+        """
+        return ParallelMesh(
+            world_size,
+            rank,
+            tp=self.tensor_parallel,
+            cp=self.context_parallel,
+            pp=self.pipeline_parallel,
+            ep=self.expert_parallel,
+            etp=self.expert_tensor_parallel,
+            offset=offset,
+        )
+
     def token_multiple(self, mesh: ParallelMesh) -> int:
         """Packed token counts must be a multiple of this, as sequence parallelism gives each rank an equal share."""
         return mesh.tp if self.sequence_parallel else 1
 
-    def layout(self, model: nn.Module, mesh: ParallelMesh) -> PipelineLayout:
+    def stages(self, model: nn.Module, mesh: ParallelMesh) -> PipelineLayout:
         """Return the stages of a whole model; without a pipeline, one stage that lists no layers.
 
         Raises:
