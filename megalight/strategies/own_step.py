@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from megalight.models.batch_size import weights
 from megalight.parallel.coupling import contents, is_empty
 from megalight.parallel.trace import span
 from megalight.plugins.precision import MegatronPrecision
+from megalight.strategies.user_module import intercepted_log
 
 
 class StepError(ConfigurationError, MisconfigurationException):
@@ -43,24 +44,6 @@ class OwnOutcome:
     logs: list[tuple[str, Any, dict[str, Any]]]
 
 
-@contextmanager
-def logs_to(module: pl.LightningModule, keep: Callable[[str, Any, dict[str, Any]], None]) -> Iterator[None]:
-    """Give calls of ``module.log`` inside to ``keep``, to be made afterwards: name, value, further arguments."""
-
-    def log(name: str, value: Any, prog_bar: bool = False, **kwargs: Any) -> None:
-        keep(name, value.detach() if isinstance(value, Tensor) else value, {"prog_bar": prog_bar, **kwargs})
-
-    # The instance's attribute hides the class's method. `log_dict` calls it, too.
-    before = module.__dict__.get("log")
-    module.__dict__["log"] = log
-    try:
-        yield
-    finally:
-        del module.__dict__["log"]
-        if before is not None:
-            module.__dict__["log"] = before
-
-
 def logs_of_empty(module: pl.LightningModule) -> AbstractContextManager[None]:
     """Let calls of ``module.log`` inside, in an empty micro-batch, add nothing to means and sums over an epoch.
 
@@ -77,7 +60,7 @@ def logs_of_empty(module: pl.LightningModule) -> AbstractContextManager[None]:
             value = value * 0
         log(name, value, **{**kwargs, "batch_size": 0})  # the weight in a mean
 
-    return logs_to(module, keep)
+    return intercepted_log(module, keep)
 
 
 class OwnTrainingStep:

@@ -19,6 +19,7 @@ from megalight.models.module import MegalightModule
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.strategies import _lightning
+from megalight.strategies.user_module import overridden
 
 
 def check_checkpoint_io(plugin: CheckpointIO | None) -> None:
@@ -143,14 +144,8 @@ def optimizer_of_stage(module: pl.LightningModule, model: ParallelModel) -> Iter
             ) from error
 
     # On the instance, because Lightning looks the method up there. The user's own one may lie there too.
-    before = module.__dict__.get("configure_optimizers")
-    module.__dict__["configure_optimizers"] = checked
-    try:
+    with overridden(module, configure_optimizers=checked):
         yield
-    finally:
-        del module.__dict__["configure_optimizers"]
-        if before is not None:
-            module.__dict__["configure_optimizers"] = before
 
 
 def check_optimized(module: pl.LightningModule, optimizer: Optimizer) -> None:

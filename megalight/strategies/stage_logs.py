@@ -18,7 +18,7 @@ from megalight.errors import ConfigurationError
 from megalight.parallel.groups import shared_group
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.step import StepDriver
-from megalight.strategies.own_step import logs_to
+from megalight.strategies.user_module import intercepted_log
 
 REDUCTIONS = (torch.mean, torch.sum, torch.min, torch.max, sum, min, max)
 """Functions that Lightning takes as ``reduce_fx``."""
@@ -89,11 +89,11 @@ class StageLogs:
         """
         found: list[tuple[str, Any, dict[str, Any]]] = []
         if self.group() is None:
-            with logs_to(module, lambda *call: found.append(call)) if later else nullcontext():
+            with intercepted_log(module, lambda *call: found.append(call)) if later else nullcontext():
                 yield
         else:
             calls: list[tuple[LogCall, Any]] = []
-            with logs_to(module, lambda *call: calls.append((_call(self.step.running, *call), call[1]))):
+            with intercepted_log(module, lambda *call: calls.append((_call(self.step.running, *call), call[1]))):
                 yield
             found = [(call.name, value, call.options) for call, value in self._joined(stage, calls)]
         for name, value, options in found:

@@ -21,9 +21,9 @@ from megalight.parallel.model import ParallelModel
 from megalight.parallel.step import StepDriver, run_passes
 from megalight.plugins.precision import MegatronPrecision
 from megalight.strategies.micro_batches import MicroBatchSize
-from megalight.strategies.own_step import OwnOutcome, OwnTrainingStep, logs_of_empty, logs_to
+from megalight.strategies.own_step import OwnOutcome, OwnTrainingStep, logs_of_empty
 from megalight.strategies.stage_logs import StageLogs
-from megalight.strategies.user_module import own_steps
+from megalight.strategies.user_module import intercepted_log, overridden, own_steps
 from megalight.types import mean
 
 
@@ -165,7 +165,7 @@ class Stepper:
             with (
                 self.precision.step(sync),
                 engine.micro_batches(len(micro_batches), sync),
-                logs_to(self.module, lambda *call: logs.append(call)) if self._recording else nullcontext(),
+                intercepted_log(self.module, lambda *call: logs.append(call)) if self._recording else nullcontext(),
                 self._whole_side_losses(),
             ):
                 output, loss = step(micro_batches, sizes, others, scale, totals.data_ranks)
@@ -200,12 +200,8 @@ class Stepper:
         if self.step.token_shares == 1:
             yield
             return
-        # The instance's attribute hides the class's method.
-        self.module.__dict__["whole_side_losses"] = self.step.whole_side_losses
-        try:
+        with overridden(self.module, whole_side_losses=self.step.whole_side_losses):
             yield
-        finally:
-            del self.module.__dict__["whole_side_losses"]
 
     def own(self, method: str, args: tuple[Any, ...]) -> Any:
         """Run the user's own step on the whole batch. The result of an empty batch is None.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelPruning
-from torch import nn
+from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
 from megalight.models.module import MegalightModule, check_signatures
@@ -185,3 +187,34 @@ def _any_defines(
                 log.info("%s defines %s: parameters are gathered before it runs", type(owner).__name__, name)
                 return True
     return False
+
+
+@contextmanager
+def overridden(module: pl.LightningModule, **methods: Any) -> Iterator[None]:
+    """Let the module have other methods inside.
+
+    Attributes of the instance hide methods of its class. They go to ``__dict__``, past ``nn.Module.__setattr__``, which
+    users may override; those that lay there before come back.
+    """
+    hidden = {name: module.__dict__[name] for name in methods if name in module.__dict__}
+    module.__dict__ |= methods
+    try:
+        yield
+    finally:
+        for name in methods:
+            del module.__dict__[name]
+        module.__dict__ |= hidden
+
+
+@contextmanager
+def intercepted_log(module: pl.LightningModule, handle: Callable[[str, Any, dict[str, Any]], None]) -> Iterator[None]:
+    """Give calls of ``module.log`` inside, also by ``log_dict``, to ``handle``: name, value, further arguments.
+
+    Tensors come without a graph. To log a value all the same, ``handle`` calls the ``module.log`` from before.
+    """
+
+    def log(name: str, value: Any, prog_bar: bool = False, **kwargs: Any) -> None:
+        handle(name, value.detach() if isinstance(value, Tensor) else value, {"prog_bar": prog_bar, **kwargs})
+
+    with overridden(module, log=log):
+        yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,7 +20,7 @@ from megalight.parallel.pipeline import schedules
 from megalight.parallel.recompute.apply import redrawing
 from megalight.strategies.megatron import MegatronStrategy
 from megalight.strategies.towers import MegatronTowersStrategy, TowersStrategy
-from megalight.strategies.user_module import defines, is_ours, own_steps
+from megalight.strategies.user_module import defines, intercepted_log, is_ours, overridden, own_steps
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -220,31 +220,26 @@ def watched(module: pl.LightningModule, reasons: list[str]) -> Iterator[None]:
     trainer = module.trainer
     module.trainer = _second(trainer, found.append, own)
     before = _host_state(module) if own else {}
-    # The instance's attributes hide the class's methods, until they are removed again.
-    stand_ins = _steps(module, found.append) if own else _no_logs(module, found.append)
-    hidden = {name: module.__dict__[name] for name in stand_ins if name in module.__dict__}
-    module.__dict__ |= stand_ins
+    stand_ins = _noted_step(module, found.append) if own else _noted_logs(module, found.append)
     try:
-        yield
+        with stand_ins:
+            yield
     finally:
         module.trainer = trainer
-        for name in stand_ins:
-            del module.__dict__[name]
-        module.__dict__ |= hidden
         if own:
             found += _changes(before, _host_state(module))
         reasons += dict.fromkeys(found)
 
 
-def _no_logs(module: pl.LightningModule, note: Callable[[str], None]) -> dict[str, Any]:
-    """Return the ``log`` of a module whose metrics are results of its step. What this step logs is not lost."""
+def _noted_logs(module: pl.LightningModule, note: Callable[[str], None]) -> AbstractContextManager[None]:
+    """Note what a module logs whose metrics are results of its step. What this step logs is not lost."""
     log = module.log
 
-    def noted(name: str, *args: Any, **kwargs: Any) -> None:
+    def noted(name: str, value: Any, kwargs: dict[str, Any]) -> None:
         note(f"the step logs {name!r} by self.log; return it as one of loss_step's metrics")
-        log(name, *args, **kwargs)
+        log(name, value, **kwargs)
 
-    return {"log": noted}
+    return intercepted_log(module, noted)
 
 
 def _second(trainer: pl.Trainer, note: Callable[[str], None], all_reads: bool) -> pl.Trainer:
@@ -285,8 +280,8 @@ for _name in (
     setattr(Index, f"__{_name}__", _telling(f"__{_name}__"))
 
 
-def _steps(module: pl.LightningModule, note: Callable[[str], None]) -> dict[str, Any]:
-    """Return the module's own step, called with numbers that record their use."""
+def _noted_step(module: pl.LightningModule, note: Callable[[str], None]) -> AbstractContextManager[None]:
+    """Let the module's own step be called with numbers that record their use, and note the numbers that it logs."""
     step = module.training_step
 
     def training_step(batch: Any, *others: Any) -> Any:
@@ -296,19 +291,16 @@ def _steps(module: pl.LightningModule, note: Callable[[str], None]) -> dict[str,
                 other.note = note
         log = module.log
 
-        def noted(name: str, value: Any, prog_bar: bool = False, **kwargs: Any) -> None:
+        def noted(name: str, value: Any, kwargs: dict[str, Any]) -> None:
             if not isinstance(value, Tensor):
                 kind = type(value).__name__
                 note(f"the step logs {name!r}, of type {kind}, which replays would repeat; log a tensor on the device")
-            log(name, value, prog_bar, **kwargs)
+            log(name, value, **kwargs)
 
-        module.__dict__["log"] = noted
-        try:
+        with intercepted_log(module, noted):
             return step(batch, *given)
-        finally:
-            module.__dict__["log"] = log
 
-    return {"training_step": training_step}
+    return overridden(module, training_step=training_step)
 
 
 def _host_state(module: nn.Module) -> dict[str, tuple[Any, ...]]:
