@@ -33,7 +33,11 @@ class _Constant:
 class _Absent:
     """Stands for Triton and its language where it is not installed: what modules read when they define kernels."""
 
-    jit = AbsentKernel
+    @staticmethod
+    def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
+        """Serve as ``@triton.jit`` and as ``@triton.jit(...)``."""
+        return AbsentKernel if fn is None else AbsentKernel(fn)
+
     constexpr = _Constant
 
     def __getattr__(self, name: str) -> Any:
