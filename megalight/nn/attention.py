@@ -1,4 +1,4 @@
-"""Self-attention over packed sequences, with optional grouped key-value heads."""
+"""Self-attention over packed sequences: grouped-query attention, its KV cache, and attention of a draft model."""
 
 from __future__ import annotations
 

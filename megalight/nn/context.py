@@ -1,4 +1,4 @@
-"""The context that all layers of a forward pass share."""
+"""The layer context: what all layers of a forward pass share, and the states that continue a sequence (KV cache)."""
 
 from __future__ import annotations
 

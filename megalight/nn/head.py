@@ -1,4 +1,4 @@
-"""The language model head: from hidden states to losses or logits."""
+"""Model heads: the language model head with its loss, the masked language model head, and the pooler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The transformer layer."""
+"""Transformer layers: pre-norm, post-norm and one-sublayer layers, and the loop over the layers of a model."""
 
 from __future__ import annotations
 

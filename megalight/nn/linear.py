@@ -1,4 +1,4 @@
-"""The linear layer, optionally fused from named sections."""
+"""The linear layer, optionally fused from named sections, and the fusion of a module between two of them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Linear(nn.Module):
         )
 
 
-# What lies between two linear layers, and whether anything else may read it.
+# Fusion of a module with the linear layers before and after it.
 
 
 class Fusion(NamedTuple):
@@ -87,7 +87,7 @@ class Fusion(NamedTuple):
     after: nn.Module
 
     def output_is_elided(self, module: nn.Module) -> bool:
-        """Return whether the output of ``module`` need not be written: the next layer alone reads it, as codes."""
+        """Return whether the output of ``module`` need not be written: the next layer alone reads it, quantized."""
         return _casting(self.after) is not None and not (_is_watched(self.after) or _is_watched(module))
 
     def gradient_is_elided(self, module: nn.Module, x: Tensor) -> bool:
@@ -112,11 +112,11 @@ def gradient_is_elided(layer: nn.Module, y: Tensor) -> bool:
 
 
 def _casting(layer: nn.Module) -> Linear | None:
-    """Return the layer if it casts what is not written, without help from others."""
+    """Return the layer if it quantizes elided outputs itself."""
     if type(layer) is not Linear or layer.adapter is not None:
         return None
     precision = precision_of(layer.weight)
-    # What writes codes alone adds no zeros to them.
+    # What writes quantized values alone adds no zeros to them.
     reads = precision is not None and precision.reads_elided and not precision.fills(layer.weight)
     return layer if reads else None
 

@@ -1,4 +1,4 @@
-"""Losses of single layers: a router's balance loss, a penalty on activations.
+"""Auxiliary losses of single layers: a router's balance loss, a penalty on activations.
 
 A layer attaches a loss to the hidden states that pass through it::
 

@@ -1,4 +1,4 @@
-"""Notes on an activation, or on its gradient: facts beside its values.
+"""Annotations of an activation, or of its gradient: recompute recipe, casts, largest magnitudes, elided output.
 
 A note belongs to a tensor object. Views of it, and tensors from saved-tensor hooks, have no note.
 """
@@ -76,11 +76,11 @@ def annotate(x: Tensor) -> Note:
     return note
 
 
-# Tensors that are cast without being written: the kernel that would make one writes its codes instead.
+# Elided outputs: the kernel that would write a tensor writes its quantized values instead.
 #
-# A product in 8 bits reads codes. If it is the only reader of a tensor, and the scale is known beforehand, the op
-# that computes the tensor need not write it. The op returns a tensor without values, and a function that computes and
-# casts them. That function reads the inputs of the op, and writes codes.
+# A GEMM in 8 bits reads quantized values. If it is the only reader of a tensor, and the scale is known beforehand, the
+# op that computes the tensor need not write it. The op returns a tensor without values, and a function that computes
+# and casts them.
 
 
 QuantizedCasts: TypeAlias = "tuple[Cast, Tensor]"

@@ -1,4 +1,4 @@
-"""Some rows of a matrix, and rows back in their places."""
+"""Row indexing: some rows of a matrix, rows back in their places, and splits whose gradients need no concatenation."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""``a b^T`` for two quantized matrices.
+"""Scaled matmul: ``a b^T`` of two quantized matrices, by torch's and cuBLASLt's kernels.
 
-The backend ``reference`` multiplies the dequantized values in float64. It serves all schemes on all devices; emulation
-uses it.
+In order: scales of tiles (1 x 128, 128 x 128), microscaling, the public calls, the backends, groups of rows. The
+backend ``reference`` multiplies the dequantized values in float64. It serves all schemes on all devices; emulation uses
+it.
 """
 
 from __future__ import annotations
@@ -25,10 +26,8 @@ from megalight.registry import Backend, BackendRegistry, remembered
 # one block, then those of the next block (cuBLAS manual, "Element 1D and 128x128 2D Block Scaling for FP8 Data
 # Types"):
 #
-# ============ ========================================== =========================== tile shape strides ============
-# ========================================== =========================== 1 x 128 ``[rows, L]`` ``(1, rows)`` 128 x 128
-# ``[L rounded up to 4, ceil(rows / 128)]`` ``(1, L rounded up to 4)`` ============
-# ========================================== ===========================
+# - 1 x 128: shape ``[rows, L]``, strides ``(1, rows)``;
+# - 128 x 128: shape ``[L rounded up to 4, ceil(rows / 128)]``, strides ``(1, L rounded up to 4)``.
 #
 # So square tiles lie the other way round: all blocks of ``K`` of one square row, padded to 16 bytes, then the next
 # row. torch's older ``torch._scaled_mm`` takes these scales without padding only, and cuBLASLt then reads wrong ones

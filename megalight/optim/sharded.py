@@ -1,4 +1,4 @@
-"""Makes an ordinary optimizer step on the flat shards of the data-parallel engine."""
+"""ZeRO optimizer: makes any elementwise torch optimizer step on the flat shards of the data-parallel engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Split a one-device model in place, by its plan."""
+"""Parallelize a model: split a single-device model in place by its plan, as the options of a run ask."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replacing the forward of module instances, which must not hide one that somebody else has set there."""
+"""Overrides of the forward of module instances, which must not hide one that somebody else has set there."""
 
 from __future__ import annotations
 

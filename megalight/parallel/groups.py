@@ -1,4 +1,4 @@
-"""Process groups that only their members create, independent of the groups of other ranks."""
+"""Process groups that only their members create, and the end of a process that belongs to one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of the host for values that a device writes and reads."""
+"""Pinned host memory for values that a device writes and reads, and a pool that reuses it in stream order."""
 
 from __future__ import annotations
 

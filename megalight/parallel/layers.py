@@ -1,4 +1,4 @@
-"""Find the layers of a model, or of a chunk of one."""
+"""The layers of a model, or of a chunk of one, and Megatron's names of the modules inside."""
 
 from __future__ import annotations
 

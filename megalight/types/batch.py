@@ -1,4 +1,4 @@
-"""Rows of tokens with labels."""
+"""Token batches: tokens with labels, a loss and its totals, and what a frozen model stored for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from megalight.errors import ConfigurationError, DataError
 from megalight.types.packed_sequences import PackedSequences, check_length
 
-# Marks objects that recorded or repeated work uses without a copy.
+# Opaque values: CUDA graphs and recompute use them without a copy.
 
 
 class Opaque:
@@ -80,7 +80,7 @@ def inverse(count: Tensor) -> Tensor:
     return count.reciprocal().masked_fill(count == 0, 0)
 
 
-# The most likely next tokens of a teacher, as they are stored.
+# Cached teacher logits: the most likely next tokens.
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +107,7 @@ class TopTokens:
         return cls(*(torch.stack([getattr(row, name) for row in rows]) for name in ("ids", "log_probs", "log_rest")))
 
 
-# Hidden states of a base, as they are stored for the training of its draft.
+# Cached hidden states of a base model, for the training of its draft.
 
 
 @dataclass(frozen=True, eq=False)
@@ -357,7 +357,7 @@ class TokenBatch:
         return {name: change(column) for name, column in self.columns.items()}
 
 
-# A micro-batch together with what frozen models made of it.
+# A micro-batch with the outputs of frozen models.
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,7 @@
-"""Packed sequences: how tokens that are laid end to end divide into sequences."""
+"""Packed sequences: how the tokens of a micro-batch, concatenated without padding, divide into sequences.
+
+Context parallelism splits each sequence in zigzag order (:class:`ContextShare`).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from torch import Tensor
 
 from megalight.errors import DataError
 
-# The zigzag cut of context parallelism: which share holds which position of a sequence.
+# Zigzag split of context parallelism: which share holds which position of a sequence.
 #
 # A sequence is cut into ``2 n`` equal chunks for ``n`` shares. Share ``r`` holds chunk ``r``, followed by chunk ``2 n
 # - 1 - r``. Under a causal mask an early chunk costs little and a late chunk costs much, so all shares cost the same.

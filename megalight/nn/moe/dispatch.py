@@ -1,4 +1,4 @@
-"""Dispatchers bring copies of tokens to their experts, and the outputs back. The local one can be replaced."""
+"""Token dispatchers bring copies of tokens to their experts, and the outputs back. The local one can be replaced."""
 
 from __future__ import annotations
 

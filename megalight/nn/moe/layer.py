@@ -1,4 +1,4 @@
-"""The mixture-of-experts layer, used in place of a feed-forward layer."""
+"""The mixture-of-experts layer, in place of a feed-forward layer; a shared expert may run on a side stream."""
 
 from __future__ import annotations
 

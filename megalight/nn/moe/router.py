@@ -1,4 +1,4 @@
-"""The router: it chooses the experts of each token, and keeps them equally busy."""
+"""The MoE router: it chooses the experts of each token and balances their loads (jitter, Sinkhorn, expert bias)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Activations between two products in 8 bits: their outputs, and the gradients of their inputs, are codes alone."""
+"""FP8 activations: an activation between two GEMMs in 8 bits reads and writes quantized values alone.
+
+First the fused cast of an activation and of its gradient, then :func:`stored`, which keeps the input of any
+activation in 8 bits for the backward pass.
+"""
 
 from __future__ import annotations
 

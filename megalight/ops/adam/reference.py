@@ -1,4 +1,4 @@
-"""One Adam step in plain torch."""
+"""Adam in plain torch: the exact reference, torch's fused kernel, and the fused kernel chunk by chunk for hosts."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Attention with sinks, built from block attention: it needs the log-sum-exp of the scores, which blocks return.
+"""Variants of attention built from other backends: sinks, chunks, bounded keys, bidirectional runs of tokens.
 
-A sink adds ``e^s`` to the denominator of the softmax, so the output is multiplied by ``e^lse / (e^lse + e^s)``. The
-gradients of queries, keys and values are those of a block whose output and log-sum-exp include the sink, as in a merge
-of blocks. The sink itself is a key with the value 0: the gradient of ``s`` is minus the sum of ``p_sink (dO * O)``.
+:func:`sink_attention` is built from block attention, which returns the log-sum-exp of the scores. A sink adds
+``e^s`` to the denominator of the softmax, so the output is multiplied by ``e^lse / (e^lse + e^s)``. The gradients of
+queries, keys and values are those of a block whose output and log-sum-exp include the sink, as in a merge of blocks.
+The sink itself is a key with the value 0: the gradient of ``s`` is minus the sum of ``p_sink (dO * O)``.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class _Sunk(torch.autograd.Function):
         return (*(part.flatten(0, 1) for part in found), grad_sink, None, None)
 
 
-# Attention within chunks of a sequence (Llama 4): every chunk is a sequence of its own, so any backend can serve.
+# Chunked attention (Llama 4): every chunk is a sequence of its own, so any backend can serve.
 
 
 def chunked(sequences: PackedSequences, chunk: int) -> tuple[PackedSequences, Tensor | None]:
@@ -173,7 +174,7 @@ def bounded_attention(
     return (weights @ value).transpose(1, 2).reshape(len(q), q.shape[1], -1).to(q.dtype)
 
 
-# Causal attention in which the tokens of a run see each other (Gemma-3's images), built from two blocks.
+# Bidirectional runs in causal attention (Gemma-3's images), built from two blocks.
 #
 # The first block is causal attention. The second has the pairs that it lacks: tokens with the later ones of their
 # run. In reverse order these are causal, too, so the kernels of causal blocks serve both. The blocks are merged by

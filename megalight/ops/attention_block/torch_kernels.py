@@ -1,4 +1,4 @@
-"""How a dense block divides into sequences."""
+"""Block attention by torch's kernels: dense blocks by cuDNN, dense or packed ones by the flash kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear layer and cross entropy over chunks of tokens, so that only as many logits exist as fit into memory."""
+"""Chunked cross entropy: linear layer and loss over chunks of tokens, so that only as many logits exist as fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Divergences of a student's distribution ``q`` from a teacher's ``p``, term by term."""
+"""Divergences of a student's distribution ``q`` from a teacher's ``p``, term by term, and what a backend computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The backends of grouped products: of rows with weights, and of gradients with rows."""
+"""Grouped GEMM backends: of rows with weights, and of gradients with rows."""
 
 from __future__ import annotations
 

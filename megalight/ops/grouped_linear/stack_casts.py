@@ -1,4 +1,4 @@
-"""Casts of all experts of a stack at once, forward and backward. The host does not wait for the numbers of rows."""
+"""Quantization of expert stacks: all experts at once, forward and backward, without a host synchronization."""
 
 from __future__ import annotations
 

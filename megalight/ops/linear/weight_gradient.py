@@ -1,4 +1,4 @@
-"""Backends that add ``grad_y^T x`` to the main gradient of a weight."""
+"""Weight gradients: backends that add ``grad_y^T x`` to the main gradient, and weight gradients that are deferred."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def add_weight_gradient(weight: Tensor, grad_y: Tensor, x: Tensor | Quantized) -
     state.mark_grad_ready()
 
 
-# Delayed weight gradients, so that backward passes return input gradients sooner.
+# Deferred weight gradients, so that backward passes return input gradients sooner (zero-bubble schedules).
 #
 # Schedules that split a backward pass in two (https://arxiv.org/abs/2401.10241) need this. The previous pipeline
 # stage waits only for the input gradient, and weight gradients fill time that would be idle.

@@ -1,4 +1,4 @@
-"""Grouping of tokens by expert in plain torch."""
+"""Token permutation by expert in plain torch: where each row goes, the copy there, and the sum back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The largest magnitudes of past steps, for delayed scaling."""
+"""Amax history: the largest magnitudes of past steps, for delayed scaling.
+
+A kernel that makes a tensor may annotate it with the magnitudes it met, so that a cast need not search for them.
+"""
 
 from __future__ import annotations
 

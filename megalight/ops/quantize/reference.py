@@ -1,4 +1,4 @@
-"""Quantization in plain torch, exactly as the formats define it, on any device."""
+"""Quantization in plain torch, exactly as the formats define it, with the random Hadamard transform of NVFP4."""
 
 from __future__ import annotations
 

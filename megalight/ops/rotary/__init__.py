@@ -1,4 +1,4 @@
-"""Rotary position embedding: the table of angles, and the rotation of heads or of a packed projection."""
+"""Rotary position embedding (RoPE): the rotation of heads or of a packed projection, and its backends."""
 
 from __future__ import annotations
 

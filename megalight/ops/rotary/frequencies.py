@@ -1,4 +1,4 @@
-"""The angles of rotary embedding."""
+"""RoPE frequencies: the table of angles, several axes, and scalings for longer contexts (YaRN, NTK, Llama 3)."""
 
 from __future__ import annotations
 

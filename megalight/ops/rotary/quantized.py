@@ -1,4 +1,4 @@
-"""The rotation after a product in 8 bits: the gradient of the packed projection is codes alone."""
+"""RoPE before an FP8 GEMM: the gradient of the packed projection is written quantized only."""
 
 from __future__ import annotations
 

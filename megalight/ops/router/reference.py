@@ -1,4 +1,4 @@
-"""The router in plain torch."""
+"""The MoE router in plain torch: how experts are scored and chosen, and the statistics of balance losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kernels of the scan share: loads of a block of rows, and decays between the tokens of a chunk."""
+"""SSD kernels (Mamba-2): decays, states between chunks, outputs, gradients, in the order in which a pass runs them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The calls that send messages from the mesh of one model to the mesh of another, and gradients back."""
+"""The bridge communicator: sends activations from the mesh of one model to another, and gradients back.
+
+First the checks of what is sent, then which ranks of the two meshes exchange rows, then the communicator itself.
+"""
 
 from __future__ import annotations
 

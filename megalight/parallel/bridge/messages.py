@@ -1,4 +1,4 @@
-"""The header of a message: names, shapes, dtypes, and which tensors require a gradient."""
+"""Bridge communication: headers (names, shapes, dtypes, gradients) and rows of tensors between two meshes."""
 
 from __future__ import annotations
 

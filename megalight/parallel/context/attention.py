@@ -1,4 +1,4 @@
-"""The module that replaces a layer's inner attention under context parallelism."""
+"""Context-parallel attention modules: the two-level kind, the registry, and the modules that replace a core."""
 
 from __future__ import annotations
 

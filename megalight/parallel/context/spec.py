@@ -1,4 +1,4 @@
-"""A request to a kind of context-parallel attention, and its process groups."""
+"""The interface of context-parallel attention: a request, its process groups, and selection of rows."""
 
 from __future__ import annotations
 

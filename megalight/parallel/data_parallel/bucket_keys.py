@@ -1,4 +1,4 @@
-"""The kind of each parameter: parameters of one kind share buckets."""
+"""Bucket keys: parameters with equal keys share buckets, and each key has process groups of its own."""
 
 from __future__ import annotations
 

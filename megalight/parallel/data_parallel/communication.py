@@ -1,4 +1,4 @@
-"""The way of messages: collectives, or copies by copy engines where GPUs reach each other's memory."""
+"""Communication of the data-parallel engine: collectives or copy engines, side streams, NCCL user buffers."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class TransportChoice:
         return None if reason is None else f"the other way {reason}"
 
 
-# A CUDA stream beside the one that computes: messages and copies run there, and only streams wait, never the host.
+# Side streams: communication and copies run there, and only streams wait, never the host.
 
 
 def side_stream(device: torch.device, needed: bool = True, urgent: bool = False) -> SideStream | None:
@@ -151,7 +151,7 @@ def _wait_event(event: torch.cuda.Event, device: torch.device) -> None:
     torch.cuda.current_stream(device).wait_event(event)
 
 
-# Buffers of messages that NCCL knows, so that it sends from them and receives into them without copies of its own.
+# NCCL user buffers: registered memory that NCCL sends and receives without copies.
 
 
 Registration = Literal["off", "local", "symmetric"]

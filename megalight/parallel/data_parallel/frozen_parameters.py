@@ -1,4 +1,4 @@
-"""The frozen parameters of units: sharded in their own dtype, or as the codes and scales that stand for them."""
+"""Frozen parameters of units: sharded in their own dtype, or quantized."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All-gather updated parameters to all data-parallel ranks, bucket by bucket, under the update and the next forward."""
+"""Parameter all-gather, bucket by bucket, under the update and the next forward; by NCCL or by copy engines."""
 
 from __future__ import annotations
 

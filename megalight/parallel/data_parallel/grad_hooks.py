@@ -1,4 +1,8 @@
-"""Where autograd's gradients go: into the flat buffer, whoever computes them."""
+"""Gradient hooks: autograd's gradients go into the flat buffer, and complete buckets are reduced at once.
+
+:func:`register_grad_hook` serves one parameter, :class:`GradReadyCounter` counts what is ready, and
+:class:`FirstWrites` lets the first gradient of a step overwrite the buffer, so that it need not be zeroed.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ def register_grad_hook(
     announced: Callable[[], None],
     autograd_adds: bool,
 ) -> None:
-    """Collect every gradient of ``parameter`` in ``main_grad``, and report each arrival.
+    """Register the hook that collects every gradient of ``parameter`` in ``main_grad``, and report each one.
 
     Args:
         parameter: already a view of the buffer. An earlier engine gets no further gradients of it.
@@ -57,7 +61,7 @@ def register_grad_hook(
     state.grad_hook = parameter.register_post_accumulate_grad_hook(after_accumulation)  # type: ignore[no-untyped-call]
 
 
-# Detect when all gradients of a bucket have arrived.
+# Grad ready: when all gradients of a bucket are in.
 
 
 log = logging.getLogger(__name__)
@@ -210,7 +214,7 @@ class GradReadyCounter:
         return bucket.arrived == len(bucket.infos)
 
 
-# Steps that do not zero all gradients first: the first gradient overwrites the buffer, later ones add to it.
+# First writes: steps that do not zero gradients; the first gradient overwrites the buffer.
 
 
 class FirstWrites:

@@ -1,4 +1,4 @@
-"""The global gradient norm; every element is counted exactly once."""
+"""Gradient norm and clipping: every element counts once; NaN or infinity stops all ranks together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dtype of masters: the tensors that the optimizer updates."""
+"""Master parameters: their dtype, and the flat shard of a bucket that this rank's optimizer updates."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _holds(wanted: torch.dtype, kind: BucketKey) -> bool:
     return torch.promote_types(kind.param_dtype, wanted) == wanted
 
 
-# The interval of a bucket that this rank's optimizer updates.
+# Flat shard: the interval of a bucket that this rank's optimizer updates.
 
 
 SHARDING = "megalight_sharding"

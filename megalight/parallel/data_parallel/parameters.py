@@ -1,4 +1,4 @@
-"""The parameter side of the engine: masters that the optimizer updates, and parameters that follow on every rank."""
+"""Sharded parameters: masters that the optimizer updates, and parameters that follow on every rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megalight.parallel.data_parallel.unshard import Unsharder
 from megalight.parallel.host_memory import host_memory
 from megalight.parallel.trace import capturing, spanned
 
-# Parameters that are set aside, so that a rank can put them back alone.
+# Host backup of parameters, which a rank restores alone.
 
 
 class HostBackup:

@@ -1,4 +1,4 @@
-"""Sum gradients over data-parallel ranks, and partial gradients over other axes."""
+"""Gradient reduction: reduce-scatter over data-parallel ranks, and sums of partial gradients over other axes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The memory of units: how many buffers they use in turn, and how long their gradients stay whole.
+"""Unit memory: how many buffers units use in turn (prefetch), and how long their gradients stay whole.
 
 Both are a trade of memory for speed. Where the user leaves the choice open, they follow from the memory that is free
-before the engine takes its own.
+before the engine takes its own. :class:`PassOrder` learns in which order passes visit units.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.3f} GiB"
 
 
-# The way of a step's passes through the units of a rank, and the turns in which units use the same memory.
+# The order of passes through the units of a rank, which decides what units may share memory.
 #
 # Without a pipeline, a forward pass goes through all units, and the backward pass returns the same way. A pipeline
 # has several micro-batches in flight, and maybe several chunks of the model on a rank: the pass that follows may be a

@@ -1,4 +1,4 @@
-"""The parameters of units come and go: shards stay, whole parameters are gathered into a few buffers in turn."""
+"""ZeRO-3 unshard/reshard: shards stay, the whole parameters of a unit are all-gathered into a few buffers in turn."""
 
 from __future__ import annotations
 

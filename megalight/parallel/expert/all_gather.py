@@ -1,4 +1,4 @@
-"""Dispatch by all-gather: every rank gets all tokens of its group, and uses those of its own experts."""
+"""MoE dispatch by all-gather: every rank gets all tokens of its group, and uses those of its own experts."""
 
 from __future__ import annotations
 

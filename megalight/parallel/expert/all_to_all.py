@@ -1,4 +1,4 @@
-"""Dispatch by all-to-all: every copy of a token is sent to the ranks of its expert, and nowhere else."""
+"""MoE dispatch by all-to-all: every copy of a token is sent to the ranks of its expert, and nowhere else."""
 
 from __future__ import annotations
 

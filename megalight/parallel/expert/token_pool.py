@@ -1,4 +1,4 @@
-"""The pool of a router whose micro-batch is divided over ranks."""
+"""The token pool of a router whose micro-batch is sharded over ranks: balance losses are means over all of it."""
 
 from __future__ import annotations
 

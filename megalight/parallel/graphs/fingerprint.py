@@ -1,4 +1,4 @@
-"""What a recording assumes about a model: addresses of tensors, modes of modules, and values of their attributes."""
+"""The fingerprint of a CUDA graph: the tensor addresses, module modes and attributes that it assumes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CUDA graphs of chosen modules only: one pair of graphs per module and micro-batch in flight."""
+"""CUDA graphs per module: one pair of graphs, forward and backward, per module and micro-batch in flight."""
 
 from __future__ import annotations
 

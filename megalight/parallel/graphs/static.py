@@ -1,4 +1,4 @@
-"""Inputs and results of recorded work: nested values whose tensors keep their addresses."""
+"""Static inputs and outputs of CUDA graphs: nested values whose tensors keep their addresses."""
 
 from __future__ import annotations
 

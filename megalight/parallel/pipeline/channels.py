@@ -111,7 +111,7 @@ class Channel:
         return Message(tensors, dist.batch_isend_irecv(operations) if operations else [])
 
 
-# The inbox of a channel: receives messages ahead of their use.
+# Inbox: receives are posted ahead of their use.
 
 
 class Inbox:
@@ -154,7 +154,7 @@ class Inbox:
         return form, message.wait()
 
 
-# Messages between stages on GPUs of one host, by copy engines: no multiprocessor is occupied, not even by a wait.
+# Copy-engine sends between stages on GPUs of one host: they occupy no SM, not even to wait.
 #
 # The sender pushes a message into a slot on the receiver, on a stream of its own. The receiver's stream waits for the
 # flag when it needs the message, copies it out of the slot, and frees the slot (:mod:`megalight.parallel.peers`).

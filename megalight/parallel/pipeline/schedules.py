@@ -1,6 +1,7 @@
-"""Schedules: the actions of each pipeline rank in one step. A schedule is a file here and a line in ``SCHEDULES``.
+"""Pipeline schedules: 1F1B, interleaved 1F1B, combined 1F1B, ZB-H1 and forward-only.
 
-Each file has a function that makes the actions of one rank, and ``why_not``, which says what it cannot serve.
+A schedule is the list of actions of each pipeline rank in one step. It has a function that makes the actions of one
+rank, a function that says what it cannot serve, and a line in ``SCHEDULES``.
 """
 
 from __future__ import annotations
@@ -125,13 +126,7 @@ def split(actions: Actions, delay: int) -> Actions:
     return [*found, *waiting]
 
 
-# 1F1B: one forward, one backward, with one chunk per rank (Narayanan et al., https://arxiv.org/abs/2104.04473,
-# 2.2.1).
-#
-# A rank starts with as many forwards as there are ranks after it, so that the last rank never waits. Then forwards
-# and backwards alternate, and each backward frees the memory that the next forward needs. Rank ``p`` holds
-# activations of at most ``min(m, pp - p)`` micro-batches. The bubble is ``(pp - 1) / m`` of the work. With one rank,
-# this is plain gradient accumulation.
+# 1F1B: one forward, one backward, with one chunk per rank.
 
 
 def _why_not_1f1b(pp: int, vpp: int, group_size: int | None) -> str | None:
@@ -149,22 +144,19 @@ def _warm_up_1f1b(pp_rank: int, pp: int) -> int:
 
 
 def one_f_one_b(pp_rank: int, pp: int, vpp: int, micro_batches: int, group_size: int | None = None) -> Actions:
-    """Return the actions of one rank."""
+    """Return the actions of 1F1B (Narayanan et al., https://arxiv.org/abs/2104.04473, section 2.2.1).
+
+    A rank starts with as many forwards as there are ranks after it, so that the last rank never waits. Then forwards
+    and backwards alternate, and each backward frees the memory that the next forward needs. Rank ``p`` holds
+    activations of at most ``min(m, pp - p)`` micro-batches. The bubble is ``(pp - 1) / m`` of the work. With one rank,
+    this is plain gradient accumulation.
+    """
     forwards = [Action(ActionKind.FORWARD, 0, i) for i in range(micro_batches)]
     backwards = [Action(ActionKind.BACKWARD, 0, i) for i in range(micro_batches)]
     return alternate(forwards, backwards, _warm_up_1f1b(pp_rank, pp))
 
 
-# Interleaved 1F1B with several chunks per rank (Narayanan et al., https://arxiv.org/abs/2104.04473, section 2.2.2).
-#
-# Micro-batches go in groups (by default of at most ``pp``) through chunk 0 of every rank, then through chunk 1, and
-# so on, and back in the opposite order. To fill the pipeline takes the time of one chunk per rank instead of a whole
-# rank. So the bubble is ``(pp - 1) / (m * vpp)`` of the work. The costs are ``vpp`` times the transfers, and
-# activations of up to ``2 (pp - p - 1) + (vpp - 1) * group + 1`` chunks on rank ``p``.
-#
-# Any number of micro-batches works. A last group of less than ``pp`` cannot keep all ranks busy and takes up to as
-# long as a group of ``pp``. Groups of up to ``ceil(m / (m // pp))`` micro-batches avoid such a group for any ``m >=
-# pp``.
+# Interleaved 1F1B: several chunks per rank.
 
 
 def _why_not_interleaved(pp: int, vpp: int, group_size: int | None) -> str | None:
@@ -182,7 +174,17 @@ def _warm_up_interleaved(pp_rank: int, pp: int, vpp: int, group_size: int | None
 
 
 def interleaved(pp_rank: int, pp: int, vpp: int, micro_batches: int, group_size: int | None = None) -> Actions:
-    """Return the actions of one rank."""
+    """Return the actions of interleaved 1F1B (Narayanan et al., https://arxiv.org/abs/2104.04473, section 2.2.2).
+
+    Micro-batches go in groups (by default of at most ``pp``) through chunk 0 of every rank, then through chunk 1, and
+    so on, and back in the opposite order. To fill the pipeline takes the time of one chunk per rank instead of a whole
+    rank. So the bubble is ``(pp - 1) / (m * vpp)`` of the work. The costs are ``vpp`` times the transfers, and
+    activations of up to ``2 (pp - p - 1) + (vpp - 1) * group + 1`` chunks on rank ``p``.
+
+    Any number of micro-batches works. A last group of less than ``pp`` cannot keep all ranks busy and takes up to as
+    long as a group of ``pp``. Groups of up to ``ceil(m / (m // pp))`` micro-batches avoid such a group for any ``m >=
+    pp``.
+    """
     order = rounds(pp, vpp, micro_batches, group_size or pp)
     forwards = [Action(ActionKind.FORWARD, chunk, i) for chunk, i in order]
     # A micro-batch comes back through the chunks in the opposite order.
@@ -192,17 +194,7 @@ def interleaved(pp_rank: int, pp: int, vpp: int, micro_batches: int, group_size:
     return [action for action in actions if action.micro_batch < micro_batches]
 
 
-# Combined 1F1B: a forward and a backward run together, and each computes while the messages of the other travel.
-#
-# Expert parallelism sends tokens twice in each layer, forward and backward. Alone, a pass waits for them. So each
-# backward is paired with the forward of a later micro-batch, and they take turns
-# (:mod:`megalight.parallel.interleaved_passes`). Weight gradients wait for such pauses too. DeepSeek-V3 does this in
-# both directions of the pipeline at once (https://arxiv.org/abs/2412.19437, section 3.2.1); here the order is that of
-# 1F1B, or of interleaved 1F1B with several chunks per rank.
-#
-# A pair begins when both of its inputs are there, and sends both results at its end. So rank ``p`` starts with ``2
-# (pp - p - 1) + (vpp - 1) * group + 1`` forwards, and holds activations of as many chunks. With one chunk per rank
-# that is up to twice as much as 1F1B. The bubble is that of the base schedule.
+# Combined 1F1B: a forward and a backward run together, and each computes during the communication of the other.
 
 
 def _why_not_base(pp: int, vpp: int, group_size: int | None) -> str | None:
@@ -211,7 +203,18 @@ def _why_not_base(pp: int, vpp: int, group_size: int | None) -> str | None:
 
 
 def combined(pp_rank: int, pp: int, vpp: int, micro_batches: int, group_size: int | None = None) -> Actions:
-    """Return the actions of one rank."""
+    """Return the actions of combined 1F1B, in which the backward of one micro-batch overlaps the forward of another.
+
+    Expert parallelism sends tokens twice in each layer, forward and backward. Alone, a pass waits for them. So each
+    backward is paired with the forward of a later micro-batch, and they take turns
+    (:mod:`megalight.parallel.interleaved_passes`). Weight gradients wait for such pauses too. DeepSeek-V3 does this in
+    both directions of the pipeline at once (https://arxiv.org/abs/2412.19437, section 3.2.1); here the order is that of
+    1F1B, or of interleaved 1F1B with several chunks per rank.
+
+    A pair begins when both of its inputs are there, and sends both results at its end. So rank ``p`` starts with ``2
+    (pp - p - 1) + (vpp - 1) * group + 1`` forwards, and holds activations of as many chunks. With one chunk per rank
+    that is up to twice as much as 1F1B. The bubble is that of the base schedule.
+    """
     order = [(0, i) for i in range(micro_batches)] if vpp == 1 else rounds(pp, vpp, micro_batches, group_size or pp)
     forwards = [Action(ActionKind.FORWARD, chunk, i) for chunk, i in order]
     backwards = [Action(ActionKind.BACKWARD, vpp - 1 - chunk, i) for chunk, i in order]
@@ -219,26 +222,27 @@ def combined(pp_rank: int, pp: int, vpp: int, micro_batches: int, group_size: in
     return pair(forwards, backwards, _warm_up_interleaved(pp_rank, pp, vpp, group_size) + 1, micro_batches)
 
 
-# ZB-H1: weight gradients fill the bubble (Qi et al., https://arxiv.org/abs/2401.10241, section 2.2).
-#
-# It is built on 1F1B or interleaved 1F1B. Other ranks wait only for the gradient of a chunk's *input*. So each
-# backward is split: the input gradient keeps its place, and the weight gradient comes later, when the rank would
-# wait. Rank ``p`` delays its weight gradients by ``p`` micro-batches. So it sends its first input gradients ``p``
-# weight gradients earlier, and the delayed weight gradients fill the end of the step. Let a chunk take ``F`` forward,
-# ``I`` for the input gradient and ``W`` for the weight gradient. If ``W`` is no longer than ``F`` or ``I``, the
-# bubble falls from ``(pp - 1) (F + I + W)`` to ``(pp - 1) (F + I - W)``.
-#
-# Activations stay in memory until their weight gradient is done. No rank holds more of them than the first rank does
-# in the base schedule.
+# ZB-H1: weight gradients fill the bubble.
 
 
 def zero_bubble(pp_rank: int, pp: int, vpp: int, micro_batches: int, group_size: int | None = None) -> Actions:
-    """Return the actions of one rank."""
+    """Return the actions of ZB-H1 (Qi et al., https://arxiv.org/abs/2401.10241, section 2.2).
+
+    It is built on 1F1B or interleaved 1F1B. Other ranks wait only for the gradient of a chunk's *input*. So each
+    backward is split: the input gradient keeps its place, and the weight gradient comes later, when the rank would
+    wait. Rank ``p`` delays its weight gradients by ``p`` micro-batches. So it sends its first input gradients ``p``
+    weight gradients earlier, and the delayed weight gradients fill the end of the step. Let a chunk take ``F`` forward,
+    ``I`` for the input gradient and ``W`` for the weight gradient. If ``W`` is no longer than ``F`` or ``I``, the
+    bubble falls from ``(pp - 1) (F + I + W)`` to ``(pp - 1) (F + I - W)``.
+
+    Activations stay in memory until their weight gradient is done. No rank holds more of them than the first rank does
+    in the base schedule.
+    """
     base = one_f_one_b if vpp == 1 else interleaved
     return split(base(pp_rank, pp, vpp, micro_batches, group_size), delay=pp_rank)
 
 
-# Only forwards, for validation and generation: the order of interleaved 1F1B without its backwards.
+# Forward only: validation and generation.
 
 
 def _why_not_forward_only(pp: int, vpp: int, group_size: int | None) -> str | None:
@@ -247,7 +251,7 @@ def _why_not_forward_only(pp: int, vpp: int, group_size: int | None) -> str | No
 
 
 def forward_only(pp_rank: int, pp: int, vpp: int, micro_batches: int, group_size: int | None = None) -> Actions:
-    """Return the actions of one rank; they are the same for all ranks."""
+    """Return the forwards of interleaved 1F1B; they are the same for all ranks."""
     order = rounds(pp, vpp, micro_batches, group_size or pp)
     return [Action(ActionKind.FORWARD, chunk, i) for chunk, i in order if i < micro_batches]
 

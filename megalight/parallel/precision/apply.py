@@ -1,4 +1,4 @@
-"""Give weights of linear layers a low precision, and scales to the ranks that must agree on them."""
+"""Low precision of a model: quantize its GEMMs and attention, and share scales among ranks that must agree."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from megalight.parallel.precision.weights import (
 )
 from megalight.parallel.shard import ShardSpec
 
-# Give the attention of layers 8-bit products, and say which attention cannot have them.
+# FP8 attention: which layers get it, and why others cannot.
 
 
 KERNELS = "transformer_engine"

@@ -1,4 +1,4 @@
-"""Options of activation recompute."""
+"""Options of activation recompute, and the modules of a layer that they select."""
 
 from __future__ import annotations
 

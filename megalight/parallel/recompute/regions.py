@@ -1,4 +1,4 @@
-"""Recompute regions: modules that keep their inputs and run again in the backward pass."""
+"""Activation recompute: regions keep their inputs and run again in the backward pass; outputs may be discarded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules that process a share of the attention heads."""
+"""Styles of attention: heads over ``tp``, sequences over ``cp``, and mixers that need whole sequences."""
 
 from __future__ import annotations
 

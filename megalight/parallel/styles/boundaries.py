@@ -1,4 +1,4 @@
-"""Changes between all tokens and this rank's share of them, around modules without sequence parallelism."""
+"""Styles at the boundaries of sequence parallelism: all tokens before a module, this rank's share after it."""
 
 from __future__ import annotations
 

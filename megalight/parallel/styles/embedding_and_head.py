@@ -1,4 +1,4 @@
-"""Embeddings that are split by vocabulary."""
+"""Styles of embeddings and heads: vocabulary parallel."""
 
 from __future__ import annotations
 

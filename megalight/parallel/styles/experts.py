@@ -1,4 +1,4 @@
-"""Stacks of experts that are divided by expert, and inside each."""
+"""Styles of mixture of experts: stacks over ``ep`` and ``etp``, and routers."""
 
 from __future__ import annotations
 

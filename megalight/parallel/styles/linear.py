@@ -1,4 +1,4 @@
-"""Linear layers whose output features are split."""
+"""Styles of linear layers: column and row parallel, with their adapters; convolutions and grouped norms."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megalight.parallel.tensor.linear import ColumnAdapter, ColumnLinear, RowAda
 from megalight.parallel.tensor.shared import Tokens
 from megalight.parallel.tensor.split import GroupMean
 
-# Split adapters together with their linear layers.
+# Adapters (LoRA) are split with their linear layers.
 
 
 def column_adapters(
@@ -193,7 +193,7 @@ class Column(Style):
         return units
 
 
-# Linear layers whose input features are split.
+# Row parallel.
 
 
 @register

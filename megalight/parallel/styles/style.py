@@ -1,4 +1,7 @@
-"""The base class of styles: how modules that match a rule of a plan are split."""
+"""The base class of styles, and the styles of modules that are replicated or only renamed or reseeded.
+
+A style says how modules that match a rule of a plan are split.
+"""
 
 from __future__ import annotations
 

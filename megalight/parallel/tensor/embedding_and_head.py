@@ -1,4 +1,4 @@
-"""An embedding split over ``tp`` by vocabulary."""
+"""Vocabulary-parallel embedding and output layer, with the cross entropy over a split vocabulary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A linear layer whose output features are split over ``tp``."""
+"""Tensor-parallel linear layers: column parallel, row parallel, and their adapters."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def _lasting(overlap: Overlap, share: Tensor, dim: int) -> Callable[[], Tensor]:
     return lambda: overlap.hold(gathering.wait())
 
 
-# A linear layer whose input features are split over ``tp``.
+# Row parallel: input features are split over ``tp``.
 
 
 class RowLinear(nn.Module):
@@ -320,7 +320,7 @@ def _product(ctx: Any, x: Tensor, weight: Tensor) -> Product:
     )
 
 
-# The adapters of linear layers whose output or input features are split over ``tp``; of experts over ``etp``.
+# Adapters (LoRA) of column- and row-parallel layers; those of experts are split over ``etp``.
 
 
 class ColumnAdapter(Adapter):

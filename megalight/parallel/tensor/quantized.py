@@ -1,4 +1,4 @@
-"""Inputs and output gradients of split layers that are communicated over ``tp`` as 8-bit codes."""
+"""FP8 tensor-parallel communication: inputs and output gradients of split layers are sent quantized."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The part of a parameter that a rank holds: pieces of columns, rows, vocabularies, expert stacks and replicas."""
+"""Shards of a parameter: columns, rows, vocabularies, expert stacks and replicas; means over split features."""
 
 from __future__ import annotations
 

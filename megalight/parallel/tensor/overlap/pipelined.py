@@ -1,4 +1,7 @@
-"""A product in pieces, each computed during the messages of the next. A carrier moves the bytes."""
+"""Pipelined overlap: a GEMM in pieces, each computed during the communication of the next.
+
+First the cost model that chooses the number of pieces, then the overlap, then the carrier of point-to-point messages.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface of overlap backends: the layer they must serve, and the product they are given."""
+"""The interface of communication overlap: the layer, the GEMM, the backend without overlap, rounds of exchange."""
 
 from __future__ import annotations
 
