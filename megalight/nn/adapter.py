@@ -189,7 +189,7 @@ class Adapter(nn.Module):
         """Yield the number of each adapted section, and the lengths of its rows of ``W + scale B A``.
 
         They are ``||W||^2 + 2 s B (W A^T) + s^2 B (A A^T) B^T``, so that no second matrix as large as ``W`` is made.
-        The paper treats them as constants, which saves the gradient through them. A weight that is stored as codes is
+        The paper treats them as constants, which saves the gradient through them. A weight that is quantized is
         decoded again for them.
         """
         wide = torch.promote_types(weight.dtype, torch.float32)

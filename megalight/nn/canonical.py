@@ -1,4 +1,4 @@
-"""Canonical tensors: the parts of a one-device model's parameters, with names that are the same in every layout.
+"""Canonical tensors: the parts of a single-device model's parameters, with names that are the same in every layout.
 
 Most parameters are one canonical tensor. If a parameter holds several, its module lists them in the method
 :meth:`HasCanonicalParts.canonical_parts`. Examples: the sections of a fused layer (``attention.qkv.weight`` holds
@@ -32,7 +32,7 @@ class Section:
 
 @dataclass(frozen=True)
 class CanonicalPart:
-    """One canonical tensor inside a parameter of a one-device model.
+    """One canonical tensor inside a parameter of a single-device model.
 
     Attributes:
         parameter: the parameter's name in the model.
@@ -62,7 +62,7 @@ class HasCanonicalParts(Protocol):
 
 
 def parts(model: nn.Module) -> Iterator[CanonicalPart]:
-    """Yield the canonical tensors of a one-device model in order. A tied parameter appears once, by its first name."""
+    """Yield the canonical tensors of a model in order. A tied parameter appears once, by its first name."""
     # By identity, as names differ.
     seen: set[int] = set()
     for path, module in model.named_modules():

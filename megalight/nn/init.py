@@ -143,7 +143,7 @@ def initializers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Initia
 
 @torch.no_grad()
 def initialize(model: nn.Module, seed: int, prefix: str = "") -> None:
-    """Draw every parameter with an initializer in a whole one-device model.
+    """Draw every parameter with an initializer in a whole single-device model.
 
     Args:
         model: the model, on a real device.

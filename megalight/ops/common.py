@@ -111,7 +111,7 @@ def triton_why_not(device: str, *dtypes: torch.dtype) -> str | None:
 
 @lru_cache
 def num_sms(device: torch.device) -> int:
-    """Return the number of multiprocessors of a device; 4 on the CPU, where Triton interprets kernels."""
+    """Return the number of SMs of a device; 4 on the CPU, where Triton interprets kernels."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 4
 
 

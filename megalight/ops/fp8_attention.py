@@ -1,4 +1,4 @@
-"""Attention with 8-bit products: queries, keys, values, weights and their gradients are rounded to 8 bits."""
+"""Attention with 8-bit GEMMs: queries, keys, values, weights and their gradients are rounded to 8 bits."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _rounded(x: Tensor, scheme: Scheme, largest: float | None = None) -> Tensor:
 WIDEST = 128
 """Largest head size. FP8 kernels of Hopper have no larger one."""
 MULTIPLE = 16
-"""Head sizes are multiples of this: 8-bit products contract sixteen elements at a time."""
+"""Head sizes are multiples of this: 8-bit GEMMs contract sixteen elements at a time."""
 
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 """``q [T, H, D], k, v [T, Hkv, D]``, number of equally long sequences ``-> [T, H, D]``."""

@@ -56,7 +56,7 @@ def reference_gated_norm(
 TILE = 2048
 """Elements that a program handles at once, if groups are smaller than this."""
 WARPS_PER_SM = 16
-"""Warps of the backward per multiprocessor: each program writes its own weight gradients."""
+"""Warps of the backward per SM: each program writes its own weight gradients."""
 
 
 @jit

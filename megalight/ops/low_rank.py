@@ -47,7 +47,7 @@ class _AddLowRank(torch.autograd.Function):
         # Under autocast, the output of a layer may have fewer bits than its adapter.
         narrow = narrow.reshape(-1, narrow.shape[-1]).to(y.dtype)
         ctx.save_for_backward(narrow)
-        # An alias, and not `mark_dirty`, which refuses views, as products in 8 bits may return. Autograd still raises
+        # An alias, and not `mark_dirty`, which refuses views, as GEMMs in 8 bits may return. Autograd still raises
         # if `y` was saved.
         out = y.detach()
         rows, factor = out.view(-1, out.shape[-1]), up.to(y.dtype)

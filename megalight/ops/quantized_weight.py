@@ -308,6 +308,6 @@ def stored_of(parameter: Tensor) -> QuantizedWeight | None:
 
 
 def readable(weight: Tensor) -> Tensor:
-    """Return a weight, decoded if it is stored as codes."""
+    """Return a weight, decoded if it is quantized."""
     state: ParameterState | None = getattr(weight, "megalight", None)
     return weight if state is None or state.stored is None else state.stored.values()

@@ -1,1 +1,1 @@
-"""Parallelism applied to one-device models: mesh, plans, sharded layers, the data-parallel engine."""
+"""Parallelism applied to single-device models: mesh, plans, sharded layers, the data-parallel engine."""

@@ -41,7 +41,7 @@ def parallelize(
     expert: ExpertOptions | None = None,
     prefix: str = "",
 ) -> dict[str, ShardSpec]:
-    """Split a one-device model in place: layers over ``tp``, attention over ``cp``, experts over ``ep`` and ``etp``.
+    """Split a single-device model in place: layers over ``tp``, attention over ``cp``, experts over ``ep`` and ``etp``.
 
     Modules that the plan names are replaced by parallel ones with the same name. Their parameters also keep their
     names, and hold this rank's part. Real values are sliced; meta parameters stay meta.

@@ -39,7 +39,7 @@ class Estimate:
         host: masters, moments, and gradients and parameters on their way.
         parameter_buffers: the part of the parameters that are buffers for whole units.
         gradient_buffers: likewise, of the gradients.
-        casts: what products in 8 bits keep of weights during a step: transposes of weights that are codes, and both
+        casts: what GEMMs in 8 bits keep of weights during a step: transposes of weights that are codes, and both
             casts of weights in a dtype of their own.
     """
 

@@ -107,7 +107,7 @@ class FrozenTask(Protocol):
     token_multiple: int
 
     def build_model(self) -> nn.Module:
-        """Return the one-device model, on the meta device."""
+        """Return the single-device model, on the meta device."""
 
     def forward_step(self, model: nn.Module, batch: Any, carry: Carry | None = None) -> Carry:
         """Run one chunk on one micro-batch. The last chunk returns the results: whole tensors, equal along ``tp``."""

@@ -50,9 +50,9 @@ def new_group(
         ranks: the global ranks.
         purpose: what the group is for. Groups of the same ranks and purpose are numbered.
         backend: ``"gloo"`` for a group on the host. None: the backend of the default group.
-        max_ctas: largest number of GPU multiprocessors that a message occupies, also while it waits for the other side.
+        max_ctas: largest number of GPU SMs that a message occupies, also while it waits for the other side.
             None: NCCL's choice. Other backends ignore it; call :func:`check_max_ctas` for a value that a user gave.
-        urgent: whether messages get multiprocessors before computation that is also waiting for them.
+        urgent: whether messages get SMs before computation that is also waiting for them.
 
     Raises:
         LayoutError: torch.distributed is not initialized.
@@ -94,12 +94,12 @@ _SHARED: WeakKeyDictionary[ProcessGroup | None, dict[tuple[str | int, ...], Proc
 
 
 def check_max_ctas(name: str, value: int | None, backend: str) -> None:
-    """Check that a user's limit on multiprocessors has an effect.
+    """Check that a user's limit on SMs has an effect.
 
     Args:
         name: name of the option, for the message.
         value: the limit, or None.
-        backend: backend of the default process group. Only NCCL's messages use multiprocessors.
+        backend: backend of the default process group. Only NCCL's messages use SMs.
 
     Raises:
         ConfigurationError: ``value`` is set, and NCCL is not among the backends.

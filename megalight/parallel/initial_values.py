@@ -1,4 +1,4 @@
-"""Initial values of a parallel model, bitwise equal to the one-device model's in every layout.
+"""Initial values of a parallel model, bitwise equal to the single-device model's in every layout.
 
 Modules with ``initializers`` are drawn locally: only the tiles that this rank's pieces touch. Other modules are drawn
 whole, one at a time, by their own methods, with a generator seeded by their name; the result is sliced. Everything is
@@ -177,7 +177,7 @@ def _away(model: nn.Module) -> dict[str, Elsewhere]:
 def _drawn_whole(model: nn.Module, path: str, module: nn.Module, seed: int, device: torch.device) -> nn.Module:
     """Return a whole copy of a module, drawn by its own methods: float32, NaN where they draw nothing."""
     origin = getattr(module, "origin", None)
-    # The one-device module, as its own method draws shapes that only the whole module has.
+    # The single-device module, as its own method draws shapes that only the whole module has.
     shell = on_meta(origin.module if isinstance(origin, SplitOrigin) else module)
     # Drawn where the model lives. Generators of other devices give other bits for the same seed.
     for local, parameter in shell._parameters.items():

@@ -71,14 +71,14 @@ class ParallelModel:
     """This rank's part of a model, and the description of what it holds. The root is changed in place.
 
     Args:
-        root: the one-device model, on meta or with values that are equal on all ranks.
+        root: the single-device model, on meta or with values that are equal on all ranks.
         mesh: the mesh of ranks.
         options: how it is split.
         name: the first part of the canonical name of every tensor (``model.layers.0...``).
 
     Attributes:
         plan: the plan that was used.
-        specs: local name of each parameter and persistent buffer -> the part of the one-device model that it holds.
+        specs: local name of each parameter and persistent buffer -> the part of the single-device model that it holds.
         layout: the stages of the pipeline.
         coupling: lets data-parallel ranks agree on numbers of micro-batches, if they communicate in a forward pass;
             None: they do not.
@@ -92,7 +92,7 @@ class ParallelModel:
         filled: values were drawn or read, once.
         shards: the modules whose parameters this rank holds a shard of; None: it holds all parameters whole.
         grafted: a part of the root that has a layout of its own, over the same ranks; None: there is none.
-        outline: the one-device model without memory, for those who count its parameters; None: nobody made one.
+        outline: the single-device model without memory, for those who count its parameters; None: nobody made one.
 
     Raises:
         LayoutError: the model is split already, its sizes are not divisible, or a schedule would have no effect.
@@ -279,7 +279,7 @@ class ParallelModel:
             self._refusals += [chunk.register_forward_pre_hook(refuse) for chunk in self.chunks]
 
     def draw(self, seed: int) -> None:
-        """Fill a model without memory with the initial values of the one-device model.
+        """Fill a model without memory with the initial values of the single-device model.
 
         The values do not depend on the layout. A model that came with values keeps them, and only tensors that
         transforms made are drawn.
@@ -446,7 +446,7 @@ class ParallelModel:
     # ------------------------------------------------------------------ what it holds
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leave this description out of a pickled model, which is a one-device model.
+        """Leave this description out of a pickled model, which is a single-device model.
 
         Raises:
             LayoutError: the rank holds only a part of the model.

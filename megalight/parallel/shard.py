@@ -2,7 +2,7 @@
 
 Checkpoints, gradient sync, norms, initialization and export are all based on it.
 
-A *canonical* tensor is a parameter of the one-device model, under a name that is the same in every layout. A fused
+A *canonical* tensor is a parameter of the single-device model, under a name that is the same in every layout. A fused
 weight appears as its parts (``...attention.qkv.weight`` is ``...attention.q.weight``, ``.k.``, ``.v.``).
 
 For a box of a canonical tensor, each axis of one view of the mesh (``pp, dp, cp, tp`` or ``pp, edp, ep, etp``) is

@@ -231,7 +231,7 @@ class Chosen(Wrapped):
 
 
 def model_targets(model: nn.Module, prefix: str = "") -> Iterator[Target]:
-    """Yield the parameters of a whole one-device model.
+    """Yield the parameters of a whole single-device model.
 
     Args:
         model: not on the meta device.

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from megalight.parallel.styles import Style
 
 Rule: TypeAlias = Callable[[Sequence[CanonicalPart], tuple[int, ...], ParallelMesh], ShardSpec]
-"""Canonical parts and shape of a one-device parameter, and the mesh -> the part that this rank holds."""
+"""Canonical parts and shape of a single-device parameter, and the mesh -> the part that this rank holds."""
 
 
 @dataclass(frozen=True)
 class SplitOrigin:
-    """The one-device module that a parallel one replaces; initial values are drawn with it.
+    """The single-device module that a parallel one replaces; initial values are drawn with it.
 
     Attributes:
         module: its parameters are on meta.
@@ -62,7 +62,7 @@ class Splitter:
     """One pass over a model that splits its modules.
 
     Args:
-        model: the one-device model.
+        model: the single-device model.
         shared: the state that its parallel layers will share.
         prefix: put before canonical names.
 
@@ -78,7 +78,7 @@ class Splitter:
         self.done: set[int] = set()
         """Ids of modules that need no further visit."""
         self._parts: dict[str, list[CanonicalPart]] = defaultdict(list)
-        # Read now, before anything is split: names and shapes of the one-device model cannot be read from its parts
+        # Read now, before anything is split: names and shapes of the single-device model cannot be read from its parts
         # later.
         for part in parts(model):
             self._parts[part.parameter].append(replace(part, name=prefix + part.name))
@@ -209,12 +209,12 @@ class Splitter:
             self.replace(module, current)
 
     def dress(self, replacement: nn.Module, module: nn.Module) -> None:
-        """Copy training mode and initial values of the one-device module to the parallel one."""
+        """Copy training mode and initial values of the single-device module to the parallel one."""
         replacement.train(module.training)
         own = {local: self._first.get(id(p)) for local, p in module._parameters.items() if p is not None}
         if hasattr(module, "initializers"):
             replacement.initializers = module.initializers
-        # Without rules of its own, a module is drawn whole, by its one-device form, and cut.
+        # Without rules of its own, a module is drawn whole, by its single-device form, and cut.
         elif own:
             parts = {local: self._parts[first] for local, first in own.items() if first is not None}
             replacement.origin = SplitOrigin(on_meta(module), parts)  # type: ignore[assignment]
@@ -234,7 +234,7 @@ class Splitter:
             self.model.set_submodule(name, replacement)
 
     def sizes(self, weight: nn.Parameter) -> list[int]:
-        """Return this rank's rows of each section of a one-device ``weight`` that was split."""
+        """Return this rank's rows of each section of a single-device ``weight`` that was split."""
         return [piece.size[0] for piece in self.specs[self._first[id(weight)]].pieces]
 
 

@@ -41,7 +41,7 @@ class ModelTransform(ABC):
 
     @abstractmethod
     def change(self, model: nn.Module) -> None:
-        """Change the one-device model in place, before it is split.
+        """Change the single-device model in place, before it is split.
 
         Create new parameters on the device of their neighbors, often meta. Their modules state their initial values
         and canonical names.
@@ -83,7 +83,7 @@ APPLIED = "megalight_transforms"
 
 
 def apply_transforms(model: nn.Module, transforms: Sequence[ModelTransform]) -> list[frozenset[str]]:
-    """Apply those transforms to a one-device model that have not changed it yet.
+    """Apply those transforms to a single-device model that have not changed it yet.
 
     Returns:
         for each transform of the model, canonical names of the tensors that it made.

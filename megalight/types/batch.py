@@ -148,10 +148,10 @@ class TokenBatch:
         axis_positions: ``[B, A, S]`` int64: the position of each token on several axes, such as time, height and width
             (:meth:`PackedSequences.with_axes`). None: tokens have one position. A share keeps them in ``share``.
         places: set by :meth:`context_share`: ``[T]``, the place of each token of the share among the tokens of the
-            whole batch, laid end to end. That of padding is 0.
+            whole batch, packed. That of padding is 0.
         taught: ``[B, S]``: what a teacher predicts after each token, or what a base makes of it, from a store. None:
             there is no store.
-        rows: ``[M]`` int64: which of all tokens, laid end to end, count in the loss, so that a model can skip others
+        rows: ``[M]`` int64: which of all tokens, packed, count in the loss, so that a model can skip others
             behind its last mixer; see :meth:`with_rows`. None: unknown, or all or none do. A share has none.
         row_counts: how many each sample has, on the host; empty if unknown.
         columns: name -> ``[B, S]``: what else is known of each label, such as its reward. A share has 0 for padding.
@@ -177,7 +177,7 @@ class TokenBatch:
 
     @property
     def sequences(self) -> PackedSequences:
-        """How the tokens, laid end to end, divide into sequences; on the device of the tokens.
+        """How the tokens, packed, divide into sequences; on the device of the tokens.
 
         Raises:
             DataError: the document lengths of a row do not sum to its length.

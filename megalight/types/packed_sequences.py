@@ -78,7 +78,7 @@ def to_device(values: Sequence[int], dtype: torch.dtype, device: torch.device) -
 
 @dataclass(frozen=True, eq=False)
 class PackedSequences:
-    """How ``T`` tokens, laid end to end, divide into sequences.
+    """How ``T`` tokens, packed, divide into sequences.
 
     Lengths are Python integers, so no code waits for the device to learn a shape.
 

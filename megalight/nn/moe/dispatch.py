@@ -61,7 +61,7 @@ class Dispatcher(nn.Module, ABC):
 
     Attributes:
         pads: whether it can give each expert a fixed number of rows.
-        alignment: the number of rows of each expert is a multiple of this, filled up with zeros, for products in 8 or 4
+        alignment: the number of rows of each expert is a multiple of this, filled up with zeros, for GEMMs in 8 or 4
             bits.
         tells_sizes: whether the host shall learn the number of rows of each expert, though it must wait for it: some
             products need it or are faster with it.

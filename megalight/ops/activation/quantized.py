@@ -344,7 +344,7 @@ class _OfQuantized(torch.autograd.Function):
 def activation_of_quantized(x: Tensor, kind: str, gates: bool, backend: str = "auto", *, written: bool) -> Tensor:
     """Return ``act(x)``, or ``act(gate) * up``, of ``x [T, f]`` or ``[T, 2 f]``; the gradient of ``x`` is not written.
 
-    It is :mod:`~megalight.ops.note`: ``x`` must come from a product in 8 bits, and nothing else may read its
+    It is :mod:`~megalight.ops.note`: ``x`` must come from a GEMM in 8 bits, and nothing else may read its
     gradient. With ``written=False`` the output is elided, too: the next product must know its scales beforehand.
     ``backend`` is that of the activation that is written.
     """

@@ -65,7 +65,7 @@ class AttentionSpec(NamedTuple):
 
 
 FEW = 64
-"""Queries per sequence below which a kernel should divide keys, not queries, over multiprocessors."""
+"""Queries per sequence below which a kernel should divide keys, not queries, over SMs."""
 
 ATTENTION: BackendRegistry[AttentionSpec, Callable[..., Tensor]] = BackendRegistry("attention")
 REGISTRIES: tuple[BackendRegistry[AttentionSpec, Any], ...] = (ATTENTION,)

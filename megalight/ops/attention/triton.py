@@ -36,7 +36,7 @@ from megalight.types import PackedSequences
 
 
 FORWARD: dict[str, Any] = {"ROWS": 64, "KEYS": 64, "num_warps": 4, "num_stages": 3}
-"""Queries of a program, and keys of one of its steps. Two programs share a multiprocessor: one multiplies while another
+"""Queries of a program, and keys of one of its steps. Two programs share an SM: one multiplies while another
 takes exponentials."""
 
 WIDE_FORWARD: dict[str, Any] = {"ROWS": 64, "KEYS": 32, "num_warps": 4, "num_stages": 3}

@@ -282,7 +282,7 @@ def of_keys(
 # loaded from matrices of two dimensions. Queries that see all keys of a block are in a loop without a mask, and all
 # the others in a second one. Both go over all heads of a group, as each loop begins with loads that nothing hides:
 # with loops for each head and each edge there were twelve for four heads. Almost nothing spills, and two programs
-# share a multiprocessor.
+# share an SM.
 
 
 BLOCKS: dict[str, Any] = {"ROWS": 64, "KEYS": 64, "num_warps": 4, "num_stages": 2}

@@ -18,7 +18,7 @@ Combine = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 SHARE = 1 / 32
 """Share of the device's memory that logits may take.
 
-Logits that do not fit are computed a second time in the backward: a fourth matrix product beside the usual three, and
+Logits that do not fit are computed a second time in the backward: a fourth matmul beside the usual three, and
 one more pass over the main gradient for each chunk.
 """
 
@@ -26,7 +26,7 @@ CHUNKS = 4
 """Number of chunks in this share if it does not hold all logits: one is being computed, the others are kept."""
 
 TILE = 128
-"""Rows that a matrix product computes at once. Chunks are multiples of it."""
+"""Rows that a matmul computes at once. Chunks are multiples of it."""
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 class _LowPrecisionGroupedLinear(torch.autograd.Function):
-    """Grouped products by the precision of the stack."""
+    """Grouped GEMMs by the precision of the stack."""
 
     @staticmethod
     def forward(

@@ -14,7 +14,7 @@ from megalight.ops.linear import weight_gradient
 from megalight.ops.parameter import put
 from megalight.registry import Backend, BackendRegistry, remembered
 
-# Grouped products in plain torch, one expert after the other. Half types are computed in float32.
+# Grouped GEMMs in plain torch, one expert after the other. Half types are computed in float32.
 
 
 def groups(offsets: Tensor, sizes: Sequence[int] | None) -> Iterator[tuple[int, slice]]:
@@ -51,7 +51,7 @@ def reference_accumulate(
         put(main_grad[expert], grad_y[rows].to(dtype).T @ x[rows].to(dtype), write)
 
 
-# Grouped products of torch: all groups at once, or a loop over the groups.
+# Grouped GEMMs of torch: all groups at once, or a loop over the groups.
 
 
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor, sizes: Sequence[int] | None, transposed: bool) -> Tensor:

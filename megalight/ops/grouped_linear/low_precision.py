@@ -1,4 +1,4 @@
-"""Grouped products in 8 or 4 bits: all experts at once, or one after the other.
+"""Grouped GEMMs in 8 or 4 bits: all experts at once, or one after the other.
 
 Each expert multiplies as a linear layer of its own would, in both ways.
 """

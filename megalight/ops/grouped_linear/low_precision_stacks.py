@@ -1,4 +1,4 @@
-"""Grouped products in 8 bits whose casts are of all experts of a stack at once.
+"""Grouped GEMMs in 8 bits whose casts are of all experts of a stack at once.
 
 ``Apart`` multiplies one expert after another with the library's products. ``Together`` multiplies all experts at once,
 and the host does not wait for the numbers of their rows.
@@ -27,7 +27,7 @@ from megalight.ops.quantize.recipes import QuantizationRecipe
 from megalight.ops.scaled_accumulate import accumulate_groups
 from megalight.ops.scaled_mm import Factors, multiply_groups
 
-# Grouped products in 8 bits with the library's products, one expert after the other. Casts are of all experts.
+# Grouped GEMMs in 8 bits with the library's products, one expert after the other. Casts are of all experts.
 
 
 class Apart(StackPrecision):
@@ -163,7 +163,7 @@ def products(recipe: QuantizationRecipe, device: torch.device, emulate: bool) ->
     return [y.float(), apart.input_gradient(grads, weight).float(), out]
 
 
-# Grouped products in 8 bits of all experts at once. The host does not wait for the numbers of their rows.
+# Grouped GEMMs in 8 bits of all experts at once. The host does not wait for the numbers of their rows.
 
 
 LARGE_ONE_SCALE, LARGE = 2e10, 1e11
@@ -208,7 +208,7 @@ class Together(StackCasts, StackPrecision):
 
     @staticmethod
     def why_not(weight: Tensor, recipe: QuantizationRecipe, emulate: bool) -> str | None:
-        """Return why a recipe cannot have grouped products on the device of ``weight``, or None."""
+        """Return why a recipe cannot have grouped GEMMs on the device of ``weight``, or None."""
         for scheme in (recipe.x, recipe.weight, recipe.gradient):
             if (reason := grouped_scaled.scheme_why_not(scheme)) is not None:
                 return reason

@@ -1,4 +1,4 @@
-"""Grouped products for Hopper: persistent programs walk the tiles of all groups, with loads by TMA.
+"""Grouped GEMMs for Hopper: persistent programs walk the tiles of all groups, with loads by TMA.
 
 A program finds its tiles from the offsets on the device. Tiles of one group that run at the same time have rows and
 weights in common, which are then in the L2 cache. With the usual number of rows per expert, a weight is read once.
@@ -28,7 +28,7 @@ WGRAD: dict[str, Any] = {"ROWS": 128, "COLUMNS": 256, "DEPTH": 64, "GROUP": 8, "
 """Tile of a weight gradient: rows and columns of the weight, tokens per step, and tiles that share columns."""
 
 PAIR: dict[str, Any] = {"ROWS": 128, "COLUMNS": 128, "DEPTH": 64, "GROUP": 8, "num_warps": 4, "num_stages": 3}
-"""Tile of a weight gradient that is written and has few tokens: two programs share a multiprocessor, and one computes
+"""Tile of a weight gradient that is written and has few tokens: two programs share an SM, and one computes
 while the other writes."""
 
 FEW_TOKENS = 1024
@@ -153,7 +153,7 @@ def _weight_gradient(
 
 
 def programs(tiles: int, device: torch.device, each: int = 1) -> int:
-    """Return the number of programs: ``each`` per multiprocessor, but no more than there are tiles."""
+    """Return the number of programs: ``each`` per SM, but no more than there are tiles."""
     return max(1, min(tiles, each * num_sms(device)))
 
 

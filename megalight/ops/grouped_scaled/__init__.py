@@ -1,4 +1,4 @@
-"""Grouped products of 8-bit codes: the products of all experts of a stack at once, with a scale per row and column.
+"""Grouped GEMMs of 8-bit codes: the products of all experts of a stack at once, with a scale per row and column.
 
 One scale per matrix is a scale per row whose values repeat. So these products serve both kinds of scales.
 """
@@ -20,7 +20,7 @@ from megalight.ops.quantize.formats import Quantized, Scheme
 from megalight.ops.quantize.reference import quantize, tile_amax
 from megalight.registry import Backend, BackendRegistry, remembered
 
-# Grouped products of codes in plain torch, one group after the other, in float64. The host waits for the offsets.
+# Grouped GEMMs of codes in plain torch, one group after the other, in float64. The host waits for the offsets.
 
 
 def columns(x: Tensor, scheme: Scheme, offsets: Tensor | None, amax: Tensor | None) -> Quantized:

@@ -1,4 +1,4 @@
-"""Grouped products of 8-bit codes on tensor cores. All tiles are found from the offsets on the device."""
+"""Grouped GEMMs of 8-bit codes on tensor cores. All tiles are found from the offsets on the device."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Linear layers with products in 8 or 4 bits.
+"""Linear layers with GEMMs in 8 or 4 bits.
 
 A weight uses it if its state (:mod:`megalight.ops.parameter`) has a :class:`LowPrecision`. The forward product, input
 gradient and weight gradient then use its methods; everything else about the layer stays the same. Tensors between
 layers and main gradients keep their dtypes. If an input has no recipe, its cast is saved for the backward.
 
-Products in 8 bits take multiples of 16 (microscaling: 32). Where a side of a weight is none, as the 3,420 features in
+GEMMs in 8 bits take multiples of 16 (microscaling: 32). Where a side of a weight is none, as the 3,420 features in
 the tower of Qwen2.5-VL, the codes of weight, inputs and gradients get zeros up to the next multiple. Zeros add nothing
 to a sum, and what is computed of them is cut off.
 """
@@ -41,7 +41,7 @@ from megalight.ops.scaled_accumulate import SCALED_ACCUMULATE, scaled_accumulate
 from megalight.ops.scaled_mm import SCALED_MM, ScaledMatmulSpec, scaled_mm
 from megalight.registry import Registry
 
-# What all layers with products in 8 or 4 bits share: optimizer steps, and the seed of stochastic rounding.
+# What all layers with GEMMs in 8 or 4 bits share: optimizer steps, and the seed of stochastic rounding.
 
 
 Reduce = Callable[[Tensor], None]
@@ -157,15 +157,15 @@ class LowPrecision:
             features. They are used for scales that span these. None: each rank scales its own part.
         reduce_history: reduces magnitudes of past steps, once a step, over the ranks that hold the weight or a part of
             it. Layers with the same function share a call. None: one rank.
-        primary: the weight is stored as codes; the code that does so must scale them to :attr:`covers`, and set
+        primary: the weight is quantized; the code that does so must scale them to :attr:`covers`, and set
             :attr:`scale`, and :attr:`largest` if there is a history. None: it may be, where that changes no value.
 
     Attributes:
-        scale: scale ``[1, 1]`` of a weight that is stored as codes.
+        scale: scale ``[1, 1]`` of a weight that is quantized.
         largest: its largest magnitude, 0-dim, or that of the part that this rank casts.
         met: whether a step has multiplied with such a weight since the last update.
         wants_magnitudes: whether casts by current values use magnitudes that the maker of a tensor has recorded.
-        reads_quantized: whether products can read weights that are stored as codes.
+        reads_quantized: whether products can read weights that are quantized.
         takes_any_size: whether weights may have sides that are no multiples of what products take.
         multiple: what products take.
 
@@ -389,7 +389,7 @@ class LowPrecision:
         return cast(flat, scheme if rows else None, columns, amax=amax, amax_t=amax_t, fill=self.multiple)
 
     def _held(self, weight: Tensor) -> Quantized | None:
-        """Return the weight if it is stored as codes, else None."""
+        """Return the weight if it is quantized, else None."""
         if weight.dtype != DTYPES[self.recipe.weight.format]:
             return None
         assert self.scale is not None, "code that stores a weight as codes must set their scale"

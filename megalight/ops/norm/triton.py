@@ -20,7 +20,7 @@ from megalight.ops.quantize.amax_history import annotate_amax
 TILE = 2048
 """Elements that a program handles at once, if rows are shorter than this."""
 WARPS_PER_SM = 16
-"""Warps of the backward per multiprocessor. No more programs than run at once: each writes its own weight gradients."""
+"""Warps of the backward per SM. No more programs than run at once: each writes its own weight gradients."""
 STAGES = 2
 """Pipeline stages of the backward: rows that are being loaded or computed."""
 SUMMED = {"ROWS": 64, "BLOCK": 32, "num_warps": 4}

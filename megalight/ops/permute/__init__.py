@@ -69,7 +69,7 @@ def permutation(
     There are three forms:
 
     - dropless: groups are as long as needed, one after the other, ``R = T k``;
-    - dropless and aligned: the size of each group is rounded up to a multiple of ``alignment``, for products in 8 or 4
+    - dropless and aligned: the size of each group is rounded up to a multiple of ``alignment``, for GEMMs in 8 or 4
       bits;
     - ``capacity`` rows for each expert: all shapes are known beforehand. Each expert keeps its first tokens; use
       :func:`drop` to keep the most probable ones.

@@ -130,7 +130,7 @@ class Scheme(NamedTuple):
 
     @property
     def multiple(self) -> int:
-        """``K`` must be a multiple of this: 8-bit products take 16 elements at a time, microscaling 32."""
+        """``K`` must be a multiple of this: 8-bit GEMMs take 16 elements at a time, microscaling 32."""
         return 32 if self.scale == "e8m0" else 16
 
 

@@ -218,7 +218,7 @@ def _cast(
             0, COLUMNS, COLUMN_LARGEST, SMALLEST, COLUMN_POWER,
         )  # fmt: skip
         small = codes.to(column_codes.dtype.element_ty)
-        # Written transposed: 8-bit products need the contracted dim contiguous, and for weight gradients that is the
+        # Written transposed: 8-bit GEMMs need the contracted dim contiguous, and for weight gradients that is the
         # tokens. Columns from `tokens` to `padded` get codes of 0.
         where = column_codes + f.to(tl.int64)[:, None] * padded + t[None, :]
         tl.store(where, tl.trans(small), mask=(f < width)[:, None] & (t < padded)[None, :])

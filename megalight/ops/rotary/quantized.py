@@ -307,7 +307,7 @@ def rotate_qkv_elided(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the same as :func:`~megalight.ops.rotary.rotate_qkv`, while the gradient of ``qkv`` is not written.
 
-    It is :mod:`~megalight.ops.note`: ``qkv`` must come from a product in 8 bits that knows its scales beforehand.
+    It is :mod:`~megalight.ops.note`: ``qkv`` must come from a GEMM in 8 bits that knows its scales beforehand.
     """
     heads = num_heads, num_kv_heads, head_dim
     out: tuple[Tensor, Tensor, Tensor] = apply(_RotateElided, qkv, heads, cos, sin, interleaved, backend)

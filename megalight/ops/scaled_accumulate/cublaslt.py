@@ -1,4 +1,4 @@
-"""8-bit products that cuBLASLt adds to a float32 matrix in its epilogue.
+"""8-bit GEMMs that cuBLASLt adds to a float32 matrix in its epilogue.
 
 torch offers these products only without the addition. So we call cuBLASLt, which torch has loaded, through its C
 interface. Constants are from ``cublasLt.h`` and ``library_types.h`` of CUDA 12 and 13. :func:`why_not` tries a small
@@ -32,7 +32,7 @@ ALIGNMENT = 256
 """Alignment of pointers that cuBLAS assumes by default, in bytes."""
 
 LEAST_ALIGNMENT = 16
-"""Alignment that 8-bit products need, in bytes."""
+"""Alignment that 8-bit GEMMs need, in bytes."""
 
 POINTER_BYTES = sizeof(c_void_p)
 
@@ -114,7 +114,7 @@ def _plan(
     ``strides`` are those between rows of the left factor, of the right one and of ``out``.
     """
     product = _made("MatmulDescCreate", COMPUTE_FP32, CODES[torch.float32])
-    # 8-bit products exist in one form only: A transposed, B not. Both our factors are `[features, tokens]` in row-major
+    # 8-bit GEMMs exist in one form only: A transposed, B not. Both our factors are `[features, tokens]` in row-major
     # order, so both have the summed dim (tokens) contiguous, which is just this form.
     _set("MatmulDescSetAttribute", product, TRANSPOSE_A, c_int32(1))
     a = _made("MatrixLayoutCreate", CODES[left], tokens, columns, strides[0])

@@ -1,4 +1,4 @@
-"""8-bit products that add to a main gradient in one kernel, with float32 sums after every block of tokens."""
+"""8-bit GEMMs that add to a main gradient in one kernel, with float32 sums after every block of tokens."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _accumulate(
         inside = start + token < tokens
         x = tl.load(left, mask=inside[None, :], other=0.0)
         y = tl.load(right, mask=inside[:, None], other=0.0)
-        # Tensor cores accumulate 8-bit products with fewer bits than float32: move sums to float32 after every block.
+        # Tensor cores accumulate 8-bit GEMMs with fewer bits than float32: move sums to float32 after every block.
         total = tl.dot(x, y, total, max_num_imprecise_acc=BLOCK_TOKENS)
         left += BLOCK_TOKENS
         right += BLOCK_TOKENS

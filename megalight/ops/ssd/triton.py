@@ -37,9 +37,9 @@ LAUNCHES = {
     grad_shared: ({"num_warps": 8, "num_stages": 3}, {"num_warps": 8, "num_stages": 2}),
 }
 """How the kernels are launched for heads of at most ``TALL`` features, and for larger ones. Small states fit into 128
-registers: four programs share a multiprocessor, and all of a large model's run at once."""
+registers: four programs share an SM, and all of a large model's run at once."""
 WAVES = 4
-"""Programs per multiprocessor at least, where there are heads enough."""
+"""Programs per SM at least, where there are heads enough."""
 
 
 class Chunks:

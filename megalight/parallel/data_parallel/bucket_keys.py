@@ -26,7 +26,7 @@ class BucketKeys:
         mesh: the split of models without a mesh of their own.
         level: what data-parallel ranks divide.
         replicate, divide_replicas: see :class:`BucketKey`.
-        may_be_quantized: whether trained parameters may be stored as 8-bit codes, cast from masters.
+        may_be_quantized: whether trained parameters may be stored in FP8, cast from masters.
     """
 
     mesh: ParallelMesh
@@ -43,7 +43,7 @@ class BucketKeys:
             grad_dtype: dtype of its gradient buffer. None: float32, or float64 for float64 parameters.
 
         Raises:
-            ConfigurationError: it is stored as codes, and replicas divide its masters.
+            ConfigurationError: it is quantized, and replicas divide its masters.
         """
         kind = BucketKey(
             info.parameter.dtype,

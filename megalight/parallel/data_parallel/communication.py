@@ -83,7 +83,7 @@ def side_stream(device: torch.device, needed: bool = True, urgent: bool = False)
     """Return a stream beside the computation on ``device``; None on a CPU, where nothing runs beside it.
 
     Args:
-        urgent: its kernels get multiprocessors before those of other streams.
+        urgent: its kernels get SMs before those of other streams.
     """
     if device.type != "cuda" or not needed:
         return None
@@ -185,7 +185,7 @@ def why_not(kind: Registration, device: torch.device) -> str | None:
 class UserBuffers:
     """A pool of NCCL's memory for the flat buffers of an engine, registered with the groups that send them.
 
-    ``local``: each rank registers its own buffers, and messages inside a host need fewer multiprocessors and no copies.
+    ``local``: each rank registers its own buffers, and messages inside a host need fewer SMs and no copies.
     ``symmetric``: all ranks register them together as windows, so that kernels of one rank reach the buffers of others.
     Neither switches NVLink multicast on: ``NCCL_NVLS_ENABLE`` of the environment decides that.
 

@@ -67,7 +67,7 @@ class DataParallelEngine:
         bucket_size: elements; None: 40 million, or 1 million per rank if that is more.
         edge_bucket_size: the same for the parameters that the model registers first. Their gradients are reduced last,
             and they are gathered first, so nothing hides these messages. None: ``bucket_size``.
-        max_ctas: largest number of multiprocessors of a GPU that reductions and gathers may occupy beside computation.
+        max_ctas: largest number of SMs of a GPU that reductions and gathers may occupy beside computation.
             They then use a process group of their own. None: NCCL's own choice. Needs NCCL.
         overlap_grad_reduce: start a bucket's reduction as soon as its gradients of all micro-batches are complete. The
             engine learns from earlier steps how often each parameter's gradient arrives, so the very first step never

@@ -20,7 +20,7 @@ from megalight.parallel.data_parallel.buffers import Bucket
 from megalight.parallel.data_parallel.layout import SHARD_ALIGNMENT, BucketKey, BucketLayout, ParamInfo, align
 
 ALIGNMENT = 16
-"""Alignment of each scale in bytes, as the matrix products require."""
+"""Alignment of each scale in bytes, as the matmuls require."""
 
 
 def storage_format_of(parameter: Tensor, spared: bool = False) -> Format | None:

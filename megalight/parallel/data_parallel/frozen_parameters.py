@@ -36,7 +36,7 @@ class FrozenShards:
 
     Attributes:
         buckets: parameters in their own dtype.
-        codes: those that are stored as codes.
+        codes: those that are quantized.
         addresses: where each parameter, by its id, has its values or its codes.
     """
 
@@ -131,7 +131,7 @@ class FrozenShards:
 
 
 def can_be_sharded(parameter: nn.Parameter) -> bool:
-    """Return whether a frozen parameter is plain numbers, or stored as codes (:mod:`megalight.ops.quantized_weight`).
+    """Return whether a frozen parameter is plain numbers, or quantized (:mod:`megalight.ops.quantized_weight`).
 
     Parameters that are codes themselves (``primary_weights``), and types that pack several values, stay whole.
     """

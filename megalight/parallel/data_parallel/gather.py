@@ -24,7 +24,7 @@ from megalight.parallel.peers.watch import Watch
 
 # Gather parameters by copy engines: each rank pushes its shard into the memory of its peers.
 #
-# Copies occupy no multiprocessor, so the computation beside them keeps all of them. The memory is symmetric
+# Copies occupy no SM, so the computation beside them keeps all of them. The memory is symmetric
 # (:mod:`megalight.parallel.peers`): buffers that units use in turn, or whole parameters. A rank may push into a
 # buffer once its owner no longer computes with the unit that was there, or with the last values of the parameters.
 # All ranks gather in the same order, so each wait is for something that the peer has queued before its own wait.
@@ -192,7 +192,7 @@ class Gatherer:
         self._traveling = [index for index, bucket in enumerate(buckets) if bucket.shard_group is not None]
         self._number = {id(buckets[index]): index for index in self._traveling}
         self._sent: set[int] = set()
-        # Urgent: a gather needs few multiprocessors, but soon, and products beside it leave it none until they end.
+        # Urgent: a gather needs few SMs, but soon, and products beside it leave it none until they end.
         self._stream = side_stream(device, bool(self._traveling), urgent=True)
         self._marks: dict[int, torch.cuda.Event] = {}
         if self._stream is not None:

@@ -1,6 +1,6 @@
 """The position of every parameter in the flat buffers, and each data-parallel rank's part: arithmetic only.
 
-Parameters with the same dtypes, data axes, optimizer group and pipeline chunk are laid end to end in *reverse*
+Parameters with the same dtypes, data axes, optimizer group and pipeline chunk are packed in *reverse*
 registration order, so that the first bucket is the first one complete in the backward pass. Every parameter starts at a
 multiple of :data:`ALIGNMENT` elements. Every bucket ends at a multiple of ``world * SHARD_ALIGNMENT``, so that all
 ranks hold equal, aligned intervals. One parameter may lie on several ranks.

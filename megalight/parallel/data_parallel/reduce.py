@@ -25,7 +25,7 @@ from megalight.parallel.peers.watch import Watch
 # Sum gradients over the GPUs of one host, where copy engines carry the terms.
 #
 # Each rank pushes its term of a peer's interval into a slot of that peer's symmetric memory. The owner sums the terms
-# in the order of ranks, in float32, in one kernel. Copies occupy no multiprocessor, so the computation beside them
+# in the order of ranks, in float32, in one kernel. Copies occupy no SM, so the computation beside them
 # keeps all of them. An interval travels in pieces of the size of a slot: two slots in turn serve gradients of any
 # size, and one piece is summed while the next one travels.
 #

@@ -209,7 +209,7 @@ class AllToAllDispatcher(Dispatcher):
         # Rows behind the last group belong to no copy, and are not sent.
         rows = sum(traffic.send)
         tokens, probs = exchange((tokens[:rows], probs[:rows]), self.carry, traffic)
-        # Rows came rank by rank; grouped products need them expert by expert.
+        # Rows came rank by rank; grouped GEMMs need them expert by expert.
         sizes_here = [aligned(count, self.alignment) for count in here]
         groups = permutation(
             experts_of(received, sum(here)), num_experts, alignment=self.alignment, rows=sum(sizes_here)

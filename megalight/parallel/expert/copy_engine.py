@@ -1,4 +1,4 @@
-"""Dispatch by copies between GPUs of one host, through symmetric memory. Copy engines do the work, no multiprocessor.
+"""Dispatch by copies between GPUs of one host, through symmetric memory. Copy engines do the work, no SM.
 
 Each rank pushes its rows to their places in the other ranks' slots (:mod:`megalight.parallel.peers`). So it must know
 how many rows every rank sends to every other: the numbers are gathered, and not exchanged in pairs.

@@ -22,7 +22,7 @@ class ExpertOptions:
     Attributes:
         dispatcher: ``all_to_all`` sends each copy to the ranks of its expert; ``all_gather`` sends all tokens to all
             ranks, which is simple, and fast for few ranks and many experts per token; ``symmetric`` copies rows between
-            GPUs of one host without occupying multiprocessors; ``deepep`` and ``hybridep`` use
+            GPUs of one host without occupying SMs; ``deepep`` and ``hybridep`` use
             the kernels of a package (:mod:`megalight.plugins.deepep`).
         equal_tokens: a promise that all ranks always bring the same number of tokens, as with batches of one shape.
             Then the host waits for nothing if ``moe.capacity.pad`` fixes the number of rows, and CUDA graphs can hold

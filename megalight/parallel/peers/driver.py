@@ -1,7 +1,7 @@
 """CUDA driver calls that torch lacks: flags in memory that a stream raises or waits for, and plain copies.
 
 A flag is a 32-bit word that holds 0 or 1. The stream's front end handles it (``cuStreamBatchMemOp``). There is no
-kernel, so it needs no multiprocessor, and a flag may lie in a peer's memory. Copies run on a copy engine. All calls
+kernel, so it needs no SM, and a flag may lie in a peer's memory. Copies run on a copy engine. All calls
 here queue work on a stream and return at once. A CUDA graph records them like any other work.
 
 Wait here only for flags that should already be raised. If a flag is not, the GPU suspends the stream and checks again

@@ -1,7 +1,7 @@
 """Kernels of one warp that wait for flags or raise them. A wait sees a flag one or two microseconds after a peer has
 raised it.
 
-A kernel needs a place on a multiprocessor, which a product may occupy. So they run on the stream of the products,
+A kernel needs a place on an SM, which a product may occupy. So they run on the stream of the products,
 between them.
 """
 

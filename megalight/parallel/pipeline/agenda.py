@@ -2,7 +2,7 @@
 
 A receive that is posted too early can cause a deadlock on GPUs:
 
-- A posted receive waits on the device and occupies multiprocessors.
+- A posted receive waits on the device and occupies SMs.
 - A host that loads a kernel or frees memory waits until its device is idle. This happens in the first step, and later
   whenever a new shape needs a new kernel.
 - So a host may wait for a receive whose sender waits for a message of this host.

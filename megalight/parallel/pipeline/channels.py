@@ -34,7 +34,7 @@ from megalight.parallel.trace import capturing, spanned
 MAX_CTAS = 2
 """Multiprocessors that one message may occupy.
 
-A receive that is posted early waits on the GPU. With NCCL's default size, several of them leave no multiprocessor for
+A receive that is posted early waits on the GPU. With NCCL's default size, several of them leave no SM for
 the computation that the other side waits for. (With four chunks per rank on four GPUs this was a deadlock.)
 """
 

@@ -23,7 +23,7 @@ class PipelineOptions:
             with one chunk per rank or several, also without a pipeline. ``auto``: interleaved where a rank has several
             chunks, else 1F1B.
         messages: how activations and gradients travel between stages: ``plain`` (NCCL or gloo), or ``symmetric`` (GPUs
-            of one host copy into each other's memory with their copy engines, which use no multiprocessor). ``auto``:
+            of one host copy into each other's memory with their copy engines, which use no SM). ``auto``:
             ``symmetric`` between the neighbors that it can serve.
         group_size: micro-batches that go through one chunk before the next chunk's turn; None: the pipeline's ranks.
         first_layers, last_layers: layers on the first and the last rank, where they differ from the others.

@@ -48,7 +48,7 @@ KERNELS = "transformer_engine"
 
 
 def check_fp8_attention(layers: Mapping[str, nn.Module]) -> None:
-    """Check that the attention of all layers can have 8-bit products.
+    """Check that the attention of all layers can have 8-bit GEMMs.
 
     Args:
         layers: name -> layer.

@@ -1,4 +1,4 @@
-"""What a user chooses for products in 8 or 4 bits."""
+"""What a user chooses for GEMMs in 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOWERS = ("language", "vision")
 
 @dataclass(frozen=True)
 class LowPrecisionOptions:
-    """User options for products in 8 or 4 bits.
+    """User options for GEMMs in 8 or 4 bits.
 
     Args:
         recipe: ``tensorwise``, ``delayed``, ``rowwise``, ``blockwise``, ``mxfp8`` or ``nvfp4``; see

@@ -65,7 +65,7 @@ class Weight(NamedTuple):
 
 
 def _weights(layer: nn.Module) -> Iterator[Weight]:
-    # A shared expert's gate has one output feature. No product in 8 bits has so few.
+    # A shared expert's gate has one output feature. No GEMM in 8 bits has so few.
     gates = [module.shared_gate for module in layer.modules() if isinstance(module, MoE)]
     for name, module in layer.named_modules():
         if isinstance(module, Experts):

@@ -60,7 +60,7 @@ class Expert(Style):
         ) -> ShardSpec:
             return split.stack(parts, shape, mesh, dim)
 
-        # A copy: the splitter still looks up the parameters of the one-device module, to
+        # A copy: the splitter still looks up the parameters of the single-device module, to
         # know how values are drawn.
         here = copy.copy(experts)
         here._modules = dict(experts._modules)

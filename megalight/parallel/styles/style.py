@@ -36,12 +36,12 @@ class Style(ABC):
         """Split a module.
 
         It must pass each parameter of the module to ``splitter.split`` or ``splitter.keep``, also if :attr:`axis` has
-        one rank. This records the part of the one-device model that the rank holds.
+        one rank. This records the part of the single-device model that the rank holds.
 
         Args:
             splitter: the pass over the model; ``splitter.shared`` has the mesh and the options.
             name: name of the module.
-            module: the one-device module, or the result of an earlier style of the same rule.
+            module: the single-device module, or the result of an earlier style of the same rule.
 
         Returns:
             the module that replaces it, or None to keep it.

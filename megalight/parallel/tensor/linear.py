@@ -327,7 +327,7 @@ class ColumnAdapter(Adapter):
     """An adapter with ``A [n r, in]`` whole on every rank and ``B [out/tp, r]`` split; ``r`` features are communicated.
 
     Args:
-        adapter: the one-device adapter.
+        adapter: the single-device adapter.
         down: ``A``.
         up: this rank's ``B``.
         section_sizes: this rank's output features of each section of the layer.
@@ -365,7 +365,7 @@ class RowAdapter(Adapter):
     """An adapter with ``A [r, in/tp]`` split and ``B [out, r]`` whole on every rank. The layer sums over ranks.
 
     Args:
-        adapter: the one-device adapter.
+        adapter: the single-device adapter.
         down: this rank's ``A``.
         up: ``B``.
         shared: the state that all tensor-parallel layers share.
@@ -387,7 +387,7 @@ class RowStackAdapter(StackAdapter):
     """An adapter of ``down`` of stacked experts, with ``A [E, r, in/etp]`` split and ``B [E, out, r]`` whole.
 
     Args:
-        adapter: the one-device adapter.
+        adapter: the single-device adapter.
         mesh: the mesh of ranks.
     """
 

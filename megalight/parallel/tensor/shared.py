@@ -93,7 +93,7 @@ class Shared:
 
     @cached_property
     def message_group(self) -> ProcessGroup:
-        """A second group of the same ranks, for messages with few multiprocessors and high priority.
+        """A second group of the same ranks, for messages with few SMs and high priority.
 
         Products are queued behind these messages, so they must start at once. The group is made on first use, by all
         ranks.

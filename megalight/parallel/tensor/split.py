@@ -126,7 +126,7 @@ def vocabulary(part: CanonicalPart, mesh: ParallelMesh) -> ShardSpec:
 
 
 def take(whole: Tensor, parts: Sequence[CanonicalPart], spec: ShardSpec, local: Tensor) -> None:
-    """Copy this rank's pieces of a one-device parameter ``whole`` into ``local``; padding becomes 0."""
+    """Copy this rank's pieces of a single-device parameter ``whole`` into ``local``; padding becomes 0."""
     if sum(piece.numel for piece in spec.pieces) < spec.numel:
         # Padding must not be left uninitialized: it is saved, and enters norms.
         local.zero_()

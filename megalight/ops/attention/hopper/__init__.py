@@ -31,7 +31,7 @@ LONGER = 480
 at 512, and 1.16 at 1024 and 4096."""
 
 UNEVEN = 1.75
-"""How many times more work than the mean of undivided programs the fullest multiprocessor may have in the backward
+"""How many times more work than the mean of undivided programs the fullest SM may have in the backward
 pass, beside cuDNN. On an H200, with groups of 4, forward and backward took 0.76 of cuDNN's time for one sequence of
 4096 tokens and 4 key heads (1.09 times the mean), 0.92 for 1024 tokens and 8 (1.72), and undivided 1.08 for 2048 and 8
 (1.96)."""
@@ -71,7 +71,7 @@ def seen(lengths: tuple[int, ...], keys: tuple[int, ...], causal: bool, window: 
 def fills(
     sequences: PackedSequences, causal: bool, window: int | None, key_heads: int, group: int, processors: int
 ) -> bool:
-    """Return whether the programs of the backward pass keep all multiprocessors busy.
+    """Return whether the programs of the backward pass keep all SMs busy.
 
     There is one for each block and key head, or several where these are few. With a causal mask, the first keys of a
     sequence are seen by all of its queries, and the last by few.
@@ -82,7 +82,7 @@ def fills(
         window: number of earlier tokens that a query sees besides itself.
         key_heads: number of heads of keys.
         group: heads of queries of a head of keys.
-        processors: number of multiprocessors.
+        processors: number of SMs.
     """
     lengths, keys = sequences.lengths, (sequences.keys or sequences).lengths
     found: float = _plan(lengths, keys, causal, window, key_heads, group, processors).fullest

@@ -1,6 +1,6 @@
 """The programs of the backward pass on Hopper, in the order in which they start.
 
-Each multiprocessor runs one program at a time, and takes the next of the list when it is done.
+Each SM runs one program at a time, and takes the next of the list when it is done.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ SMALL: tuple[tuple[int, float], ...] = ((2, 0.8), (2, 0.85), (2, 0.9))
 blocks. In four, meetings took what evenness had won."""
 
 TURNS = 8
-"""Programs of a multiprocessor above which no small ones are divided: one more or less matters little then."""
+"""Programs of an SM above which no small ones are divided: one more or less matters little then."""
 
 LONG: tuple[tuple[int, float], ...] = ((2, 0), (2, 0.33), (2, 0.67), (4, 0), (4, 0.33), (4, 0.67))
 """Into how many programs long blocks are divided, and how long they are at least, relative to the longest."""
 
 FEW = 2
-"""Programs of a multiprocessor up to which long ones may be divided: they take longer than all of its others."""
+"""Programs of an SM up to which long ones may be divided: they take longer than all of its others."""
 
 EVEN = 1.05
-"""How much more work than the mean the fullest multiprocessor may have before blocks are divided."""
+"""How much more work than the mean the fullest SM may have before blocks are divided."""
 
 BEGIN = 1.1
 """Steps that a program could do in the time in which it begins and ends."""
@@ -60,7 +60,7 @@ class BackwardPrograms(NamedTuple):
 
     Attributes:
         rows: those of :attr:`Programs.table`.
-        fullest: the work of the fullest multiprocessor, relative to the mean of undivided blocks.
+        fullest: the work of the fullest SM, relative to the mean of undivided blocks.
     """
 
     rows: list[tuple[int, ...]]
@@ -115,9 +115,9 @@ def plan(
     group: int,
     slots: int,
 ) -> BackwardPrograms:
-    """Return the programs for ``slots`` multiprocessors. Blocks are divided if that makes the fullest one less full.
+    """Return the programs for ``slots`` SMs. Blocks are divided if that makes the fullest one less full.
 
-    With windows nearly all blocks are equally long, so that some multiprocessors have one more than others. Without,
+    With windows nearly all blocks are equally long, so that some SMs have one more than others. Without,
     the small ones even this out; but where there are few, the longest one can take longer than the mean.
     """
     numbers, start, number = {}, 0, 0
@@ -170,11 +170,11 @@ def _works(turns: list[Turn], steps: list[int]) -> list[float]:
 
 
 def fullest(works: list[float], slots: int, known: float = math.inf) -> float:
-    """Return the work of the fullest multiprocessor. Each takes the next program when it is done.
+    """Return the work of the fullest SM. Each takes the next program when it is done.
 
     Args:
         works: of the programs, in their order.
-        slots: number of multiprocessors.
+        slots: number of SMs.
         known: what another order has. If this one cannot have less, its bound is returned.
     """
     bound = max(max(works, default=0.0), sum(works) / slots)

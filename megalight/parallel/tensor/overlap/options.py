@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megalight.errors import LayoutError, nearest
 
 MAX_CTAS = 16
-"""Default number of multiprocessors that messages of ``pipelined`` may occupy."""
+"""Default number of SMs that messages of ``pipelined`` may occupy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class TensorOptions:
         pieces: number of pieces into which a product is cut, if its communication runs during it; under sequence
             parallelism a divisor of tp. None: chosen by the sizes of each product
             (:mod:`megalight.parallel.tensor.overlap.pipelined`).
-        max_ctas: largest number of multiprocessors that the messages of ``pipelined`` may occupy under NCCL; other
+        max_ctas: largest number of SMs that the messages of ``pipelined`` may occupy under NCCL; other
             backends refuse a number. None: 16.
         keep_gathered: keep the gathered input of a layer for its weight gradient, instead of gathering it again in the
             backward pass. This keeps ``tp`` times as much memory.

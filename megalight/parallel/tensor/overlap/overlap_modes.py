@@ -27,7 +27,7 @@ class Links(Protocol):
 
     @property
     def message_group(self) -> ProcessGroup:
-        """The same ranks, in a group for messages that use few multiprocessors."""
+        """The same ranks, in a group for messages that use few SMs."""
         ...
 
 

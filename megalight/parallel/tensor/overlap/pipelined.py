@@ -20,8 +20,8 @@ from megalight.parallel.tensor.overlap.spec import ExchangeRound, NoOverlap, Ove
 
 # Choose the number of pieces of a product, with a model of the time that product and messages take together.
 #
-# More pieces expose less communication, but use the multiprocessors less well: output tiles are computed in waves of
-# one tile per multiprocessor, and the last wave of each piece is partly empty. The constants were measured on H200
+# More pieces expose less communication, but use the SMs less well: output tiles are computed in waves of
+# one tile per SM, and the last wave of each piece is partly empty. The constants were measured on H200
 # GPUs. All ranks must get the same answer, so the model does not query the device.
 
 
@@ -31,7 +31,7 @@ TILE_ROWS, TILE_COLUMNS = 128, 256
 TAIL = 0.15
 """Fraction of a wave that a product leaves empty. cuBLAS picks tiles by size; four pieces take 3 to 12 % longer."""
 FLOPS = 667e12
-"""Half-precision operations per second of all multiprocessors together."""
+"""Half-precision operations per second of all SMs together."""
 LINK = 330e9
 """Bytes per second that a rank sends and receives within a host."""
 LATENCY = 1e-5

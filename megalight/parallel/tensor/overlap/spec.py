@@ -65,7 +65,7 @@ class Product:
     @classmethod
     def of_input(cls, weight: Tensor) -> Product:
         """The input gradient ``grad_y -> grad_y W``."""
-        # Messages have no gaps between rows, as products in 8 bits of odd sizes may have.
+        # Messages have no gaps between rows, as GEMMs in 8 bits of odd sizes may have.
         rows, columns = weight.shape
         return cls(lambda grad_y, out: input_gradient(grad_y, weight, out).contiguous(), rows, columns)
 
@@ -154,7 +154,7 @@ class NoOverlap:
         """Do nothing: no memory is reused."""
 
     def put_off(self, weight: Tensor, rows: int, compute: Callable[[], Tensor | None]) -> Tensor | None:
-        """Compute it now: the next collective would take multiprocessors from it."""
+        """Compute it now: the next collective would take SMs from it."""
         return compute()
 
     def start_product_scatter(self, x: Tensor, product: Product, dim: int, *, covered: bool) -> PendingCollective:

@@ -1,4 +1,4 @@
-"""Shares copied between GPUs of one host by copy engines, through symmetric memory, without using multiprocessors.
+"""Shares copied between GPUs of one host by copy engines, through symmetric memory, without using SMs.
 
 Products stay on the current stream; copies run on a stream of their own. Each rank pushes: its share into the slots of
 all ranks that gather, and each partial sum into the slot of the rank that owns its rows. Flags signal that data has
