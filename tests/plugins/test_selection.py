@@ -23,7 +23,7 @@ from megalight.registry import load_plugins
 from megalight.types import PackedSequences
 from tests.plugins import fakes
 from tests.plugins.fakes import Fakes
-from tests.plugins.test_flash_attn import functions, version_2
+from tests.plugins.test_flash_attn import VERSION_2, functions
 
 NAMES = {"apex", "flash_attn", "transformer_engine"}
 BACKENDS = {
@@ -64,7 +64,7 @@ def test_auto_is_none_of_theirs(op: str) -> None:
 def test_a_name_brings_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fakes.pretend_cuda(monkeypatch)
     packages = Fakes(tmp_path, monkeypatch)
-    packages.add("flash_attn", "2.8.3", **functions(version_2))
+    packages.add("flash_attn", "2.8.3", **functions(VERSION_2))
     q = torch.randn(12, 2, 8).bfloat16()
     sequences = PackedSequences.of_uniform(2, 6)
     assert ATTENTION.select(EXAMPLE._replace(head_dim=8, value_dim=8)).plugin is None
