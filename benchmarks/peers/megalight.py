@@ -21,7 +21,7 @@ from megalight.imports import has
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.gpt.config import GPTBackendConfig
 from megalight.models.gpt.module import GPTModule
-from megalight.models.transforms import LoRA, StoredBase
+from megalight.models.transforms import LoRA, QuantizedBase
 from megalight.nn.init import initialize
 from megalight.nn.moe import BalanceConfig, MoEConfig, Router, RouterConfig
 from megalight.nn.side_losses import KeptSideLosses, collecting
@@ -261,7 +261,7 @@ def train(
 
 def transforms_of(step: Step) -> list[ModelTransform]:
     """Return what trains adapters alone and stores frozen weights as codes, if the step asks for that."""
-    return [*([LoRA(step.rank)] if step.rank else []), *([StoredBase(step.base)] if step.base else [])]
+    return [*([LoRA(step.rank)] if step.rank else []), *([QuantizedBase(step.base)] if step.base else [])]
 
 
 def twin_rate(step: Step) -> float:

@@ -12,7 +12,7 @@ from megalight.checkpoint.disk.latest_checkpoint import newest_in
 from megalight.errors import ConfigurationError, nearest
 from megalight.models.family.module import FamilyModule
 from megalight.models.module import MegalightModule
-from megalight.models.transforms import DoRA, LoRA, StoredBase
+from megalight.models.transforms import DoRA, LoRA, QuantizedBase
 from megalight.models.transforms.saved import adapters_of, check_base
 from megalight.nn.adapter import DEFAULT
 from megalight.parallel.transform import ModelTransform
@@ -73,12 +73,12 @@ class Adapters(pl.Callback):
         self.lora = None if rank is None else lora
         # Once: a run may still be saving there.
         self.weights = None if weights is None else newest_in(weights)
-        self.stored: StoredBase | None = None
+        self.stored: QuantizedBase | None = None
         self.save_base = save_base
         if base is None and block is not None:
             raise ConfigurationError(f"block={block} is of weights that are stored as codes; set base, too.")
         if base is not None:
-            self.stored = StoredBase(base, block)
+            self.stored = QuantizedBase(base, block)
             if save_base:
                 raise ConfigurationError(
                     f"base={base!r} keeps codes of the frozen weights, not the weights, so checkpoints cannot hold "

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from megalight.callbacks.graphs.cuda_graph import WHOLE, CUDAGraph
 from megalight.data.module import TokenDataModule
 from megalight.errors import ConfigurationError
-from megalight.models.distillation import DistillationLoss, Distiller, LayerPair, Recorded, read_modelopt
+from megalight.models.distillation import CachedTeacher, DistillationLoss, Distiller, LayerPair, read_modelopt
 from megalight.models.gpt.module import GPTModule
 from megalight.parallel.layout import Layout
 
@@ -41,9 +41,9 @@ class Distillation(pl.Callback):
         pipeline_layout: the layers of each of the teacher's stages.
         expert_parallel: the teacher's degree, if it has experts.
         virtual_pipeline: chunks of layers on each of the teacher's stages.
-        teacher_logits: folder of ``megalight teach``, in place of ``teacher``: the teacher's most likely tokens for
-            each training sample. No teacher is in memory. ``divergence`` is ``forward_kl`` or ``cross_entropy``, over
-            these tokens and one bucket for all others, at the temperature of the folder.
+        teacher_logits: folder of ``megalight cache-logits``, in place of ``teacher``: the teacher's most likely tokens
+            for each training sample. No teacher is in memory. ``divergence`` is ``forward_kl`` or ``cross_entropy``,
+            over these tokens and one bucket for all others, at the temperature of the folder.
 
     Logs:
         train_divergence: mean divergence over the tokens, without ``scale``.
@@ -105,7 +105,7 @@ class Distillation(pl.Callback):
             expert_parallel=expert_parallel,
             virtual_pipeline=virtual_pipeline,
         )
-        self.distiller: Distiller | Recorded
+        self.distiller: Distiller | CachedTeacher
         if teacher is not None and teacher_logits is None:
             self.distiller = Distiller(teacher, loss, layout)
         elif teacher_logits is not None and teacher is None:
@@ -115,11 +115,11 @@ class Distillation(pl.Callback):
                     "virtual_pipeline describe a teacher in memory, and with teacher_logits there is none; leave them "
                     "out."
                 )
-            self.distiller = Recorded(teacher_logits, loss)
+            self.distiller = CachedTeacher(teacher_logits, loss)
         else:
             raise ConfigurationError(
                 "give either teacher, a model that runs beside the student, or teacher_logits, a folder that "
-                f"megalight teach wrote; {'neither' if teacher is None else 'both'} was given."
+                f"megalight cache-logits wrote; {'neither' if teacher is None else 'both'} was given."
             )
 
     def attach(self, module: pl.LightningModule) -> None:
@@ -145,7 +145,7 @@ class Distillation(pl.Callback):
         if self.distiller.loss.pairs:
             _check_hidden(trainer)
         self.attach(pl_module)
-        if isinstance(self.distiller, Recorded) and stage == "fit":
+        if isinstance(self.distiller, CachedTeacher) and stage == "fit":
             _serve(self.distiller, getattr(trainer, "datamodule", None))
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -154,10 +154,10 @@ class Distillation(pl.Callback):
         pl_module.distiller = None
         data = getattr(trainer, "datamodule", None)
         if isinstance(data, TokenDataModule):
-            data.taught = None
+            data.cached_outputs = None
 
 
-def _serve(recorded: Recorded, data: object) -> None:
+def _serve(recorded: CachedTeacher, data: object) -> None:
     """Let batches of training bring what the teacher predicts.
 
     Raises:
@@ -172,7 +172,7 @@ def _serve(recorded: Recorded, data: object) -> None:
     recorded.store.check(*data.training_samples())
     if data.validates and recorded.store.has("validation") and (validation := data.validation_samples()) is not None:
         recorded.store.check(*validation, "validation")
-    data.taught = recorded.store
+    data.cached_outputs = recorded.store
 
 
 def _check_hidden(trainer: pl.Trainer) -> None:

@@ -41,7 +41,7 @@ def read(arguments: argparse.Namespace) -> list[TextRequest]:
     default = TextRequest(
         prompt="",
         max_new_tokens=arguments.max_new_tokens,
-        sampling=SamplingParams(temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p),
+        sampling_params=SamplingParams(temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p),
         seed=arguments.seed,
     )
     return read_requests(arguments.prompts, default)

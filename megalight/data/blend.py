@@ -97,7 +97,7 @@ def blend_index(weights: Sequence[int], num_samples: int, limits: Sequence[int] 
     return index
 
 
-def places(index: NDArray[np.int16], num_datasets: int) -> NDArray[np.int64]:
+def occurrences(index: NDArray[np.int16], num_datasets: int) -> NDArray[np.int64]:
     """``[n]``: for each entry, how many earlier entries name the same data set: the sample to take from it."""
     found = np.empty(len(index), np.int64)
     for dataset in range(num_datasets):
@@ -124,13 +124,15 @@ def longest_blend(weights: Sequence[int], sizes: Sequence[int]) -> NDArray[np.in
     bound = min(size * total // weight for size, weight in zip(sizes, weights, strict=True)) + len(weights)
     while True:
         index = blend_index(weights, bound)
-        over = np.flatnonzero(places(index, len(sizes)) >= np.asarray(sizes)[index])
+        over = np.flatnonzero(occurrences(index, len(sizes)) >= np.asarray(sizes)[index])
         if len(over):
             return index[: over[0]]
         bound *= 2  # the bound may be a little short, because a data set can lag behind its share
 
 
-def cached(folder: str | os.PathLike[str], label: str, weights: Sequence[int], num_samples: int) -> NDArray[np.int16]:
+def cached_blend_index(
+    folder: str | os.PathLike[str], label: str, weights: Sequence[int], num_samples: int
+) -> NDArray[np.int16]:
     """Return :func:`blend_index`, built once for all processes."""
     return build_once(
         folder,
@@ -181,7 +183,7 @@ class BlendedDataset(Generic[ItemT]):
         self.order = hashlib.blake2b("".join(facts).encode(), digest_size=16).hexdigest()
         self.datasets = datasets
         self.dataset_index = index
-        self.sample_index = places(index, len(sizes))
+        self.sample_index = occurrences(index, len(sizes))
 
     def __len__(self) -> int:
         return len(self.dataset_index)
@@ -295,7 +297,7 @@ def mix(
     weights = whole_weights([part.num_tokens if part.weight is None else part.weight for part in live])
     if num_samples is not None:
         folder = cache_dir or os.path.join(os.path.dirname(live[0].corpus.data.prefix), "cache")
-        index = cached(folder, label, weights, num_samples)
+        index = cached_blend_index(folder, label, weights, num_samples)
         sizes = requested_sizes(weights, index)
         return BlendedDataset([dataset(part, size) for part, size in zip(live, sizes, strict=True)], index, weights)
     datasets = [dataset(part, None) for part in live]

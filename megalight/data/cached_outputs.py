@@ -1,13 +1,13 @@
-"""What a frozen model makes of the samples of a run, on disk: one record of fixed size for each sample, by its number.
+"""Cached outputs of a frozen model for the samples of a run: a teacher's logits, or a base's hidden states.
 
-So batch size, ranks and resuming do not matter. A folder holds
+A folder holds one record of fixed size for each sample, by its number, so batch size, ranks and resuming do not matter:
 
 * ``samples.bin`` and, with validation samples, ``validation.bin``: the records. Each ends with a hash of the sample's
   tokens and a checksum.
 * ``manifest.json``, written last: the facts. A folder without one is not complete.
 
 While it is written, ``begun.json`` holds the facts, and ``*.done`` has a byte for each record that is on disk. Several
-processes may write one folder, each its own records, and a process that was killed goes on where it stopped.
+processes may write one folder, each its own records, and a process that was killed resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -363,10 +363,7 @@ def batches_of(missing: Sequence[int], size: int) -> list[Sequence[int]]:
     return [missing[start : start + size] for start in range(0, len(missing), size)]
 
 
-# Hidden states of a base for the samples of a run, on disk; see :mod:`megalight.data.cached_outputs`.
-#
-# A record holds ``hidden [S, h]`` and ``auxiliary [S, n h]``. The base's ends (its embedding and output layer) lie
-# beside them, in the checkpoint ``ends``.
+# Hidden states of the base of a draft (EAGLE)
 
 
 DTYPES = {
@@ -382,8 +379,11 @@ ENDS = "ends"
 
 
 @dataclass(frozen=True, kw_only=True)
-class StatesMeta(RecordsMeta):
-    """Facts about a folder.
+class HiddenStatesMeta(RecordsMeta):
+    """Facts about a folder of hidden states.
+
+    A record holds ``hidden [S, h]`` and ``auxiliary [S, n h]``. The base's ends (its embedding and output layer) lie
+    beside them, in the checkpoint ``ends``.
 
     Attributes:
         hidden_size: ``h``.
@@ -410,10 +410,10 @@ class StatesMeta(RecordsMeta):
         return [("hidden", stored, (length, width)), ("auxiliary", stored, (length, len(self.layers) * width))]
 
 
-class StatesStore(Records[StatesMeta]):
-    """Reads a folder."""
+class CachedHiddenStates(Records[HiddenStatesMeta]):
+    """Reads a folder of hidden states."""
 
-    meta_type = StatesMeta
+    meta_type = HiddenStatesMeta
 
     def read(self, index: int, sample: GPTSample, split: str = "train") -> BaseStates:
         """Return the hidden states of sample ``index``: ``[S, ...]``.
@@ -433,28 +433,28 @@ class StatesStore(Records[StatesMeta]):
         return BaseStates(*(tensor if bits is None else tensor.view(dtype) for tensor in found))
 
 
-def values_of(states: Mapping[str, Tensor], dtype: str) -> dict[str, NDArray[Any]]:
+def hidden_state_values(states: Mapping[str, Tensor], dtype: str) -> dict[str, NDArray[Any]]:
     """Return hidden states as values of a record."""
     bits, kind = DTYPES[dtype][1], getattr(torch, dtype)
     found = {name: tensor.to(kind).cpu().contiguous() for name, tensor in states.items()}
     return {name: (tensor if bits is None else tensor.view(bits)).numpy() for name, tensor in found.items()}
 
 
-# What a teacher predicts for the samples of a run, on disk; see :mod:`megalight.data.cached_outputs`.
-#
-# A record holds ids ``[S, K]`` int32, their log-probabilities ``[S, K]``, and the logarithm of the probability of all
-# other ids ``[S]`` float32.
+# Teacher logits (distillation): the most likely tokens
 
 
-Stored = Literal["float16", "float32"]
+LogitsDtype = Literal["float16", "float32"]
 """Dtypes of log-probabilities on disk."""
 
 LOGS = {"float16": "<f2", "float32": "<f4"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaughtMeta(RecordsMeta):
-    """Facts about a store.
+class CachedLogitsMeta(RecordsMeta):
+    """Facts about a folder of teacher logits.
+
+    A record holds ids ``[S, K]`` int32, their log-probabilities ``[S, K]``, and the logarithm of the probability of all
+    other ids ``[S]`` float32.
 
     Attributes:
         top_k: ids ``K`` of each token.
@@ -464,12 +464,12 @@ class TaughtMeta(RecordsMeta):
     """
 
     kind: ClassVar[str] = "tokens"
-    command: ClassVar[str] = "megalight teach"
+    command: ClassVar[str] = "megalight cache-logits"
 
     top_k: int
     vocab_size: int
     temperature: float
-    dtype: Stored
+    dtype: LogitsDtype
 
     def __post_init__(self) -> None:
         if self.dtype not in LOGS:
@@ -482,10 +482,10 @@ class TaughtMeta(RecordsMeta):
         return [("ids", "<i4", size), ("log_probs", LOGS[self.dtype], size), ("log_rest", "<f4", size[:1])]
 
 
-class TaughtStore(Records[TaughtMeta]):
-    """Reads a store."""
+class CachedLogits(Records[CachedLogitsMeta]):
+    """Reads a folder of teacher logits."""
 
-    meta_type = TaughtMeta
+    meta_type = CachedLogitsMeta
 
     def read(self, index: int, sample: GPTSample, split: str = "train") -> TopTokens:
         """Return what the teacher predicts for sample ``index``: ``[S]``, with log-probabilities as they are stored.
@@ -503,11 +503,14 @@ class TaughtStore(Records[TaughtMeta]):
         return TopTokens(*(torch.from_numpy(record[name].copy()) for name in ("ids", "log_probs", "log_rest")))
 
 
+# Samples with their cached outputs
+
+
 ValueT = TypeVar("ValueT", TopTokens, BaseStates)
 ReadT = TypeVar("ReadT", TopTokens, BaseStates, covariant=True)
 
 
-class Store(Protocol[ReadT]):
+class CachedOutputs(Protocol[ReadT]):
     """Reads what a frozen model made of samples."""
 
     def has(self, split: str) -> bool:
@@ -520,7 +523,7 @@ class Store(Protocol[ReadT]):
         """Return the same for a sample without loss."""
 
 
-class Taught(Generic[ValueT]):
+class CachedOutputDataset(Generic[ValueT]):
     """Samples with what a frozen model made of them.
 
     Args:
@@ -533,12 +536,12 @@ class Taught(Generic[ValueT]):
     def __init__(
         self,
         samples: Samples[GPTSample],
-        store: Store[ValueT],
+        store: CachedOutputs[ValueT],
         collate: Callable[[Sequence[GPTSample]], TokenBatch],
         split: str = "train",
     ) -> None:
         self.samples, self._collate, self._split = samples, collate, split
-        self.store: Store[ValueT] = store
+        self.store: CachedOutputs[ValueT] = store
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -548,7 +551,7 @@ class Taught(Generic[ValueT]):
         return sample, self.store.empty() if index is None else self.store.read(index, sample, self._split)
 
     def collate(self, rows: Sequence[tuple[GPTSample, ValueT]]) -> TokenBatch:
-        """Make a batch with :attr:`~megalight.types.TokenBatch.taught`."""
+        """Make a batch with :attr:`~megalight.types.TokenBatch.cached_outputs`."""
         batch = self._collate([sample for sample, _ in rows])
         values = [value for _, value in rows]
-        return replace(batch, taught=type(values[0]).stack(values))
+        return replace(batch, cached_outputs=type(values[0]).stack(values))

@@ -112,7 +112,7 @@ def _cpus() -> int:
 # Sentence splitting, for data sets of sentence pairs
 
 
-END = re.compile(
+SENTENCE_END = re.compile(
     r"""
     (?<=[.!?…])["'”’)\]]*\s+(?=["'“‘(\[]*[^\W_a-z])  # end mark, closing quotes, space, then no lower-case letter
     | (?<=[。！？])\s*                                # end marks of scripts without spaces
@@ -130,7 +130,7 @@ def sentences_of(text: Text) -> Iterator[Text]:
     of segments. To use another rule, put an empty line after each sentence before you call ``prepare``.
     """
     found, start = [], 0
-    for match in END.finditer(text.text):
+    for match in SENTENCE_END.finditer(text.text):
         closing = len(match.group()) - len(match.group().lstrip("\"'”’)]"))
         found.append(text.text[start : match.start() + closing])
         start = match.end()

@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.utils.data import DataLoader
 
 from megalight.data.blend import BlendPart, Data, Mixture, Samples, mix
-from megalight.data.cached_outputs import Store, Taught
+from megalight.data.cached_outputs import CachedOutputDataset, CachedOutputs
 from megalight.data.corpus import SPLITS, Corpus, same_tokenizer
 from megalight.data.sampler import GlobalBatchSampler
 from megalight.data.sizes import check_sizes
@@ -304,7 +304,7 @@ class TokenDataModule(ResumableDataModule):
     Attributes:
         eod_id: id of the end-of-document token, or None.
         pad_id: id that means only padding, or -1.
-        taught: what a frozen model made of the samples, which batches then hold; None: there is no store.
+        cached_outputs: what a frozen model made of the samples, which batches then hold; None: there is no store.
 
     Raises:
         DataError: a file is missing or incomplete, an id is outside the vocabulary, or the data was made with another
@@ -355,7 +355,7 @@ class TokenDataModule(ResumableDataModule):
         self.eod_id: int | None = None
         self.pad_id = -1
         self._check()
-        self.taught: Store[Any] | None = None
+        self.cached_outputs: CachedOutputs[Any] | None = None
 
     @abstractmethod
     def divide(self, corpus: Corpus, split: str) -> tuple[range, range, range]:
@@ -460,10 +460,12 @@ class TokenDataModule(ResumableDataModule):
 
     def serve(self, dataset: Samples[Any], name: str) -> tuple[Any, Callable[[Sequence[Any]], Any]]:
         """Return the samples of a split, with what a frozen model made of them if that is stored."""
-        if self.taught is None or not self.taught.has(name):
+        if self.cached_outputs is None or not self.cached_outputs.has(name):
             return super().serve(dataset, name)
-        taught: Taught[Any] = Taught(dataset, self.taught, type(self).collate, name)
-        return taught, taught.collate
+        cached_outputs: CachedOutputDataset[Any] = CachedOutputDataset(
+            dataset, self.cached_outputs, type(self).collate, name
+        )
+        return cached_outputs, cached_outputs.collate
 
     def _build(self, name: str) -> Samples[Any] | None:
         dataset = mix(

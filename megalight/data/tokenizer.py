@@ -223,7 +223,7 @@ class Tokenizer:
         """
         media = {*MEDIA, *(token for name, token in self.named.items() if name in MEDIA_KEYS)}
         hidden = media & self._vocabulary.keys() | (self.specials.keys() if special_as_text else set())
-        return Tokenizer.from_json(without(self.to_json(), hidden)) if hidden else self
+        return Tokenizer.from_json(hide_tokens(self.to_json(), hidden)) if hidden else self
 
     @cached_property
     def start(self) -> list[int]:
@@ -399,7 +399,7 @@ HIDDEN = "\U0010ffff{}\U0010ffff"
 """What a token is called that no text shall be: between characters that Unicode keeps out of texts."""
 
 
-def without(model: str, tokens: Collection[str]) -> str:
+def hide_tokens(model: str, tokens: Collection[str]) -> str:
     """Return a ``tokenizer.json`` for encoding alone, that reads these tokens as ordinary text. Ids stay as they are.
 
     Args:

@@ -120,7 +120,7 @@ def records(path: Path, places: bytes) -> Iterator[tuple[str, Any]]:
 
 
 def _record(place: str, key: str, names: list[str], read: Any) -> Any:
-    pictures = [name for name in names if name.rpartition(".")[2] in IMAGES]
+    image_names = [name for name in names if name.rpartition(".")[2] in IMAGES]
     if "json" in names:
         text = decode_utf8(read("json"), f"{place}: its json")
         try:
@@ -132,18 +132,18 @@ def _record(place: str, key: str, names: list[str], read: Any) -> Any:
         given = record.pop("image", None)
         given = record.pop("images", given)
         if given is not None:
-            pictures = [_part(place, key, each, names) for each in (given if isinstance(given, list) else [given])]
+            image_names = [_part(place, key, each, names) for each in (given if isinstance(given, list) else [given])]
     elif "txt" in names:
-        if not pictures:
+        if not image_names:
             raise DataError(
                 f"{place} has a caption, and no image; the files of a sample stand next to each other in a shard. A "
                 "text without images is a row (json)."
             )
         caption = decode_utf8(read("txt"), f"{place}: its txt")
-        record = {"prompt": "<image>" * len(pictures), "completion": caption.strip()}
+        record = {"prompt": "<image>" * len(image_names), "completion": caption.strip()}
     else:
         raise DataError(f"{place} has the parts {', '.join(names)}; it needs json, a row, or txt, a caption.")
-    return record | ({"images": [{"bytes": read(name)} for name in pictures]} if pictures else {})
+    return record | ({"images": [{"bytes": read(name)} for name in image_names]} if image_names else {})
 
 
 def _part(place: str, key: str, given: Any, names: list[str]) -> str:

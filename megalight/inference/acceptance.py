@@ -23,12 +23,12 @@ from megalight.models.gpt import GPT
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Tokens and rounds, of one text or of several.
+    """Tokens and rounds, of one sequence or of several.
 
     Attributes:
         tokens: new tokens of all rounds.
-        rounds: rounds in which the draft made all of its guesses. One that the end of a text cuts short is not counted:
-            it would have yielded more tokens.
+        rounds: rounds in which the draft made all of its guesses. One that the end of a sequence cuts short is not
+            counted: it would have yielded more tokens.
     """
 
     tokens: int = 0
@@ -66,7 +66,7 @@ def measure(
         the completions, and what was counted for each.
     """
     prompts, max_new_tokens = check_prompts(base, prompts, max_new_tokens)
-    texts: list[list[int]] = [[] for _ in prompts]
+    sequences: list[list[int]] = [[] for _ in prompts]
     counts = [Acceptance() for _ in prompts]
     generator = torch.Generator(next(base.parameters()).device)
     for found in rounds(
@@ -75,15 +75,15 @@ def measure(
         prompts,
         max_new_tokens=max_new_tokens,
         guesses=guesses,
-        sampling=SamplingParams(temperature=0.0),
+        sampling_params=SamplingParams(temperature=0.0),
         ends=end_ids(base, eos_id),
         generator=generator,
     ):
         for place, each in found.items():
-            texts[place] += each.tokens
+            sequences[place] += each.tokens
             if each.guessed == guesses and each.complete:
                 counts[place] += Acceptance(len(each.tokens), 1)
-    return texts, counts
+    return sequences, counts
 
 
 def acceptance_length(

@@ -1,7 +1,7 @@
 """Block tables of the KV cache: blocks of one pool, given to sequences and taken back, with a prefix cache.
 
-:class:`BlockPool` gives each slot a table of blocks. :class:`Prefixes` finds full blocks with the same first tokens,
-which sequences share. :class:`Snapshots` keeps the recurrent states that belong to such a prefix.
+:class:`BlockPool` gives each slot a table of blocks. :class:`PrefixCache` finds full blocks with the same first tokens,
+which sequences share. :class:`StateSnapshots` keeps the recurrent states that belong to such a prefix.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ BLOCK_SIZE = 16
 
 
 def blocks_at_once(lengths: Iterable[int], at_once: int) -> int:
-    """Return how many blocks of :data:`BLOCK_SIZE` hold the longest ``at_once`` of these texts; at least 1.
+    """Return how many blocks of :data:`BLOCK_SIZE` hold the longest ``at_once`` of these sequences; at least 1.
 
     Raises:
-        ConfigurationError: ``at_once``, the largest number of texts in a step, is no integer of at least 1.
+        ConfigurationError: ``at_once``, the largest number of sequences in a step, is no integer of at least 1.
     """
     at_once = integer("max_sequences", at_once)
     needs = sorted((-(-length // BLOCK_SIZE) for length in lengths), reverse=True)
@@ -37,7 +37,7 @@ class BlockPool:
         num_slots: maximum number of sequences.
         count: number of blocks in the pool.
         size: tokens of a block.
-        snapshots: number of states of texts that may be kept.
+        snapshots: number of states of sequences that may be kept.
 
     Attributes:
         tables: the numbers of each slot's blocks.
@@ -53,7 +53,7 @@ class BlockPool:
         size = integer("block_size", size)
         self.count, self.size, self.snapshots = count, size, snapshots
         self.tables: list[list[int]] = [[] for _ in range(num_slots)]
-        self.prefixes = Prefixes(size, range(num_slots, num_slots + snapshots))
+        self.prefixes = PrefixCache(size, range(num_slots, num_slots + snapshots))
         # How many slots have each block.
         self._users = [0] * count
         # The last one is given out next: a fresh pool gives its blocks in order.
@@ -172,11 +172,11 @@ class _BlockTokens:
 _Parts = dict[tuple[int, ...], _BlockTokens]
 
 
-class Prefixes:
-    """Full blocks, by the tokens in them and in all blocks before: a tree with a part of a text in each node.
+class PrefixCache:
+    """Full blocks, by the tokens in them and in all blocks before: a tree with a part of a sequence in each node.
 
-    What a layer keeps of a token follows from this token and those before it. So a block may serve all texts with these
-    tokens. Tokens themselves are compared, not a hash of them. Each sequence of tokens has at most one block.
+    What a layer keeps of a token follows from this token and those before it. So a block may serve all sequences with
+    these tokens. Tokens themselves are compared, not a hash of them. Each sequence of tokens has at most one block.
 
     Args:
         size: tokens of a block.
@@ -188,7 +188,7 @@ class Prefixes:
 
     def __init__(self, size: int, entries: Iterable[int] = ()) -> None:
         self._size = size
-        self.snapshots = Snapshots(entries)
+        self.snapshots = StateSnapshots(entries)
         self._first: _Parts = {}
         self._parts: dict[int, _BlockTokens] = {}
 
@@ -197,7 +197,7 @@ class Prefixes:
         return block in self._parts
 
     def find(self, tokens: Sequence[int]) -> list[int]:
-        """Return the blocks that hold the first tokens of a text, as many as there are."""
+        """Return the blocks that hold the first tokens of a sequence, as many as there are."""
         found: list[int] = []
         parts = self._first
         for end in range(self._size, len(tokens) + 1, self._size):
@@ -239,8 +239,8 @@ class Prefixes:
 # States of recurrent layers at the ends of blocks
 
 
-class Snapshots:
-    """Entries for states, each of a text at the end of a full block. The one that was used longest ago goes first.
+class StateSnapshots:
+    """Entries for states, each of a sequence at the end of a full block. The one that was used longest ago goes first.
 
     Args:
         entries: their numbers.
@@ -252,7 +252,7 @@ class Snapshots:
         self._kept: OrderedDict[int, int] = OrderedDict()
 
     def last(self, blocks: Sequence[int]) -> int:
-        """Return how many of the blocks of a text lie before its last state that is kept."""
+        """Return how many of the blocks of a sequence lie before its last state that is kept."""
         return next((count for count in range(len(blocks), 0, -1) if blocks[count - 1] in self._kept), 0)
 
     def use(self, block: int) -> int:

@@ -1,7 +1,7 @@
-"""Complete texts that come at any time, together: dynamic inference, or continuous batching.
+"""Continuous batching (dynamic inference): requests that come at any time run together.
 
-Each step is one forward pass. It runs the newest token of texts that are being completed, and parts of prompts, all end
-to end. Keys and values lie in blocks, which a text takes as it grows and gives back when it ends.
+Each step is one forward pass. It runs the newest token of running requests, and parts of prompts,
+packed. Keys and values lie in blocks, which a request takes as it grows and gives back when it ends.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class EngineStep(NamedTuple):
     """What a step did, by the numbers of requests.
 
     Attributes:
-        tokens: the new token of each text that got one.
+        tokens: the new token of each request that got one.
         finished: the completions that ended, by an ``error``, too.
         preempted: requests that gave their blocks back, to begin again later. They keep their tokens.
-        shared: how many tokens of texts that began did not run, because the cache had them already.
+        shared: how many tokens of new requests did not run, because the prefix cache had them.
     """
 
     tokens: dict[int, int]
@@ -40,18 +40,18 @@ class EngineStep(NamedTuple):
 
 
 class _OpenStep(NamedTuple):
-    """A step whose texts have their tokens, while it is not yet known of all of them whether they end.
+    """A step whose requests have their tokens, while it is not yet known of all of them whether they end.
 
     Attributes:
         step: what is known.
-        undecided: the other texts.
+        undecided: the other requests.
     """
 
     step: EngineStep
     undecided: deque[Request]
 
     def close(self) -> EngineStep:
-        """Find the texts that end. After an error this goes on with the same text."""
+        """Find the requests that end. After an error this resumes with the same request."""
         while self.undecided:
             request = self.undecided[0]
             try:
@@ -89,7 +89,7 @@ class DynamicEngine:
             suspended.
         num_blocks: blocks of the cache. Each layer has ``num_blocks * block_size`` rows.
         block_size: tokens of a block.
-        max_sequences: maximum number of texts in a step.
+        max_sequences: maximum number of sequences in a step.
         step_tokens: maximum number of tokens in a step. Longer prompts run in parts.
 
     Attributes:
@@ -135,7 +135,7 @@ class DynamicEngine:
         prompt: Sequence[int],
         *,
         max_new_tokens: int,
-        sampling: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         eos_id: int | Collection[int] | None = None,
         stop: Stop | None = None,
         seed: int | None = None,
@@ -149,12 +149,12 @@ class DynamicEngine:
         Args:
             prompt: token ids, at least one; integers of numpy and torch are accepted, here and below.
             max_new_tokens: maximum length of the completion.
-            sampling: how tokens are chosen.
+            sampling_params: how tokens are chosen.
             eos_id: the completion ends with this token, or with one of these.
             stop: called with the completion's tokens after each of them; the completion ends if it returns True, which
                 must be the same on all ranks.
-            seed: seed of its draws, from 0 to ``2**63 - 1``. They are those of ``generate`` with this prompt alone and
-                a generator of this seed. None: a new one.
+            seed: seed of its samples, from 0 to ``2**63 - 1``. They are those of ``generate`` with this prompt alone
+                and a generator of this seed. None: a new one.
             log_probs: whether the completion has the log-probabilities of its tokens.
 
         Raises:
@@ -178,7 +178,7 @@ class DynamicEngine:
             prompt,
             len(prompt),
             max_new_tokens,
-            SamplingParams.of(sampling),
+            SamplingParams.of(sampling_params),
             end_ids(self._model, eos_id),
             stop,
             seeded(device_of(self._model), self._new_seed() if seed is None else seed),
@@ -216,7 +216,7 @@ class DynamicEngine:
 
         Raises:
             ConfigurationError: the engine is suspended.
-            Exception: what the forward pass raises: all texts then begin again in the next step. Or what a ``stop``
+            Exception: what the forward pass raises: all requests then start again in the next step. Or what a ``stop``
                 raises: the next step asks it again, and returns what this one did. Cancel the request to go on without.
         """
         if self.suspended:
@@ -238,7 +238,7 @@ class DynamicEngine:
         return step
 
     def _pass(self) -> _OpenStep:
-        """Run a forward pass, and give each text that is ready its next token."""
+        """Run a forward pass, and give each request that is ready its next token."""
         schedule = self._schedule
         try:
             plan = schedule.plan()
@@ -336,10 +336,10 @@ def _chosen(requests: Sequence[Request], logits: Tensor, rows: Sequence[int]) ->
         chosen = tokens.tolist()
         for token, generator, state in zip(chosen, generators, states, strict=True):
             if token == FAILED:
-                generator.set_state(state)  # it draws again when it runs alone
+                generator.set_state(state)  # it samples again when it runs alone
         return chosen, found
     except BaseException:
-        # These draws come again, when the texts have begun again.
+        # The same samples come again when the sequences run again.
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
         raise
@@ -349,12 +349,12 @@ def _drawn(requests: Sequence[Request], logits: Tensor, generators: Sequence[Gen
     """Return the next token ``[n]`` of each request, from logits ``[n, V]``."""
     kinds: dict[SamplingParams, list[int]] = {}
     for place, request in enumerate(requests):
-        kinds.setdefault(request.sampling, []).append(place)
+        kinds.setdefault(request.sampling_params, []).append(place)
     if len(kinds) == 1:
-        return sample(logits, requests[0].sampling, generators)
+        return sample(logits, requests[0].sampling_params, generators)
     tokens = torch.empty(len(requests), dtype=torch.long, device=logits.device)
-    for sampling, places in kinds.items():
-        tokens[places] = sample(logits[places], sampling, [generators[place] for place in places])
+    for sampling_params, places in kinds.items():
+        tokens[places] = sample(logits[places], sampling_params, [generators[place] for place in places])
     return tokens
 
 

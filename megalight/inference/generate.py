@@ -18,7 +18,7 @@ from megalight.inference.sampling import SamplingParams, check_sampled, sample
 from megalight.inference.speculative import check_draft, rounds
 from megalight.models.eagle import DraftModel
 from megalight.models.gpt import GPT
-from megalight.models.vision import Pictures
+from megalight.models.vision import PackedImages
 from megalight.models.vlm.config import VLMConfig
 
 
@@ -33,7 +33,7 @@ def generate(
     eos_id: int | Collection[int] | None = None,
     generator: Generator | None = None,
     axis_positions: Sequence[Tensor] | None = None,
-    pictures: Pictures | None = None,
+    packed_images: PackedImages | None = None,
     draft: DraftModel | None = None,
     guesses: int = 4,
 ) -> list[list[int]]:
@@ -52,8 +52,9 @@ def generate(
             torch's default generator does not change.
         axis_positions: for each prompt ``[A, n]``, on the host: positions of its tokens on several axes. The completion
             follows the largest of them. None: tokens have one position.
-        pictures: the images of a model that reads images. Their ``source`` counts the tokens of all prompts end to end;
-            :func:`~megalight.inference.images.with_pictures` makes them.
+        packed_images: the images of a model that reads images. Their ``source`` counts the tokens of all prompts end to
+            end;
+            :func:`~megalight.inference.images.prepare_images` makes them.
         draft: a draft model that guesses tokens, which makes generation faster and changes nothing else; see
             :mod:`megalight.inference.speculative`. Each rank has a whole draft.
         guesses: how many tokens the draft guesses at a time.
@@ -67,17 +68,17 @@ def generate(
         ConfigurationError: another value is of the wrong kind or out of range, or the draft does not fit the model.
         MegalightError: logits hold NaN or infinity.
     """
-    sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+    sampling_params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
     completions: list[list[int]] = [[] for _ in prompts]
     for step in stream(
         model,
         prompts,
         max_new_tokens=max_new_tokens,
-        sampling=sampling,
+        sampling_params=sampling_params,
         eos_id=eos_id,
         generator=generator,
         axis_positions=axis_positions,
-        pictures=pictures,
+        packed_images=packed_images,
         draft=draft,
         guesses=guesses,
     ):
@@ -91,11 +92,11 @@ def stream(
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
-    sampling: SamplingParams | None = None,
+    sampling_params: SamplingParams | None = None,
     eos_id: int | Collection[int] | None = None,
     generator: Generator | None = None,
     axis_positions: Sequence[Tensor] | None = None,
-    pictures: Pictures | None = None,
+    packed_images: PackedImages | None = None,
     draft: DraftModel | None = None,
     guesses: int = 4,
 ) -> Iterator[dict[int, int]]:
@@ -105,25 +106,25 @@ def stream(
     """
     # Here, not in `_steps`: a generator function runs nothing before its first item is asked for.
     prompts, max_new_tokens = check_prompts(model, prompts, max_new_tokens, axis_positions)
-    _check_pictures(model, prompts, pictures)
-    ends, sampling = end_ids(model, eos_id), SamplingParams.of(sampling)
+    _check_images(model, prompts, packed_images)
+    ends, sampling_params = end_ids(model, eos_id), SamplingParams.of(sampling_params)
     if draft is None:
-        return _steps(model, prompts, max_new_tokens, sampling, ends, generator, axis_positions, pictures)
+        return _steps(model, prompts, max_new_tokens, sampling_params, ends, generator, axis_positions, packed_images)
     if axis_positions is not None:
         raise ConfigurationError("a draft's guesses have no axis_positions; leave the draft out.")
     check_draft(model, draft, guesses)
-    return _drafted(model, draft, prompts, max_new_tokens, guesses, sampling, ends, generator)
+    return _drafted(model, draft, prompts, max_new_tokens, guesses, sampling_params, ends, generator)
 
 
 def _steps(
     model: GPT | ParallelGPT,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
-    sampling: SamplingParams,
+    sampling_params: SamplingParams,
     ends: Collection[int],
     generator: Generator | None,
     axis_positions: Sequence[Tensor] | None,
-    pictures: Pictures | None,
+    packed_images: PackedImages | None,
 ) -> Iterator[dict[int, int]]:
     generator = generator or new_generator(model)
     # Room for the longest prompt and its completion, in every slot.
@@ -139,11 +140,11 @@ def _steps(
             with evaluating(model):
                 model.accompany()
             continue
-        logits = last_logits(model, cache, active, fresh, axis_positions, pictures)
+        logits = last_logits(model, cache, active, fresh, axis_positions, packed_images)
         # Those of prompts; the cache knows what follows them.
-        axis_positions = pictures = None
+        axis_positions = packed_images = None
         # The one wait for the device in a step: the host must know which prompts have ended.
-        chosen = sample(logits, sampling, generator).tolist()
+        chosen = sample(logits, sampling_params, generator).tolist()
         step = dict(zip(active, chosen, strict=True))
         check_sampled({prompt: [token] for prompt, token in step.items()})
         yield step
@@ -160,7 +161,7 @@ def _drafted(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     guesses: int,
-    sampling: SamplingParams,
+    sampling_params: SamplingParams,
     ends: Collection[int],
     generator: Generator | None,
 ) -> Iterator[dict[int, int]]:
@@ -171,7 +172,7 @@ def _drafted(
         prompts,
         max_new_tokens=max_new_tokens,
         guesses=guesses,
-        sampling=sampling,
+        sampling_params=sampling_params,
         ends=ends,
         generator=generator,
     ):
@@ -203,7 +204,7 @@ def last_logits(
     slots: Sequence[int],
     fresh: Sequence[Sequence[int]],
     axis_positions: Sequence[Tensor] | None = None,
-    pictures: Pictures | None = None,
+    packed_images: PackedImages | None = None,
 ) -> Tensor:
     """Run the new tokens of each slot, and return the logits ``[N, V]`` of the last token of each slot."""
     device = device_of(model)
@@ -212,9 +213,9 @@ def last_logits(
         # End to end, without padding: prompts of any lengths run in one pass.
         tokens = torch.tensor([token for ids in fresh for token in ids], device=device)
         # Only the last token of each sequence needs logits: `[N, V]` instead of `[T, V]`.
-        seen = {} if pictures is None else {"pictures": pictures}
-        if pictures is not None:
-            sequences = replace(sequences, runs=pictures.runs)
+        seen = {} if packed_images is None else {"packed_images": packed_images}
+        if packed_images is not None:
+            sequences = replace(sequences, runs=packed_images.runs)
         last = sequences.cu_seqlens[1:].long() - 1
         logits = model(tokens, sequences, states=cache.states, rows=last, **seen).logits
     assert isinstance(logits, Tensor)
@@ -284,12 +285,14 @@ def end_ids(model: GPT | ParallelGPT, eos_id: int | Collection[int] | None) -> f
     return frozenset(integer("eos_id", token, 0, model.config.vocab_size - 1) for token in each)
 
 
-def _check_pictures(model: GPT | ParallelGPT, prompts: Sequence[Sequence[int]], pictures: Pictures | None) -> None:
+def _check_images(
+    model: GPT | ParallelGPT, prompts: Sequence[Sequence[int]], packed_images: PackedImages | None
+) -> None:
     # VLM keeps its own configuration in the place of the language model's.
     config: object = model.config
     if not isinstance(config, VLMConfig):
-        if pictures is not None:
-            raise DataError("pictures are given, but the model reads no images; leave them out.")
+        if packed_images is not None:
+            raise DataError("packed_images are given, but the model reads no images; leave them out.")
         return
     if config.video_token is not None and any(config.video_token in ids for ids in prompts):
         raise DataError(
@@ -297,10 +300,10 @@ def _check_pictures(model: GPT | ParallelGPT, prompts: Sequence[Sequence[int]], 
             "read; show images of it."
         )
     expected = [token == config.image_token for ids in prompts for token in ids]
-    found = [False] * len(expected) if pictures is None else (pictures.source != -1).tolist()
+    found = [False] * len(expected) if packed_images is None else (packed_images.source != -1).tolist()
     if expected != found:
         raise DataError(
             f"the prompts have {sum(expected)} image tokens (id {config.image_token}) among {len(expected)} tokens, "
-            f"and pictures stand for {sum(found)} of {len(found)}; make both with with_pictures of "
+            f"and packed_images stand for {sum(found)} of {len(found)}; make both with prepare_images of "
             "megalight.inference.images."
         )

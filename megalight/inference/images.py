@@ -17,9 +17,9 @@ from megalight.data.multimodal.images import Resize, decode
 from megalight.data.multimodal.patches import Images
 from megalight.data.multimodal.resolution import form_of
 from megalight.errors import DataError
-from megalight.models.vision.model import Pictures
+from megalight.models.vision.model import PackedImages
 from megalight.models.vlm.config import VLMConfig
-from megalight.models.vlm.task import pictures_of
+from megalight.models.vlm.task import pack_images
 
 ImageFile = bytes | str | os.PathLike[str]
 """The bytes of an image file, or its path."""
@@ -30,12 +30,12 @@ class ImagePrompts(NamedTuple):
 
     Attributes:
         tokens: the ids of each prompt, with all tokens of each image.
-        pictures: the images; None if there are none.
+        packed_images: the images; None if there are none.
         axis_positions: for each prompt ``[3, n]``, of a model whose tokens have positions on several axes; else None.
     """
 
     tokens: list[list[int]]
-    pictures: Pictures | None
+    packed_images: PackedImages | None
     axis_positions: list[Tensor] | None
 
 
@@ -53,7 +53,7 @@ def read(image: ImageFile, place: str) -> bytes:
         raise DataError(f"{place} ({os.fspath(image)}) cannot be read: {error.strerror}.") from error
 
 
-def with_pictures(
+def prepare_images(
     config: VLMConfig,
     prompts: Sequence[Sequence[int]],
     images: Sequence[Sequence[ImageFile]],
@@ -112,5 +112,5 @@ def with_pictures(
     source[tokens == config.image_token] = torch.from_numpy(sources(every))
     rows = Images.of_cuts(cuts, form)
     (runs,) = runs_of(source[None].numpy(), rows)
-    pictures = pictures_of(config, rows.to(device), source.to(device), 1)
-    return ImagePrompts(long, replace(pictures, runs=runs), axes)
+    packed_images = pack_images(config, rows.to(device), source.to(device), 1)
+    return ImagePrompts(long, replace(packed_images, runs=runs), axes)

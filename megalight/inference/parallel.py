@@ -14,7 +14,7 @@ from megalight.errors import ConfigurationError
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.model import GPTOutput
 from megalight.models.hidden import KEPT, keeping
-from megalight.models.vision import Pictures
+from megalight.models.vision import PackedImages
 from megalight.models.vlm.config import VLMConfig
 from megalight.models.vlm.model import VLM, TowerPart
 from megalight.parallel.apply import whole_tokens
@@ -92,7 +92,7 @@ class ParallelGPT(nn.Module):
         *,
         states: Mapping[str, Any] | None = None,
         rows: Tensor | None = None,
-        pictures: Pictures | None = None,
+        packed_images: PackedImages | None = None,
     ) -> GPTOutput:
         """Compute the logits of whole sequences, on every rank.
 
@@ -101,14 +101,14 @@ class ParallelGPT(nn.Module):
             sequences: how the tokens divide into sequences.
             states: the states of the layers on this rank.
             rows: ``[N]`` indices of the tokens for which to compute logits. None means all tokens.
-            pictures: the images of the sequences, for a model that reads images.
+            packed_images: the images of the sequences, for a model that reads images.
 
         Raises:
             ConfigurationError: there are images, and the ranks of this replica cannot run the tower by themselves.
         """
-        if pictures is not None and self._blind is not None:
+        if packed_images is not None and self._blind is not None:
             raise ConfigurationError(f"images cannot be read in this layout: {self._blind}; {FROM_CHECKPOINT}")
-        return GPTOutput(logits=self._run(tokens, sequences, (), states, rows, pictures)[0])
+        return GPTOutput(logits=self._run(tokens, sequences, (), states, rows, packed_images)[0])
 
     @torch.no_grad()
     def with_states(
@@ -148,14 +148,16 @@ class ParallelGPT(nn.Module):
         places: Sequence[str],
         states: Mapping[str, Any] | None,
         rows: Tensor | None,
-        pictures: Pictures | None,
+        packed_images: PackedImages | None,
     ) -> tuple[Tensor, Carry | None]:
         """Return the logits, and the last chunk's carry on the last stage."""
 
         def step(chunk: nn.Module, batch: Mapping[str, Any], carry: Carry | None) -> Carry:
             hidden = None if carry is None else carry["hidden"]
             # Only the stage with the embedding reads images.
-            seen: dict[str, Any] = {} if pictures is None or chunk.embed is None else {"pictures": pictures}
+            seen: dict[str, Any] = (
+                {} if packed_images is None or chunk.embed is None else {"packed_images": packed_images}
+            )
             if carry is not None and "memory" in carry:
                 seen["memory"] = carry["memory"]
             with keeping(chunk, places, carry) as kept:

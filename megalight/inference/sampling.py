@@ -60,7 +60,9 @@ class SamplingParams:
         if given is None:
             return SamplingParams()
         if not isinstance(given, SamplingParams):
-            raise ConfigurationError(f"sampling is {given!r}; it must be a Sampling, such as Sampling(temperature=0).")
+            raise ConfigurationError(
+                f"sampling_params is {given!r}; it must be SamplingParams, such as SamplingParams(temperature=0)."
+            )
         return given
 
 
@@ -95,36 +97,36 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
     return logits.masked_fill(dropped, -torch.inf)
 
 
-def probabilities(logits: Tensor, sampling: SamplingParams) -> Tensor:
+def probabilities(logits: Tensor, sampling_params: SamplingParams) -> Tensor:
     """Return the distribution ``[N, V]`` to sample from: float32 (float64 for float64 logits), one-hot if greedy."""
     # A softmax in half precision loses the small probabilities, which top-p adds up.
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if sampling.temperature == 0:
+    if sampling_params.temperature == 0:
         best = logits.argmax(-1, keepdim=True)
         return torch.zeros_like(logits).scatter(-1, best, 1.0)
     # subtract the maximum before dividing, or a tiny temperature would overflow
     range_ = torch.finfo(logits.dtype)
     # In the logits' own dtype a temperature of 1e-300 is 0, and 0 / 0 is NaN.
-    temperature = min(max(sampling.temperature, range_.tiny), range_.max)
+    temperature = min(max(sampling_params.temperature, range_.tiny), range_.max)
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature
-    if sampling.top_k is not None:
-        logits = keep_top_k(logits, sampling.top_k)
-    if sampling.top_p is not None and sampling.top_p < 1:
-        logits = keep_top_p(logits, sampling.top_p)
+    if sampling_params.top_k is not None:
+        logits = keep_top_k(logits, sampling_params.top_k)
+    if sampling_params.top_p is not None and sampling_params.top_p < 1:
+        logits = keep_top_p(logits, sampling_params.top_p)
     return logits.softmax(-1)
 
 
 def sample(
-    logits: Tensor, sampling: SamplingParams, generator: Generator | Sequence[Generator] | None = None
+    logits: Tensor, sampling_params: SamplingParams, generator: Generator | Sequence[Generator] | None = None
 ) -> Tensor:
     """Sample token ids: ``[N, V] -> [N]``. Rows with NaN or infinity give :data:`FAILED`.
 
     Args:
         logits: ``[N, V]``.
-        sampling: how a token is chosen.
+        sampling_params: how a token is chosen.
         generator: on the logits' device, one for all rows or one for each; None is torch's default one.
     """
-    chances = probabilities(logits, sampling)
+    chances = probabilities(logits, sampling_params)
     # for exponential e_i, the argmax of p_i / e_i is i with probability p_i; this needs no sync with the host
     exponential = torch.empty_like(chances)
     if isinstance(generator, Sequence):

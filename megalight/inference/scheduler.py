@@ -39,17 +39,17 @@ class Completion(NamedTuple):
 
 @dataclass(eq=False)
 class Request:
-    """A text that is being completed.
+    """A request: a prompt that is being completed.
 
     Attributes:
         number: in the order in which requests came.
         tokens: the prompt, and what followed so far.
         prompt_length: how many of them are the prompt.
         max_new_tokens: maximum length of the completion.
-        sampling: how tokens are chosen.
+        sampling_params: how tokens are chosen.
         ends: tokens that end it.
         stop: ends it, too, if this is true of the completion so far.
-        generator: the request's own, so that its draws do not depend on other requests.
+        generator: the request's own, so that its samples do not depend on other requests.
         log_probs: of the completion's tokens, or None.
         slot: its slot in the cache while it runs.
         suspect: whether its logits were NaN or infinite in a pass with others, so that it runs alone next.
@@ -60,7 +60,7 @@ class Request:
     tokens: list[int]
     prompt_length: int
     max_new_tokens: int
-    sampling: SamplingParams = field(default_factory=SamplingParams)
+    sampling_params: SamplingParams = field(default_factory=SamplingParams)
     ends: Collection[int] = ()
     stop: Stop | None = None
     generator: Generator | None = None
@@ -78,7 +78,7 @@ class Request:
     def ended(self) -> Completion | None:
         """Return the completion if it ends."""
         reason: Reason | None = None
-        # Without a copy of the tokens, where nobody asks for it: texts may be long.
+        # Without a copy of the tokens, where nobody asks for it: sequences may be long.
         if self.failed:
             reason = "error"
         elif self.tokens[-1] in self.ends:

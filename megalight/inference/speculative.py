@@ -38,7 +38,7 @@ class DraftRound(NamedTuple):
     Attributes:
         tokens: the new tokens: guesses that were right, and one more.
         guessed: how many tokens the draft guessed.
-        complete: whether the round ran to its end. Otherwise the end of the text cut it short.
+        complete: whether the round ran to its end. Otherwise the end of the sequence cut it short.
     """
 
     tokens: list[int]
@@ -74,7 +74,7 @@ def rounds(
     *,
     max_new_tokens: int,
     guesses: int,
-    sampling: SamplingParams,
+    sampling_params: SamplingParams,
     ends: Collection[int],
     generator: Generator,
 ) -> Iterator[dict[int, DraftRound]]:
@@ -86,8 +86,8 @@ def rounds(
         prompts: token ids.
         max_new_tokens: limit of new tokens for each prompt.
         guesses: how many tokens the draft guesses in a round.
-        sampling: how tokens are chosen.
-        ends: tokens that end a text.
+        sampling_params: how tokens are chosen.
+        ends: tokens that end a sequence.
         generator: random generator on the base's device.
 
     Raises:
@@ -98,13 +98,13 @@ def rounds(
     capacity = max(map(len, prompts)) + max_new_tokens
     pair = _BaseAndDraft(base, draft, len(prompts), capacity)
     left = dict.fromkeys(range(len(prompts)), max_new_tokens)
-    # Of each text that goes on: the tokens that neither model has read, the newest one and what was guessed after it.
+    # Of each running sequence: the tokens that neither model has read, the newest one and what was guessed after it.
     given = {slot: list(prompt) for slot, prompt in enumerate(prompts)}
     guessed: dict[int, list[int]] = {slot: [] for slot in given}
     while given:
         with evaluating(base), evaluating(draft):
             logits, states = pair.check(given, guessed)
-        chosen = sample(torch.cat(list(logits.values())), sampling, generator).tolist()
+        chosen = sample(torch.cat(list(logits.values())), sampling_params, generator).tolist()
         found: dict[int, DraftRound] = {}
         for slot in list(given):
             # One choice after the newest token, and one after each guess.
@@ -127,7 +127,7 @@ def rounds(
 
 
 def _kept(choices: Sequence[int], guessed: Sequence[int], ends: Collection[int]) -> DraftRound:
-    """Return the choices up to the first that was not guessed, or that ends the text."""
+    """Return the choices up to the first that was not guessed, or that ends the sequence."""
     right = 0
     while right < len(guessed) and guessed[right] == choices[right]:
         right += 1
@@ -210,7 +210,7 @@ class _BaseAndDraft:
         real = list(self.drafts.lengths)
         slots = list(read)
         for step in range(max(counts.values())):
-            # A text that needs no more guesses leaves the batch.
+            # A sequence that needs no more guesses leaves the batch.
             going = [place for place, slot in enumerate(slots) if counts[slot] > step]
             slots, hidden = [slots[place] for place in going], hidden[going]
             if step:

@@ -22,7 +22,7 @@ from megalight.errors import CheckpointError, ConfigurationError, DataError, Lay
 from megalight.inference.blocks import BLOCK_SIZE, blocks_at_once
 from megalight.inference.engine import DynamicEngine
 from megalight.inference.generate import generate
-from megalight.inference.images import ImageFile, with_pictures
+from megalight.inference.images import ImageFile, prepare_images
 from megalight.inference.parallel import ParallelGPT
 from megalight.inference.sampling import seeded
 from megalight.inference.scheduler import Completion
@@ -307,9 +307,9 @@ class TextGenerator:
             image = self.image_text(image_text)
             prompts = [image.framed(image.marked(text))[0] for text in prompts]
         ids = [self._ids(text) for text in prompts]
-        pictures, axes, device = None, None, next(self.model.parameters()).device
+        packed_images, axes, device = None, None, next(self.model.parameters()).device
         if images is not None:
-            ids, pictures, axes = with_pictures(self._reader(), ids, images, resize=resize, device=device)
+            ids, packed_images, axes = prepare_images(self._reader(), ids, images, resize=resize, device=device)
         else:
             self._check_without_images(ids)
         generator = None
@@ -327,7 +327,7 @@ class TextGenerator:
             top_p=top_p,
             eos_id=self._all_ends(ends),
             generator=generator,
-            pictures=pictures,
+            packed_images=packed_images,
             draft=draft,
             guesses=guesses,
             axis_positions=axes,
@@ -383,7 +383,7 @@ class TextGenerator:
                 engine.add(
                     prompt,
                     max_new_tokens=limit,
-                    sampling=request.sampling,
+                    sampling_params=request.sampling_params,
                     eos_id=self._all_ends(ends),
                     stop=stop_at(request.stop, self.tokenizer),
                     seed=request.seed,

@@ -22,8 +22,8 @@ class TextRequest:
         prompt: the text. Empty: a new document.
         max_new_tokens: maximum length of the completion, in tokens. None: 128, or fewer where the model's longest
             sequence ends.
-        sampling: how tokens are chosen.
-        seed: seed of its draws. None gives other results each time.
+        sampling_params: how tokens are chosen.
+        seed: seed of its samples. None gives other results each time.
         stop: a text, or several, that end the completion, which they are no part of.
         log_probs: whether the completion has its tokens and their log-probabilities.
         id: any value of JSON, which is kept for the completion.
@@ -35,7 +35,7 @@ class TextRequest:
 
     prompt: str
     max_new_tokens: int | None = None
-    sampling: SamplingParams = field(default_factory=SamplingParams)
+    sampling_params: SamplingParams = field(default_factory=SamplingParams)
     seed: int | None = None
     stop: Sequence[str] = ()
     log_probs: bool = False
@@ -134,7 +134,7 @@ def _request(values: Mapping[str, Any], default: TextRequest) -> TextRequest:
     chosen = {key: values[key] for key in ("temperature", "top_k", "top_p") if key in values}
     own = {key: value for key, value in values.items() if key not in chosen}
     try:
-        return replace(default, sampling=replace(default.sampling, **chosen), **own)
+        return replace(default, sampling_params=replace(default.sampling_params, **chosen), **own)
     except ConfigurationError as error:
         raise DataError(f"{default.place}: {error}") from error
 

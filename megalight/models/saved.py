@@ -420,7 +420,7 @@ def single_file_model(
 
 
 @dataclass(frozen=True)
-class Drawn:
+class InitialTensor:
     """A tensor that gets its initial value.
 
     Attributes:
@@ -435,7 +435,7 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class Completed(Wrapped):
+class CompletedSource(Wrapped):
     """A source with the names of a model: initial values stand in for what it lacks, and others are not shown.
 
     Attributes:
@@ -444,7 +444,7 @@ class Completed(Wrapped):
         seed: seed of the initial values.
     """
 
-    drawn: Mapping[str, Drawn]
+    drawn: Mapping[str, InitialTensor]
     hidden: frozenset[str]
     seed: int
 
@@ -495,8 +495,8 @@ def completed(lenient: Lenient, model: nn.Module, prefix: str, dtype: torch.dtyp
     if lenient.say:
         report(where, label, missing, [*map(label, extra), *map(repr, lenient.skipped)])
     kind = str(dtype).removeprefix("torch.")
-    drawn = {name: Drawn(shapes[name], kind, stated[name]) for name in missing}
-    return Completed(lenient.source, drawn, frozenset(extra), seed)
+    drawn = {name: InitialTensor(shapes[name], kind, stated[name]) for name in missing}
+    return CompletedSource(lenient.source, drawn, frozenset(extra), seed)
 
 
 # The size of a model against the tensors of its files

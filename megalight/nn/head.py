@@ -66,15 +66,15 @@ class LMHead(nn.Module):
         labels: Tensor | None = None,
         *,
         normed: bool = False,
-        lesson: DistillationTarget | None = None,
+        target: DistillationTarget | None = None,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """``[T, h]`` and labels ``[T] ->`` losses ``[T]``, float32 or float64; without labels, logits ``[T, V]``.
 
-        With a lesson beside the labels: see :meth:`learn`. ``normed`` hidden states have passed another norm, and skip
-        the one here.
+        With ``target`` and labels: see :meth:`learn`. ``normed`` hidden states have passed another norm, and skip the
+        one here.
         """
-        if lesson is not None and labels is not None:
-            return self.learn(hidden, labels, lesson, normed=normed)
+        if target is not None and labels is not None:
+            return self.learn(hidden, labels, target, normed=normed)
         # Before both branches: losses and logits are of the same normed states.
         hidden = hidden if normed else self.norm(hidden)
         if labels is not None:
@@ -87,13 +87,13 @@ class LMHead(nn.Module):
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def learn(
-        self, hidden: Tensor, labels: Tensor, lesson: DistillationTarget, *, normed: bool = False
+        self, hidden: Tensor, labels: Tensor, target: DistillationTarget, *, normed: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Return divergences from the teacher ``[T]``, and losses ``[T]`` if the lesson asks for them."""
+        """Return divergences from the teacher ``[T]``, and losses ``[T]`` if the target asks for them."""
         layer = self._plain_layer()
         hidden = hidden if normed else self.norm(hidden)
         student = Projection(hidden, layer.weight, layer.bias, self.softcap)
-        return linear_divergence(student, lesson.teacher, labels, **lesson.options)
+        return linear_divergence(student, target.teacher, labels, **target.options)
 
     def top(self, hidden: Tensor, *, normed: bool = False) -> Tensor:
         """Return the most likely token of each of ``hidden [T, h]``: ``[T]``, without a gradient."""

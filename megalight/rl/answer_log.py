@@ -16,7 +16,7 @@ from megalight.rl.rollouts import Trajectory
 
 
 class AnswerLog(pl.Callback):
-    """Writes answers to ``answers.jsonl`` in the log folder, a line each, as they are drawn.
+    """Writes answers to ``answers.jsonl`` in the log folder, a line each, as they are sampled.
 
     A line has the ``step`` and ``stage`` (``train``, ``validate``), ``prompt``, ``answer``, ``reason`` (why it ended),
     ``reward`` and ``rewards``, each one's value before its weight. The answers are those of the first replica. With

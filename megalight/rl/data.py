@@ -146,7 +146,7 @@ class PromptDataModule(ResumableDataModule):
 
     def setup(self, stage: str) -> None:
         """Read the prompts of the splits that ``stage`` needs."""
-        # GRPOModule draws answers in this hook, and Lightning warns that it runs the module's.
+        # GRPOModule samples answers in this hook, and Lightning warns that it runs the module's.
         warnings.filterwarnings("ignore", message="You have overridden `on_before_batch_transfer`")
         super().setup(stage)
 

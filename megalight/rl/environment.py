@@ -23,7 +23,7 @@ class RLTask:
     Attributes:
         prompt: its token ids, as the policy reads them.
         row: what rewards know of it: the row of the file, such as its ``answer``.
-        number: its place in the data. The draws of its answers follow from it, and so not from the layout.
+        number: its place in the data. The samples of its answers follow from it, and so not from the layout.
     """
 
     prompt: tuple[int, ...]
@@ -203,7 +203,7 @@ class PromptBatch:
     Args:
         tasks: the prompts.
         environment: what scores answers.
-        fresh: whether answers are to be drawn. If not, those to the last batch, of the same prompts, are trained on
+        fresh: whether answers are to be sampled. If not, those to the last batch, of the same prompts, are trained on
             again.
     """
 

@@ -20,7 +20,7 @@ Normalize = Literal["token", "sequence", "constant"]
 class PolicyLoss:
     """The loss of a policy.
 
-    For a token with probability ``p`` now and ``q`` when it was drawn, and ``r = p / q``, it is
+    For a token with probability ``p`` now and ``q`` when it was sampled, and ``r = p / q``, it is
     ``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)``, with the advantage ``A`` of its answer (PPO,
     https://arxiv.org/abs/1707.06347), plus ``kl`` times the divergence from the reference.
 
@@ -64,15 +64,15 @@ class PolicyLoss:
             return 1.0, 1.0
         return 1 / (length if self.normalize == "sequence" else longest), 1 / length
 
-    def __call__(self, log_probs: Tensor, drawn: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss of each token without divergence, and whether its gradient ended; all ``[T]``.
 
         Args:
             log_probs: by the policy now.
-            drawn: by the policy that drew the tokens.
+            old_log_probs: by the policy that sampled the tokens.
             advantages: of their answers.
         """
-        ratios = (log_probs - drawn).exp()
+        ratios = (log_probs - old_log_probs).exp()
         high = self.clip_low if self.clip_high is None else self.clip_high
         clipped = ratios.clamp(1 - self.clip_low, 1 + high) * advantages
         free = ratios * advantages
@@ -80,7 +80,7 @@ class PolicyLoss:
 
 
 def divergence(log_probs: Tensor, reference: Tensor) -> Tensor:
-    """Estimate KL(policy || reference) from log-probabilities ``[T]`` of tokens that the policy drew; at least 0."""
+    """Estimate KL(policy || reference) from log-probabilities ``[T]`` of tokens that the policy sampled; at least 0."""
     ratio = reference - log_probs
     return ratio.exp() - ratio - 1
 

@@ -29,10 +29,10 @@ from megalight.rl.rollouts import Policy, Rollouts, Trajectory, roll_out
 from megalight.types import Loss, TokenBatch, WithResults
 from megalight.types.batch import opened
 
-DRAWN, ADVANTAGES, COUNTS, ENDS = "drawn", "advantages", "counts", "ends"
-PER_TOKEN = {DRAWN, ADVANTAGES, COUNTS, ENDS}
-"""Columns of all tokens of answers: the log-probability when it was drawn; the advantage of the answer; what it counts
-in the number by which the loss is divided; and 1 at the last token of an answer."""
+OLD_LOG_PROBS, ADVANTAGES, COUNTS, ENDS = "old_log_probs", "advantages", "counts", "ends"
+PER_TOKEN = {OLD_LOG_PROBS, ADVANTAGES, COUNTS, ENDS}
+"""Columns of all tokens of answers: the log-probability when it was sampled; the advantage of the answer; what it
+counts in the number by which the loss is divided; and 1 at the last token of an answer."""
 REWARD, SPREAD, LENGTH, TRUNCATED = "reward", "group_std", "answer_tokens", "truncated"
 """Columns of the last token of an answer: its reward; the standard deviation in its group; its number of tokens; and
 whether it was cut off."""
@@ -48,16 +48,16 @@ class GRPOModule(GPTModule):
     """Trains a GPT on rewards, with group relative policy optimization (https://arxiv.org/abs/2402.03300).
 
     A batch is a :class:`~megalight.rl.environment.PromptBatch`: this replica's share of the prompts of a step. Before
-    the step, the policy draws a group of answers to each, in the layout in which it trains. The environment scores
+    the step, the policy samples a group of answers to each, in the layout in which it trains. The environment scores
     them, and the step trains on them, packed into rows: ``micro_batch_size`` counts rows.
 
     Args:
         config: the policy; see :class:`~megalight.models.gpt.module.GPTModule`.
         optimizer: settings of Adam, parameter groups and learning-rate schedule.
-        seed: seed of the initial weights, and of draws. They are the same in every layout, up to rounding.
+        seed: seed of the initial weights, and of samples. They are the same in every layout, up to rounding.
         weights: a checkpoint, a run's folder, or a ``transformers`` folder to start from.
         weights_keys: see :class:`~megalight.models.family.module.FamilyModule`.
-        rollouts: how answers are drawn.
+        rollouts: how answers are sampled.
         loss: what the policy learns from them.
         advantages: ``group`` or ``none``: see :func:`~megalight.rl.loss.group_advantages`.
         reference: a checkpoint, a run's folder, or a ``transformers`` folder with the reference policy, for
@@ -133,7 +133,7 @@ class GRPOModule(GPTModule):
         dropout = self.config.dropout
         if any(vars(dropout).values()):
             raise ConfigurationError(
-                f"the model has dropout ({dropout}), so that it would train with other probabilities than it draws "
+                f"the model has dropout ({dropout}), so that it would train with other probabilities than it samples "
                 "with. Set config.dropout to 0."
             )
 
@@ -152,7 +152,7 @@ class GRPOModule(GPTModule):
         return {REFERENCE: declared}
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Replace prompts by answers to them, which are drawn now. Other batches are left as they are."""
+        """Replace prompts by answers to them, which are sampled now. Other batches are left as they are."""
         prompts = contents(batch)
         if not isinstance(prompts, PromptBatch):
             return batch
@@ -167,7 +167,7 @@ class GRPOModule(GPTModule):
         trainer = self._trainer
         policy = Policy(self.model, None if trainer is None else trainer.strategy)
         size = self.rollouts.group_size if self._trains else self.rollouts.validation_size
-        # In validation the same draws each time, so that only the policy changes.
+        # In validation the same samples each time, so that only the policy changes.
         seed = f"{self.seed}/{self.global_step}" if self._trains else f"{self.seed}/validation"
         groups = roll_out(policy, prompts, self.rollouts, size, seed)
         self.on_answers(prompts, groups)
@@ -197,27 +197,29 @@ class GRPOModule(GPTModule):
     def loss_step(self, carry: Carry, batch: TokenBatch | WithResults) -> Loss:
         """Return the policy's loss; see :class:`~megalight.rl.loss.PolicyLoss`."""
         rows, results = opened(batch)
-        if DRAWN not in rows.columns:
+        if OLD_LOG_PROBS not in rows.columns:
             raise DataError(
                 "the batch has no answers: GRPOModule trains on prompts, a PromptBatch. Use PromptDataModule."
             )
         columns = {name: column.flatten() for name, column in rows.columns.items()}
         mask = rows.loss_mask.flatten()
         log_probs = -carry["losses"][: len(mask)]
-        losses, clipped = self.policy_loss(log_probs, columns[DRAWN].to(log_probs), columns[ADVANTAGES].to(log_probs))
-        drawn = (mask != 0).to(log_probs)
-        tokens = drawn.sum()
+        losses, clipped = self.policy_loss(
+            log_probs, columns[OLD_LOG_PROBS].to(log_probs), columns[ADVANTAGES].to(log_probs)
+        )
+        sampled = (mask != 0).to(log_probs)
+        tokens = sampled.sum()
         ends = columns[ENDS].sum()
         metrics = {name: (column.sum(), ends) for name, column in columns.items() if name not in PER_TOKEN}
         now = log_probs.detach()
-        each = {"entropy": -now, "clipped": clipped, "drift": divergence(columns[DRAWN].to(now), now)}
+        each = {"entropy": -now, "clipped": clipped, "drift": divergence(columns[OLD_LOG_PROBS].to(now), now)}
         if REFERENCE in results:
             theirs = -results[REFERENCE]["losses"]
             places = rows.places
             apart = divergence(log_probs, (theirs[: len(mask)] if places is None else theirs[places]).to(log_probs))
             losses = losses + self.policy_loss.kl * apart
             each["kl"] = apart.detach()
-        metrics |= {name: ((values * drawn).sum(), tokens) for name, values in each.items()}
+        metrics |= {name: ((values * sampled).sum(), tokens) for name, values in each.items()}
         return Loss(masked_sum(losses, mask), metrics=metrics)
 
     def loss_tokens(self, batch: TokenBatch) -> Tensor:
@@ -246,7 +248,7 @@ def pack_trajectories(
         groups: for each prompt its answers.
         names: of the rewards.
         loss: says what a token counts.
-        rollouts: how they were drawn.
+        rollouts: how they were sampled.
         scale: see :func:`~megalight.rl.loss.group_advantages`.
         longest: tokens that the model reads at most. A row has no more.
         dtype: of log-probabilities and advantages.
@@ -281,10 +283,10 @@ def pack_trajectories(
             here = slice(at, at + size)
             tokens[row, here], labels[row, here] = text[:-1], text[1:]
             share, count = loss.shares(len(new), rollouts.max_new_tokens)
-            drawn = slice(at + size - len(new), at + size)
-            mask[row, drawn], columns[COUNTS][row, drawn] = share, count
-            columns[DRAWN][row, drawn] = torch.tensor(answer.completion.log_probs, dtype=dtype)
-            columns[ADVANTAGES][row, drawn] = advantages[place]
+            sampled = slice(at + size - len(new), at + size)
+            mask[row, sampled], columns[COUNTS][row, sampled] = share, count
+            columns[OLD_LOG_PROBS][row, sampled] = torch.tensor(answer.completion.log_probs, dtype=dtype)
+            columns[ADVANTAGES][row, sampled] = advantages[place]
             _at_end(columns, (row, at + size - 1), answer, spreads[place])
             held.append(size)
             at += size

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megalight.data.chat.conversations import asked
+from megalight.data.chat.conversations import prompt_messages
 from megalight.data.chat.template import ChatTemplate
 from megalight.data.text_files import ROWS, Format, blocks, find, records_of
 from megalight.data.tokenizer import Tokenizer, check_unicode
@@ -113,7 +113,7 @@ class PromptWriter:
                 )
             text, chat = given, False
         else:
-            found, chat = asked(row, place, self.column), True
+            found, chat = prompt_messages(row, place, self.column), True
             messages = found.messages if self.system is None else [_system(self.system), *found.messages]
         try:
             if chat:

@@ -41,7 +41,7 @@ class Policy:
     def __init__(self, model: nn.Module | None, strategy: Any = None) -> None:
         if isinstance(strategy, DeepSpeedStrategy | FSDPStrategy | ModelParallelStrategy):
             raise ConfigurationError(
-                f"answers cannot be drawn under {type(strategy).__name__}, which shards weights in its own way. Use "
+                f"answers cannot be sampled under {type(strategy).__name__}, which shards weights in its own way. Use "
                 "MegatronStrategy or MegatronFSDPStrategy."
             )
         self._strategy = strategy
@@ -104,7 +104,7 @@ class Policy:
 
 @dataclass(frozen=True, kw_only=True)
 class Rollouts:
-    """How answers are drawn: from the policy itself, at temperature 1.
+    """How answers are sampled: from the policy itself, at temperature 1.
 
     Attributes:
         group_size: answers to each prompt, which are compared with each other.
@@ -113,10 +113,10 @@ class Rollouts:
         validation_size: answers to each prompt in validation.
         cache_tokens: tokens for which the cache of a replica has room. None: as many as its answers can use. With
             less, answers wait for each other.
-        max_sequences: answers that are drawn at a time.
+        max_sequences: answers that are sampled at a time.
         step_tokens: tokens of a forward pass.
-        whole_weights: with full sharding, hold all weights of this rank while answers are drawn. They are gathered once
-            then, and otherwise for each forward pass, which draws one token of each answer.
+        whole_weights: with full sharding, hold all weights of this rank while answers are sampled. They are gathered
+            once then, and otherwise for each forward pass, which samples one token of each answer.
 
     Raises:
         ConfigurationError: a value is no integer of at least 1, or the group has one answer, which has nothing to be
@@ -161,7 +161,7 @@ class Trajectory:
 def roll_out(policy: Policy, prompts: PromptBatch, options: Rollouts, size: int, seed: str) -> list[list[Trajectory]]:
     """Draw ``size`` answers to each prompt, and score them. All ranks of a replica call this together.
 
-    The draws follow from ``seed`` and the number of the prompt, so they do not depend on the layout.
+    The samples follow from ``seed`` and the number of the prompt, so they do not depend on the layout.
 
     Raises:
         MegalightError: logits of the policy hold NaN or infinity.
@@ -183,7 +183,7 @@ def roll_out(policy: Policy, prompts: PromptBatch, options: Rollouts, size: int,
                     task.prompt,
                     max_new_tokens=limit,
                     eos_id=prompts.ends,
-                    seed=_draw(seed, task.number, sample),
+                    seed=_sample_seed(seed, task.number, sample),
                     log_probs=True,
                 )
         completions = list(engine.run().values())
@@ -225,6 +225,6 @@ def _engine(
     )
 
 
-def _draw(seed: str, number: int, sample: int) -> int:
+def _sample_seed(seed: str, number: int, sample: int) -> int:
     name = f"{seed}/{number}/{sample}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") >> 2

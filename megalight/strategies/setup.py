@@ -195,7 +195,7 @@ def process_loader(strategy: MeshStrategy, dataloader: Any) -> Any:
     if not keeps_random_state(strategy.lightning_module, strategy.mesh):
         dataloader = seed_workers(dataloader, strategy.streams.replica, strategy.streams.data_seed)
     coupling = strategy.parallel_model.coupling
-    return dataloader if coupling is None else even(dataloader, coupling)
+    return dataloader if coupling is None else padded_loader(dataloader, coupling)
 
 
 def seed_workers(dataloader: Any, rank: int, seed: int) -> Any:
@@ -220,7 +220,7 @@ def seed_workers(dataloader: Any, rank: int, seed: int) -> Any:
 # Loaders with equally many batches on all ranks, for forward passes that communicate
 
 
-def even(loader: Any, coupling: Coupling) -> Any:
+def padded_loader(loader: Any, coupling: Coupling) -> Any:
     """Return a loader with as many batches as the longest loader of all ranks. It adds empty batches at its end.
 
     All ranks along ``dp`` call this together. Loaders of equal lengths are returned unchanged.
@@ -231,7 +231,7 @@ def even(loader: Any, coupling: Coupling) -> Any:
     try:
         length = len(loader)
     except TypeError:
-        return _Asking(loader, coupling)
+        return _AgreedLoader(loader, coupling)
     # a maximum of negated lengths is the negated minimum
     longest, shortest = coupling.most(length), -coupling.most(-length)
     if longest == shortest:
@@ -241,10 +241,10 @@ def even(loader: Any, coupling: Coupling) -> Any:
             f"a data-parallel rank has no batch while another has {longest}, and ranks that share experts must run "
             "equally many. Give each at least one batch."
         )
-    return _Padded(loader, longest)
+    return _PaddedLoader(loader, longest)
 
 
-class _Padded:
+class _PaddedLoader:
     """A loader of known length, filled up with empty batches. Other attributes are the loader's."""
 
     def __init__(self, loader: Any, length: int) -> None:
@@ -266,7 +266,7 @@ class _Padded:
         return getattr(self.__dict__["loader"], name)
 
 
-class _Asking:
+class _AgreedLoader:
     """A loader of unknown length. Before each batch, ranks check whether any of them has another batch."""
 
     def __init__(self, loader: Any, coupling: Coupling) -> None:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from megalight.data.multimodal.batch import ImageTextBatch
 from megalight.data.multimodal.patches import Images
-from megalight.models.vision.model import Pictures
+from megalight.models.vision.model import PackedImages
 from megalight.models.vlm import task
 from megalight.models.vlm.config import VLMConfig
 from megalight.models.vlm.model import Arrived
@@ -68,13 +68,13 @@ def features(config: VLMConfig, tower: ParallelModel, images: Images) -> Tensor:
     """
     mesh, device = tower.mesh, tower.device
     nothing = torch.zeros(0, dtype=torch.int64, device=device)
-    pictures = task.pictures_of(config, images, nothing, tower.token_multiple * mesh.cp)
-    found: Tensor = tower.root(_run(pictures, mesh.rank("cp"), mesh.cp))
+    packed_images = task.pack_images(config, images, nothing, tower.token_multiple * mesh.cp)
+    found: Tensor = tower.root(_run(packed_images, mesh.rank("cp"), mesh.cp))
     return join(found, mesh.group("cp"), 0)[: features_of(images)]
 
 
-def _run(pictures: Pictures, rank: int, size: int) -> Pictures:
+def _run(packed_images: PackedImages, rank: int, size: int) -> PackedImages:
     """Return a run of the rows; what describes them stays that of all rows."""
-    each = len(pictures.pixels) // size
+    each = len(packed_images.pixels) // size
     own = slice(rank * each, (rank + 1) * each)
-    return replace(pictures, pixels=pictures.pixels[own], positions=pictures.positions[..., own])
+    return replace(packed_images, pixels=packed_images.pixels[own], positions=packed_images.positions[..., own])

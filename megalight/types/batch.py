@@ -149,8 +149,8 @@ class TokenBatch:
             (:meth:`PackedSequences.with_axes`). None: tokens have one position. A share keeps them in ``share``.
         places: set by :meth:`context_share`: ``[T]``, the place of each token of the share among the tokens of the
             whole batch, packed. That of padding is 0.
-        taught: ``[B, S]``: what a teacher predicts after each token, or what a base makes of it, from a store. None:
-            there is no store.
+        cached_outputs: ``[B, S]``: what a teacher predicts after each token, or what a base makes of it, from a store.
+            None: there is no store.
         rows: ``[M]`` int64: which of all tokens, packed, count in the loss, so that a model can skip others
             behind its last mixer; see :meth:`with_rows`. None: unknown, or all or none do. A share has none.
         row_counts: how many each sample has, on the host; empty if unknown.
@@ -167,7 +167,7 @@ class TokenBatch:
     later: tuple[TokenBatch, ...] = ()
     axis_positions: Tensor | None = field(default=None, kw_only=True)
     places: Tensor | None = field(default=None, kw_only=True)
-    taught: TopTokens | BaseStates | None = field(default=None, kw_only=True)
+    cached_outputs: TopTokens | BaseStates | None = field(default=None, kw_only=True)
     rows: Tensor | None = field(default=None, kw_only=True)
     row_counts: tuple[int, ...] = field(default=(), kw_only=True)
     columns: Mapping[str, Tensor] = field(default_factory=dict, kw_only=True)
@@ -229,7 +229,9 @@ class TokenBatch:
                     self.loss_mask[part],
                     None if documents is None else documents[part],
                     axis_positions=None if axes is None else axes[part],
-                    taught=None if self.taught is None else self.taught.each(operator.itemgetter(part)),
+                    cached_outputs=None
+                    if self.cached_outputs is None
+                    else self.cached_outputs.each(operator.itemgetter(part)),
                     columns=self._each_column(operator.itemgetter(part)),
                 ),
             )
@@ -272,7 +274,7 @@ class TokenBatch:
             tokens=shift(self.tokens),
             labels=shift(self.labels),
             loss_mask=shift(self.loss_mask),
-            taught=None,
+            cached_outputs=None,
             rows=None,
             row_counts=(),
             columns={},
@@ -305,17 +307,21 @@ class TokenBatch:
         def take(rows: Tensor) -> Tensor:
             return rows.reshape(-1)[places].masked_fill(padding, 0).view(shape)
 
-        # Whole rows of padding have no loss, so what is taught there may be that of any token.
-        taught = None
-        if self.taught is not None:
-            taught = self.taught.each(lambda rows: rows.flatten(0, 1)[places].view(*shape, *rows.shape[2:]))
+        # Whole rows of padding have no loss, so their cached outputs may be those of any token.
+        cached_outputs = None
+        if self.cached_outputs is not None:
+            cached_outputs = self.cached_outputs.each(
+                lambda rows: rows.flatten(0, 1)[places].view(*shape, *rows.shape[2:])
+            )
 
         def cut(batch: TokenBatch) -> TokenBatch:
             return TokenBatch(take(batch.tokens), take(batch.labels), take(batch.loss_mask), share=share)
 
         # shifted before the cut: a share's next token may be the first of another share
         later = tuple(cut(self.shifted(by)) for by in range(1, ahead + 1))
-        return replace(cut(self), later=later, places=places, taught=taught, columns=self._each_column(take))
+        return replace(
+            cut(self), later=later, places=places, cached_outputs=cached_outputs, columns=self._each_column(take)
+        )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TokenBatch:
         """Copy to ``device``. Copies from page-locked memory never make the host wait."""
@@ -330,9 +336,9 @@ class TokenBatch:
             later=tuple(batch.to(device, non_blocking) for batch in self.later),
             places=None if self.places is None else self.places.to(device, non_blocking=non_blocking),
             axis_positions=None if axes is None else axes.to(device, non_blocking=non_blocking),
-            taught=None
-            if self.taught is None
-            else self.taught.each(lambda rows: rows.to(device, non_blocking=non_blocking)),
+            cached_outputs=None
+            if self.cached_outputs is None
+            else self.cached_outputs.each(lambda rows: rows.to(device, non_blocking=non_blocking)),
             rows=None if self.rows is None else self.rows.to(device, non_blocking=non_blocking),
             columns=self._each_column(lambda column: column.to(device, non_blocking=non_blocking)),
         )
@@ -348,7 +354,7 @@ class TokenBatch:
             later=tuple(batch.pin_memory() for batch in self.later),
             places=None if self.places is None else self.places.pin_memory(),
             axis_positions=None if self.axis_positions is None else self.axis_positions.pin_memory(),
-            taught=None if self.taught is None else self.taught.each(Tensor.pin_memory),
+            cached_outputs=None if self.cached_outputs is None else self.cached_outputs.each(Tensor.pin_memory),
             rows=None if self.rows is None else self.rows.pin_memory(),
             columns=self._each_column(Tensor.pin_memory),
         )

@@ -144,12 +144,14 @@ def test_images_of_known_sizes_bring_no_copies_from_the_host(name: str, monkeypa
         (images, source), sequences = rows.parts(), rows.sequences
         copies.clear()
         with torch.inference_mode(not grad):
-            pictures = task.pictures_of(config, images, source.flatten(), 4)
-            losses = model(rows.tokens.flatten(), sequences, labels=rows.labels.flatten(), pictures=pictures).losses
+            packed_images = task.pack_images(config, images, source.flatten(), 4)
+            losses = model(
+                rows.tokens.flatten(), sequences, labels=rows.labels.flatten(), packed_images=packed_images
+            ).losses
         copied = len(copies)
         multiple = 4 * config.projector.merge**2
         expected = PackedSequences.of_lengths(images.lengths).pad_to(multiple)
-        assert torch.equal(pictures.sequences.cu_seqlens, expected.cu_seqlens)
+        assert torch.equal(packed_images.sequences.cu_seqlens, expected.cu_seqlens)
         if grad:
             losses.sum().backward()
         assert bool(copied) == (number == 0 and name == "qwen")

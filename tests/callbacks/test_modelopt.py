@@ -394,10 +394,10 @@ def test_a_student_learns_with_its_quantized_head() -> None:
         for parameter in head.parameters():
             parameter.normal_()
     hidden, labels = torch.randn(6, 8), torch.arange(6)
-    lesson = DistillationTarget(Projection(torch.randn(6, 5), torch.randn(16, 5)))
+    target = DistillationTarget(Projection(torch.randn(6, 5), torch.randn(16, 5)))
     plain = head(hidden, labels)
-    mtq.quantize(root, config, lambda _: head.learn(hidden, labels, lesson))
-    _, own = head.learn(hidden, labels, lesson)
+    mtq.quantize(root, config, lambda _: head.learn(hidden, labels, target))
+    _, own = head.learn(hidden, labels, target)
     assert own is not None
     assert torch.equal(own, head(hidden, labels))
     assert not torch.allclose(own, plain, rtol=1e-4)

@@ -19,7 +19,7 @@ from megalight.errors import ConfigurationError
 from megalight.inference import load_model
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.stored import held_model, save_model
-from megalight.models.transforms import DoRA, LoRA, StoredBase
+from megalight.models.transforms import DoRA, LoRA, QuantizedBase
 from megalight.models.transforms.quantized_base import weights_of
 from megalight.models.transforms.saved import merge_checkpoint
 from megalight.nn import Linear
@@ -138,7 +138,7 @@ def test_the_run_is_that_of_the_decoded_weights(config: GPTConfig, kind: type[Lo
     """torch alone: the same model with codes, and with the codes' values as plain weights."""
     for form in ("int8", "nf4", "nvfp4"):
         plain = by_hand(config, 2, transforms=[kind(**LORA), Rounded(form)])
-        codes = by_hand(config, 2, transforms=[kind(**LORA), StoredBase(form, block_of(form))])
+        codes = by_hand(config, 2, transforms=[kind(**LORA), QuantizedBase(form, block_of(form))])
         np.testing.assert_allclose(codes["losses"], plain["losses"], rtol=1e-11)
         assert_same_gradients(codes["gradients"], plain["gradients"])
         assert codes["losses"] != by_hand(config, 2, transforms=[kind(**LORA)])["losses"]
@@ -323,7 +323,7 @@ CASES = {
     "format": (lambda: Adapters(2, base="int7", save_base=False), "no format 'int7' of stored weights"),
     "alone": (lambda: Adapters(2, block=32), "block=32 is of weights that are stored as codes; set base, too"),
     "odd": (lambda: Adapters(2, base="int8", block=5, save_base=False), "^block=5 must be even and at least 2"),
-    "trained": (lambda: StoredBase().change(GPT(CONFIGS["gqa"])), "is trained, and codes have no gradient"),
+    "trained": (lambda: QuantizedBase().change(GPT(CONFIGS["gqa"])), "is trained, and codes have no gradient"),
     "experts": (
         lambda: _change(replace(CONFIGS["gqa"], moe=MoEConfig(num_experts=2, ffn_hidden_size=6))),
         "layers.0.mlp.experts: rows of 6 features cannot be cut into blocks of 4",
@@ -336,7 +336,7 @@ def _change(config: Any, block: int = BLOCK) -> None:
     with torch.device("meta"):
         model = GPT(config)
     LoRA(2).change(model)
-    StoredBase(block=block).change(model)
+    QuantizedBase(block=block).change(model)
 
 
 @pytest.mark.parametrize("case", CASES)

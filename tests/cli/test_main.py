@@ -122,13 +122,22 @@ def test_a_reader_that_ends_early_is_no_error(words):
         (["plot", "absent"], ["absent", "metrics.csv"]),
         (["generate", __file__, "--prompt", "x"], ["test_main.py is no checkpoint: neither a folder of Megalight nor"]),
         (["quantize", "out", "-c", "mine.yaml"], ["'-c' is an option of megalight validate", "... -- -c RECIPE"]),
-        (["teach", "m", "--data.seed=1", "-o", "o"], ["'--data.seed=1' is an option of megalight fit"]),
-        (["teach", HERE, "-k4", "-o", "o"], ["there is nothing after --", "megalight teach ... -- -c RECIPE"]),
-        (["teach", HERE, "-k4", "-o", "o", "--", "fit"], ["'fit' comes after --", "options of megalight fit alone"]),
-        (["teach", HERE, "-k4", "-o", "o", "--", "--trainer.max_step=3"], ["unknown key 'trainer.max_step'"]),
-        (["teach", "m", "-k0", "-o", "o", "--", "--trainer.max_steps=3"], ["--top-k=0 must be at least 1"]),
-        (["teach", "m", "-k4", "-o", "o", "--", "--trainer.max_steps=3"], ["m is not a finished", "nothing is there"]),
-        (["teach", HERE, "-k4", "-o", __file__, "--", "--trainer.max_steps=3"], ["is a file; name a folder"]),
+        (["cache-logits", "m", "--data.seed=1", "-o", "o"], ["'--data.seed=1' is an option of megalight fit"]),
+        (
+            ["cache-logits", HERE, "-k4", "-o", "o"],
+            ["there is nothing after --", "megalight cache-logits ... -- -c", "RECIPE"],
+        ),
+        (
+            ["cache-logits", HERE, "-k4", "-o", "o", "--", "fit"],
+            ["'fit' comes after --", "options of megalight fit alone"],
+        ),
+        (["cache-logits", HERE, "-k4", "-o", "o", "--", "--trainer.max_step=3"], ["unknown key 'trainer.max_step'"]),
+        (["cache-logits", "m", "-k0", "-o", "o", "--", "--trainer.max_steps=3"], ["--top-k=0 must be at least 1"]),
+        (
+            ["cache-logits", "m", "-k4", "-o", "o", "--", "--trainer.max_steps=3"],
+            ["m is not a finished", "nothing is there"],
+        ),
+        (["cache-logits", HERE, "-k4", "-o", __file__, "--", "--trainer.max_steps=3"], ["is a file; name a folder"]),
         (["quantize", "o", "--", "-c", "absent.yaml"], ["absent.yaml"]),
         (["bench", "tiny-cpu", "--timeout=-1"], ["--timeout is -1 seconds; it must be above 0"]),
         (["launch", "--slurm", "--", "fit", "--nodes", "2"], ["'--nodes' comes after --", "Put it before"]),
@@ -145,7 +154,7 @@ def test_errors_are_short_and_helpful(words, parts, capsys):
         assert part in text, text
 
 
-@pytest.mark.parametrize(("verb", "end"), [("teach", "teacher -- -c RECIPE ..."), ("launch", " -- fit ...")])
+@pytest.mark.parametrize(("verb", "end"), [("cache-logits", "teacher -- -c RECIPE ..."), ("launch", " -- fit ...")])
 def test_usage_shows_what_follows_the_dashes(verb, end, capsys):
     assert main([verb, "--help"]) == 0
     assert capsys.readouterr().out.partition("\n\n")[0].endswith(end)

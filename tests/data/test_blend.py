@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from megalight.data.blend import (
     BlendedDataset,
     blend_index,
-    cached,
+    cached_blend_index,
     longest_blend,
-    places,
+    occurrences,
     requested_sizes,
     whole_weights,
 )
@@ -108,7 +108,7 @@ def test_longest_blend_stops_before_a_repetition(data: st.DataObject, n: int) ->
 
 
 def test_places() -> None:
-    assert places(np.array([1, 0, 1, 1, 0], np.int16), 3).tolist() == [0, 0, 1, 2, 1]
+    assert occurrences(np.array([1, 0, 1, 1, 0], np.int16), 3).tolist() == [0, 0, 1, 2, 1]
 
 
 def test_too_few_samples_raise_at_once() -> None:
@@ -144,9 +144,9 @@ def test_a_longer_run_goes_on_in_the_same_order() -> None:
 
 
 def test_cache(tmp_path: Path) -> None:
-    first = cached(tmp_path, "train", [2, 1], 1000)
+    first = cached_blend_index(tmp_path, "train", [2, 1], 1000)
     assert first.tolist() == blend_index([2, 1], 1000).tolist()
-    assert cached(tmp_path, "train", [2, 1], 1000).tolist() == first.tolist()
+    assert cached_blend_index(tmp_path, "train", [2, 1], 1000).tolist() == first.tolist()
     assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 1
 
 

@@ -21,7 +21,7 @@ from megalight.types import PackedSequences
 from tests.inference.test_generate import PROMPTS, STYLES, build
 
 GREEDY = SamplingParams(temperature=0)
-DRAWN = SamplingParams(temperature=0.7, top_k=20, top_p=0.9)
+SAMPLED = SamplingParams(temperature=0.7, top_k=20, top_p=0.9)
 MOE = MoEConfig(num_experts=4, ffn_hidden_size=10, pattern=(False, True))
 MAMBA = MambaConfig(num_heads=4, head_dim=6, state_size=5, num_groups=2)
 MODELS: dict[str, Any] = {name: {"style": name} for name in STYLES} | {
@@ -43,7 +43,7 @@ def alone(model: GPT, new: int = 9, seed: int | None = None, eos: int | None = N
 
 
 def ask(engine: DynamicEngine, **options: Any) -> list[int]:
-    return [engine.add(prompt, **{"max_new_tokens": 9, "sampling": GREEDY} | options) for prompt in PROMPTS]
+    return [engine.add(prompt, **{"max_new_tokens": 9, "sampling_params": GREEDY} | options) for prompt in PROMPTS]
 
 
 def tokens_of(found: dict[int, Completion]) -> list[list[int]]:
@@ -61,7 +61,7 @@ def test_completions_are_those_of_each_prompt_alone(name: str, step_tokens: int,
         engine = DynamicEngine(model, num_blocks=num_blocks, block_size=block_size, step_tokens=step_tokens)
         ask(engine)
         for number, prompt in enumerate(PROMPTS):
-            engine.add(prompt, max_new_tokens=9, sampling=DRAWN, seed=11 + number)
+            engine.add(prompt, max_new_tokens=9, sampling_params=SAMPLED, seed=11 + number)
         preempted = 0
         found: dict[int, Completion] = {}
         for step in engine:
@@ -78,7 +78,7 @@ def test_completions_are_those_of_each_prompt_alone(name: str, step_tokens: int,
 def test_log_probabilities_are_those_of_a_whole_pass() -> None:
     model = build()
     engine = DynamicEngine(model, num_blocks=7, block_size=3, step_tokens=4)
-    ask(engine, sampling=DRAWN, seed=3, log_probs=True)
+    ask(engine, sampling_params=SAMPLED, seed=3, log_probs=True)
     plain = engine.add([1, 2], max_new_tokens=2)
     found = engine.run()
     assert found[plain].log_probs is None
@@ -93,12 +93,12 @@ def test_log_probabilities_are_those_of_a_whole_pass() -> None:
 def test_requests_come_in_the_middle_and_a_long_prompt_stops_no_one() -> None:
     model = build()
     engine = DynamicEngine(model, num_blocks=30, block_size=3, step_tokens=4)
-    first = engine.add([1, 2], max_new_tokens=12, sampling=GREEDY)
+    first = engine.add([1, 2], max_new_tokens=12, sampling_params=GREEDY)
     assert engine.step() == EngineStep(
         {first: generate(model, [[1, 2]], max_new_tokens=1, temperature=0)[0][0]}, {}, [], {}
     )
     long = list(range(20))
-    second = engine.add(long, max_new_tokens=3, sampling=GREEDY)
+    second = engine.add(long, max_new_tokens=3, sampling_params=GREEDY)
     waited = 0
     while second not in (step := engine.step()).tokens:  # type: ignore[union-attr]
         assert step is not None
@@ -117,8 +117,8 @@ def test_completions_end_by_tokens_and_by_a_function() -> None:
     eos = free[2][4]
     engine = DynamicEngine(model, num_blocks=40, block_size=3, max_sequences=3)
     ask(engine, max_new_tokens=12, eos_id=eos)
-    engine.add(PROMPTS[0], max_new_tokens=12, sampling=GREEDY, stop=lambda new: list(new[-2:]) == free[0][2:4])
-    engine.add(PROMPTS[2], max_new_tokens=12, sampling=GREEDY, eos_id=[eos, 59], stop=lambda new: new[-1] == eos)
+    engine.add(PROMPTS[0], max_new_tokens=12, sampling_params=GREEDY, stop=lambda new: list(new[-2:]) == free[0][2:4])
+    engine.add(PROMPTS[2], max_new_tokens=12, sampling_params=GREEDY, eos_id=[eos, 59], stop=lambda new: new[-1] == eos)
     found = engine.run()
     expected = alone(model, 12, eos=eos)
     assert tokens_of(found) == [*expected, free[0][:4], expected[2]]
@@ -133,7 +133,7 @@ def test_a_suspended_engine_goes_on_with_new_weights() -> None:
     initialize(other, 6)
     engine = DynamicEngine(model, num_blocks=14, block_size=3)
     ask(engine)
-    late = engine.add([3, 4, 5], max_new_tokens=4, sampling=GREEDY)
+    late = engine.add([3, 4, 5], max_new_tokens=4, sampling_params=GREEDY)
     before: dict[int, list[int]] = {number: [] for number in range(5)}
     for _ in range(4):
         step = engine.step()
@@ -147,7 +147,7 @@ def test_a_suspended_engine_goes_on_with_new_weights() -> None:
     assert engine.blocks.free == 14
     with pytest.raises(ConfigurationError, match="the engine is suspended and has no cache; call resume"):
         engine.step()
-    later = engine.add([9], max_new_tokens=2, sampling=GREEDY)
+    later = engine.add([9], max_new_tokens=2, sampling_params=GREEDY)
     model.load_state_dict(other.state_dict())
     engine.resume()
     found = engine.run()
@@ -179,7 +179,7 @@ def test_draws_come_again_after_an_error_in_sampling(monkeypatch: pytest.MonkeyP
     model = build()
     engine = DynamicEngine(model, num_blocks=40)
     for seed, prompt in enumerate(PROMPTS):
-        engine.add(prompt, max_new_tokens=9, sampling=DRAWN, seed=11 + seed)
+        engine.add(prompt, max_new_tokens=9, sampling_params=SAMPLED, seed=11 + seed)
     engine.step()
     with monkeypatch.context() as patch:
         patch.setattr("megalight.inference.engine.sample", lambda *given: (sample(*given), 1 / 0))
@@ -238,7 +238,7 @@ def test_nothing_is_lost_by_an_error_in_a_stop(length: int) -> None:
     news = [length, 6, 6, 1]
     for seed, (prompt, new) in enumerate(zip([*prompts, [1]], news, strict=True)):
         stop = raising(length, 2) if seed == 1 else None
-        engine.add(prompt, max_new_tokens=new, sampling=DRAWN, seed=seed, stop=stop)
+        engine.add(prompt, max_new_tokens=new, sampling_params=SAMPLED, seed=seed, stop=stop)
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             engine.run()
@@ -253,10 +253,10 @@ def test_nothing_is_lost_by_an_error_in_a_stop(length: int) -> None:
 def test_the_step_after_an_error_in_a_stop_says_what_the_first_did() -> None:
     model = build()
     engine = DynamicEngine(model, num_blocks=40)
-    engine.add([5, 6, 7], max_new_tokens=1, sampling=GREEDY)
-    engine.add([8], max_new_tokens=6, sampling=GREEDY, stop=raising(1, 99))
-    engine.add([9, 10], max_new_tokens=1, sampling=GREEDY)
-    engine.add([11], max_new_tokens=1, sampling=GREEDY)
+    engine.add([5, 6, 7], max_new_tokens=1, sampling_params=GREEDY)
+    engine.add([8], max_new_tokens=6, sampling_params=GREEDY, stop=raising(1, 99))
+    engine.add([9, 10], max_new_tokens=1, sampling_params=GREEDY)
+    engine.add([11], max_new_tokens=1, sampling_params=GREEDY)
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             engine.step()
@@ -266,11 +266,11 @@ def test_the_step_after_an_error_in_a_stop_says_what_the_first_did() -> None:
     done = {0: Completion(first, None, "length"), 2: Completion(second, None, "length")}
     assert engine.step() == EngineStep({0: first[0], 2: second[0]}, done, [], {})
     assert engine.step() is None
-    engine.add([8], max_new_tokens=6, sampling=GREEDY, stop=raising(1))
+    engine.add([8], max_new_tokens=6, sampling_params=GREEDY, stop=raising(1))
     with pytest.raises(ZeroDivisionError):
         engine.step()
     engine.cancel(4)
-    engine.add([5, 6, 7], max_new_tokens=1, sampling=GREEDY)
+    engine.add([5, 6, 7], max_new_tokens=1, sampling_params=GREEDY)
     assert engine.step() == EngineStep({5: first[0]}, {5: done[0]}, [], {})
     assert engine.blocks.free == 40
 
@@ -278,8 +278,8 @@ def test_the_step_after_an_error_in_a_stop_says_what_the_first_did() -> None:
 def test_a_suspended_engine_keeps_the_step_of_an_error_in_a_stop() -> None:
     model = build()
     engine = DynamicEngine(model, num_blocks=40)
-    engine.add([5, 6, 7], max_new_tokens=1, sampling=GREEDY)
-    engine.add([8], max_new_tokens=4, sampling=GREEDY, stop=raising(1))
+    engine.add([5, 6, 7], max_new_tokens=1, sampling_params=GREEDY)
+    engine.add([8], max_new_tokens=4, sampling_params=GREEDY, stop=raising(1))
     with pytest.raises(ZeroDivisionError):
         engine.step()
     engine.suspend()
@@ -339,8 +339,8 @@ def test_a_request_whose_logits_are_nan_fails_alone(name: str) -> None:
     engine = DynamicEngine(poisoned(model, bad), num_blocks=9, block_size=3, step_tokens=7)
     numbers: list[int] = []
     for number, prompt in enumerate(PROMPTS):
-        engine.add([*prompt, bad], max_new_tokens=9, sampling=GREEDY, log_probs=True)
-        numbers.append(engine.add(prompt, max_new_tokens=9, sampling=DRAWN, seed=11 + number, log_probs=True))
+        engine.add([*prompt, bad], max_new_tokens=9, sampling_params=GREEDY, log_probs=True)
+        numbers.append(engine.add(prompt, max_new_tokens=9, sampling_params=SAMPLED, seed=11 + number, log_probs=True))
     found = engine.run()
     assert [found[number].tokens for number in numbers] == expected
     assert [found.pop(number).reason for number in numbers] == ["length"] * 4
@@ -355,7 +355,7 @@ def test_a_completion_keeps_its_tokens_when_it_fails() -> None:
     (tokens,) = generate(model, [[5, 6, 7]], max_new_tokens=9, temperature=0)
     place = next(place for place, token in enumerate(tokens) if place and token not in [5, 6, 7, *tokens[:place]])
     engine = DynamicEngine(poisoned(model, tokens[place]), num_blocks=9)
-    engine.add([5, 6, 7], max_new_tokens=9, sampling=GREEDY)
+    engine.add([5, 6, 7], max_new_tokens=9, sampling_params=GREEDY)
     assert engine.run() == {0: Completion(tokens[: place + 1], None, "error")}
 
 
@@ -370,8 +370,8 @@ def test_a_completion_keeps_its_tokens_when_it_fails() -> None:
         ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5; it must be an integer, at least 1"),
         ({"max_new_tokens": "8"}, "max_new_tokens is '8'"),
         ({"max_new_tokens": True}, "max_new_tokens is True"),
-        ({"sampling": {"temperature": 0}}, "it must be a Sampling, such as"),
-        ({"sampling": 0}, "sampling is 0"),
+        ({"sampling_params": {"temperature": 0}}, "it must be SamplingParams, such as"),
+        ({"sampling_params": 0}, "sampling_params is 0"),
         ({"eos_id": 61}, "eos_id is 61; it must be from 0 to 60"),
         ({"eos_id": [3, -1]}, "eos_id is -1; it must be from 0 to 60"),
         ({"eos_id": 1.5}, "eos_id is 1.5; it must be an integer, from 0 to 60"),
@@ -399,7 +399,7 @@ def test_integers_of_numpy_and_torch_are_integers() -> None:
     for number, prompt in enumerate(PROMPTS):
         kind: Any = (np.array, torch.tensor)[number % 2]
         more = {"max_new_tokens": kind(9), "eos_id": kind(eos), "seed": kind(11 + number)}
-        engine.add(kind(prompt), sampling=DRAWN, **more)
+        engine.add(kind(prompt), sampling_params=SAMPLED, **more)
     assert tokens_of(engine.run()) == alone(model, seed=11, eos=eos)
 
 

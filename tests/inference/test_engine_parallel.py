@@ -20,8 +20,8 @@ def ask(model: Any) -> Any:
     """All that the steps do, with a pool that forces preemption and prompts that run in parts."""
     engine = DynamicEngine(model, num_blocks=8, block_size=3, step_tokens=5)
     for seed, prompt in enumerate(PROMPTS):
-        engine.add(prompt, max_new_tokens=9, sampling=SamplingParams(temperature=0), log_probs=True)
-        engine.add(prompt, max_new_tokens=5, sampling=SamplingParams(temperature=0.7, top_p=0.9), seed=seed)
+        engine.add(prompt, max_new_tokens=9, sampling_params=SamplingParams(temperature=0), log_probs=True)
+        engine.add(prompt, max_new_tokens=5, sampling_params=SamplingParams(temperature=0.7, top_p=0.9), seed=seed)
     steps = list(engine)
     done = {number: completion for step in steps for number, completion in step.finished.items()}
     logs = torch.tensor([done[number].log_probs for number in range(0, 8, 2)], dtype=torch.float64)
@@ -67,7 +67,7 @@ def _each(degrees: dict[str, int], error: bool) -> tuple[int, list[list[int]], i
     prompts, count = REQUESTS[replica]
     stop = raising(2) if error and replica == 0 else None
     for prompt in prompts:
-        engine.add(prompt, max_new_tokens=count, sampling=SamplingParams(temperature=0), stop=stop)
+        engine.add(prompt, max_new_tokens=count, sampling_params=SamplingParams(temperature=0), stop=stop)
     done: dict[int, Completion] = {}
     steps = 0
     while True:
@@ -89,7 +89,7 @@ def _poisoned(options: dict[str, int], bad: int) -> Any:
                 chunk.embed.word.weight[bad] = torch.nan  # type: ignore[union-attr, operator]
     engine = DynamicEngine(ParallelGPT(split), num_blocks=20, block_size=3, step_tokens=6)
     for prompt in ([5, 6, 7], [5, 6, 7, bad, 8], [8], [bad]):
-        engine.add(prompt, max_new_tokens=6, sampling=SamplingParams(temperature=0))
+        engine.add(prompt, max_new_tokens=6, sampling_params=SamplingParams(temperature=0))
     return engine.run()
 
 

@@ -70,9 +70,9 @@ def test_the_same_text(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     processor.image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
     model = transformers.AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
     answers = []
-    for number, pictures in enumerate((["tall"], ["alpha"], ["plain", "palette"])):
+    for number, raw_images in enumerate((["tall"], ["alpha"], ["plain", "palette"])):
         files = []
-        for each in pictures:
+        for each in raw_images:
             files.append(tmp_path / f"{number}{each}.png")
             small = PICTURES[each].convert("RGB")
             small.thumbnail((60, 60))
@@ -85,7 +85,7 @@ def test_the_same_text(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[
         with torch.no_grad():
             ids = model.generate(**values, max_new_tokens=12, do_sample=False)
         expected = processor.tokenizer.decode(ids[0, values["input_ids"].shape[1] :], skip_special_tokens=True)
-        assert found == f"{expected}\n", pictures
+        assert found == f"{expected}\n", raw_images
         answers.append(expected)
         if not reason:  # Auto classes take its filters by default, which round otherwise than Pillow's
             slow, processor.image_processor = processor.image_processor, fast

@@ -127,7 +127,7 @@ def test_completions_end_at_the_end_token():
     assert any(len(row) < 12 for row in expected)
     assert any(len(row) == 12 for row in expected)
     assert generate(model, PROMPTS, max_new_tokens=12, temperature=0, eos_id=eos) == expected
-    steps = list(stream(model, PROMPTS, max_new_tokens=12, sampling=SamplingParams(temperature=0), eos_id=eos))
+    steps = list(stream(model, PROMPTS, max_new_tokens=12, sampling_params=SamplingParams(temperature=0), eos_id=eos))
     assert [sorted(step) for step in steps[:1]] == [[0, 1, 2, 3]]
     assert [[step[i] for step in steps if i in step] for i in range(4)] == expected
 

@@ -130,7 +130,9 @@ def speculate(model: Any, draft: DraftModel) -> Any:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(speculative._BaseAndDraft, "guess", watched)
-        found = list(speculative.rounds(model, draft, PROMPTS, sampling=SamplingParams(temperature=0.0), **options))
+        found = list(
+            speculative.rounds(model, draft, PROMPTS, sampling_params=SamplingParams(temperature=0.0), **options)
+        )
     return found, guesses
 
 

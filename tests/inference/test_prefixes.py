@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalight.inference import DynamicEngine, EngineStep, generate
-from megalight.inference.blocks import Prefixes, Snapshots
+from megalight.inference.blocks import PrefixCache, StateSnapshots
 from megalight.models.gpt import GPT
 from megalight.nn.init import initialize
-from tests.inference.test_engine import DRAWN, GREEDY, MODELS, raising
+from tests.inference.test_engine import GREEDY, MODELS, SAMPLED, raising
 from tests.inference.test_generate import build
 
 SHARING = [name for name in MODELS if name not in ("hybrid", "delta", "mamba")]
@@ -40,8 +40,8 @@ def test_a_prompt_of_many_completions_runs_once(name: str, poison: None) -> None
     model = build(**MODELS[name])
     engine = DynamicEngine(model, num_blocks=40, block_size=3)
     for seed in range(4):
-        engine.add(PROMPT, max_new_tokens=9, sampling=DRAWN, seed=seed)
-    engine.add([*PROMPT[:7], 3], max_new_tokens=9, sampling=DRAWN, seed=4)
+        engine.add(PROMPT, max_new_tokens=9, sampling_params=SAMPLED, seed=seed)
+    engine.add([*PROMPT[:7], 3], max_new_tokens=9, sampling_params=SAMPLED, seed=4)
     first = engine.step()
     assert first is not None
     # 10 tokens: three full blocks, and a fourth of each text's own
@@ -61,7 +61,7 @@ def test_texts_with_states_go_on_from_the_end_of_the_common_part(name: str, step
     engine = DynamicEngine(model, num_blocks=40, block_size=3, max_sequences=2, step_tokens=step_tokens)
     prompts = [PROMPT, PROMPT, PROMPT, [*PROMPT[:7], 3], [*PROMPT[:7], 4], [9, 9, 9]]
     for seed, prompt in enumerate(prompts):
-        engine.add(prompt, max_new_tokens=3 + seed, sampling=DRAWN, seed=seed)
+        engine.add(prompt, max_new_tokens=3 + seed, sampling_params=SAMPLED, seed=seed)
     found, steps = collect(engine)
     assert found == [drawn(model, prompt, 3 + seed, seed) for seed, prompt in enumerate(prompts)]
     shared: dict[int, int] = {}
@@ -81,7 +81,7 @@ def test_a_state_is_kept_until_its_block_or_entry_is_needed(poison: None) -> Non
 
     def ask(*prompts: list[int]) -> list[int]:
         """How many tokens of each prompt were there."""
-        numbers = [engine.add(prompt, max_new_tokens=1, sampling=GREEDY) for prompt in prompts]
+        numbers = [engine.add(prompt, max_new_tokens=1, sampling_params=GREEDY) for prompt in prompts]
         found, steps = collect(engine)
         assert found == [generate(model, [prompt], max_new_tokens=1, temperature=0)[0] for prompt in prompts]
         shared: dict[int, int] = {}
@@ -101,7 +101,7 @@ def test_a_state_is_kept_until_its_block_or_entry_is_needed(poison: None) -> Non
 
 
 def test_the_state_that_was_used_longest_ago_goes_first() -> None:
-    snapshots = Snapshots([10, 11])
+    snapshots = StateSnapshots([10, 11])
     assert {snapshots.keep(1), snapshots.keep(2)} == {10, 11}
     entry = snapshots.use(1)
     assert snapshots.last([1, 2, 3]) == 2
@@ -119,7 +119,7 @@ def test_a_prompt_that_runs_in_parts_is_shared_when_it_has_run(poison: None) -> 
     model = build()
     engine = DynamicEngine(model, num_blocks=40, block_size=2, step_tokens=4)
     for seed in range(3):
-        engine.add(PROMPT, max_new_tokens=3, sampling=DRAWN, seed=seed)
+        engine.add(PROMPT, max_new_tokens=3, sampling_params=SAMPLED, seed=seed)
     found, steps = collect(engine)
     # 4, 4, and with the last 2 the first 2 of the others, which have the other 8
     assert [step.shared for step in steps[:3]] == [{}, {}, {1: 8}]
@@ -132,7 +132,7 @@ def test_later_texts_find_what_those_before_left_until_it_is_needed(poison: None
 
     def ask(prompt: list[int], new: int = 1) -> int:
         """How many tokens of the prompt were there."""
-        number = engine.add(prompt, max_new_tokens=new, sampling=GREEDY)
+        number = engine.add(prompt, max_new_tokens=new, sampling_params=GREEDY)
         found, steps = collect(engine)
         assert found == generate(model, [prompt], max_new_tokens=new, temperature=0)
         assert engine.blocks.free == 6
@@ -154,7 +154,7 @@ def test_equal_blocks_become_one() -> None:
     model = build()
     engine = DynamicEngine(model, num_blocks=20, block_size=4)
     for _ in range(3):
-        engine.add(PROMPT[:8], max_new_tokens=6, sampling=GREEDY)
+        engine.add(PROMPT[:8], max_new_tokens=6, sampling_params=GREEDY)
     engine.step()
     assert engine.blocks.free == 20 - (1 + 3), "the last token of each runs, and its block with it"
     engine.step()
@@ -168,13 +168,13 @@ def test_equal_blocks_become_one() -> None:
 def test_new_weights_and_errors_leave_nothing_to_find(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build()
     engine = DynamicEngine(model, num_blocks=40, block_size=3)
-    engine.add(PROMPT, max_new_tokens=2, sampling=GREEDY)
+    engine.add(PROMPT, max_new_tokens=2, sampling_params=GREEDY)
     engine.run()
     engine.suspend()
     initialize(model, 6)
     engine.resume()
     for _ in range(2):
-        engine.add(PROMPT, max_new_tokens=2, sampling=GREEDY)
+        engine.add(PROMPT, max_new_tokens=2, sampling_params=GREEDY)
     with monkeypatch.context() as patch:
         patch.setattr(model.layers["1"], "forward", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -185,7 +185,7 @@ def test_new_weights_and_errors_leave_nothing_to_find(monkeypatch: pytest.Monkey
 
 
 def test_texts_that_begin_otherwise_share_nothing() -> None:
-    prefixes = Prefixes(2)
+    prefixes = PrefixCache(2)
     prefixes.put(None, [1, 2], 7)
     prefixes.put(7, [3, 4], 5)
     prefixes.put(None, [3, 4], 6)
@@ -263,7 +263,7 @@ def test_whatever_happens_each_completion_is_that_of_its_prompt_alone(name, size
         if isinstance(action, tuple):
             common, own, new, seed = action
             prompt = [*([1, 2] * 6)[:common], *own] or [1]
-            number = engine.add(prompt, max_new_tokens=new, sampling=DRAWN, seed=seed, stop=stop)
+            number = engine.add(prompt, max_new_tokens=new, sampling_params=SAMPLED, seed=seed, stop=stop)
             asked[number], stop = expected(name, tuple(prompt), new, seed), None
         elif action == "stop":
             stop = raising(1)

@@ -69,10 +69,12 @@ def test_a_generator_of_its_own():
 def test_rows_that_are_not_finite_have_no_sample():
     bad = torch.full((3, 4), -torch.inf, dtype=torch.float64)
     bad[0], bad[1, 2], bad[2, 1] = torch.nan, torch.inf, torch.nan
-    for sampling in (SamplingParams(), SamplingParams(temperature=0), SamplingParams(top_k=2, top_p=0.5)):
-        alone = [sample(P[row : row + 1].log(), sampling, torch.Generator().manual_seed(row)) for row in range(2)]
+    for sampling_params in (SamplingParams(), SamplingParams(temperature=0), SamplingParams(top_k=2, top_p=0.5)):
+        alone = [
+            sample(P[row : row + 1].log(), sampling_params, torch.Generator().manual_seed(row)) for row in range(2)
+        ]
         generators = [torch.Generator().manual_seed(row) for row in (0, 7, 8, 9, 1)]
-        found = sample(torch.cat([P[:1].log(), bad, P[1:].log()]), sampling, generators)
+        found = sample(torch.cat([P[:1].log(), bad, P[1:].log()]), sampling_params, generators)
         assert found.tolist() == [int(alone[0]), FAILED, FAILED, FAILED, int(alone[1])]
     # Without a probability, but with others beside it, a token is only never sampled.
     assert sample(torch.tensor([[0.0, -torch.inf]]), SamplingParams()).tolist() == [0]

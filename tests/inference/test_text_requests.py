@@ -15,7 +15,7 @@ from megalight.inference.text_requests import before, line_of, read_requests, st
 from tests.inference.test_text import TEXT, build
 
 GREEDY = SamplingParams(temperature=0)
-DEFAULT = TextRequest(prompt="", max_new_tokens=7, sampling=SamplingParams(temperature=0.5, top_k=9), seed=4)
+DEFAULT = TextRequest(prompt="", max_new_tokens=7, sampling_params=SamplingParams(temperature=0.5, top_k=9), seed=4)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def test_texts_come_in_order_and_as_they_would_alone(writer: TextGenerator) -> N
     # The first one is the longest, and the small cache holds few.
     limits = [30, 4, 9, 2]
     requests = [
-        TextRequest(prompt=prompt, max_new_tokens=limit, sampling=SamplingParams(top_k=20), seed=number)
+        TextRequest(prompt=prompt, max_new_tokens=limit, sampling_params=SamplingParams(top_k=20), seed=number)
         for number, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
     ]
     expected = [
@@ -37,19 +37,21 @@ def test_texts_come_in_order_and_as_they_would_alone(writer: TextGenerator) -> N
     ]
     for sizes in ({}, {"cache_tokens": 64, "step_tokens": 5}, {"max_sequences": 1}):
         assert [found.text for found in writer.complete_each(requests, **sizes)] == expected
-    (free,) = writer.complete_each([TextRequest(prompt="a", sampling=GREEDY)])
+    (free,) = writer.complete_each([TextRequest(prompt="a", sampling_params=GREEDY)])
     assert free.text == writer.complete(["a"], temperature=0)[0]
     assert list(writer.complete_each([])) == []
 
 
 def test_a_stop_text_ends_a_completion_and_is_no_part_of_it(writer: TextGenerator) -> None:
-    (free,) = writer.complete_each([TextRequest(prompt="the", max_new_tokens=40, sampling=GREEDY, log_probs=True)])
+    (free,) = writer.complete_each(
+        [TextRequest(prompt="the", max_new_tokens=40, sampling_params=GREEDY, log_probs=True)]
+    )
     assert free.log_probs is not None
     assert len(free.log_probs) == len(free.tokens)
     assert free.reason == "length"
     place = next(place for place in range(10, len(free.text) - 4) if free.text[place : place + 4].isascii())
     stop = free.text[place : place + 4]
-    ask = TextRequest(prompt="the", max_new_tokens=40, sampling=GREEDY, stop=["no such text", stop])
+    ask = TextRequest(prompt="the", max_new_tokens=40, sampling_params=GREEDY, stop=["no such text", stop])
     (found,) = writer.complete_each([ask])
     assert (found.text, found.reason) == (free.text[: free.text.index(stop)], "stop")
     assert found.log_probs is None
@@ -83,13 +85,15 @@ def test_lines_are_requests(tmp_path: Path) -> None:
     file = tmp_path / "p.jsonl"
     file.write_text("\n\n".join(json.dumps(line) for line in lines) + "\n", encoding="utf-8")
     first, second, third = read_requests(file, DEFAULT)
-    sampling = DEFAULT.sampling
-    assert first == TextRequest(prompt="ü", max_new_tokens=7, sampling=sampling, seed=4, place=f"{file}:1")
+    sampling_params = DEFAULT.sampling_params
+    assert first == TextRequest(
+        prompt="ü", max_new_tokens=7, sampling_params=sampling_params, seed=4, place=f"{file}:1"
+    )
     changed = SamplingParams(temperature=0, top_k=9, top_p=0.5)
     assert second == TextRequest(
-        prompt="", max_new_tokens=3, sampling=changed, seed=0, id={"a": [1]}, place=f"{file}:3"
+        prompt="", max_new_tokens=3, sampling_params=changed, seed=0, id={"a": [1]}, place=f"{file}:3"
     )
-    assert (third.seed, third.stop, third.log_probs, third.sampling.top_k, third.id) == (6, ["\n"], True, 2, "k")
+    assert (third.seed, third.stop, third.log_probs, third.sampling_params.top_k, third.id) == (6, ["\n"], True, 2, "k")
     assert read_requests(file, TextRequest(prompt=""))[0].seed is None
 
 
@@ -159,7 +163,9 @@ def test_a_text_whose_logits_are_nan_fails_alone(writer: TextGenerator) -> None:
         model.embed.word.weight[writer.tokenizer.encode("#")] = torch.nan  # type: ignore[union-attr]
     poisoned = TextGenerator(model, writer.tokenizer)
     texts = ["the quick", "the #", "a", "#"]
-    found = [*poisoned.complete_each([TextRequest(prompt=text, max_new_tokens=5, sampling=GREEDY) for text in texts])]
+    found = [
+        *poisoned.complete_each([TextRequest(prompt=text, max_new_tokens=5, sampling_params=GREEDY) for text in texts])
+    ]
     assert [each.reason for each in found] == ["length", "error", "length", "error"]
     assert [each.text for each in found if each.reason == "length"] == writer.complete(
         texts[::2], max_new_tokens=5, temperature=0
@@ -177,15 +183,15 @@ def test_one_text_is_no_list_of_prompts(writer: TextGenerator) -> None:
 
 
 def test_a_completion_is_a_line(writer: TextGenerator) -> None:
-    odd = TextRequest(prompt="ü", max_new_tokens=2, sampling=GREEDY, id="\ud800")
+    odd = TextRequest(prompt="ü", max_new_tokens=2, sampling_params=GREEDY, id="\ud800")
     (found,) = writer.complete_each([odd])
     assert json.loads(line_of(odd, found).encode())["id"] == "\ud800"
-    ask = TextRequest(prompt="ü", max_new_tokens=2, sampling=GREEDY, log_probs=True, id=5)
+    ask = TextRequest(prompt="ü", max_new_tokens=2, sampling_params=GREEDY, log_probs=True, id=5)
     (found,) = writer.complete_each([ask])
     line = line_of(ask, found)
     assert "ü" in line
     assert list(json.loads(line)) == ["id", "prompt", "completion", "reason", "tokens", "log_probs"]
     assert json.loads(line)["log_probs"] == found.log_probs
-    plain = TextRequest(prompt="ü", max_new_tokens=2, sampling=GREEDY)
+    plain = TextRequest(prompt="ü", max_new_tokens=2, sampling_params=GREEDY)
     (found,) = writer.complete_each([plain])
     assert json.loads(line_of(plain, found)) == {"prompt": "ü", "completion": found.text, "reason": "length"}

@@ -22,7 +22,7 @@ from megalight.models.bert.presets import preset
 from megalight.models.family import family
 from megalight.models.hugging_face.export import export
 from megalight.models.hugging_face.folder import Folder
-from megalight.models.hugging_face.weights import Theirs, WeightMap
+from megalight.models.hugging_face.weights import TensorMapping, WeightMap
 from megalight.models.stored import held_model, open_model
 from megalight.nn.canonical import canonical_tensors
 from megalight.parallel.source import model_targets
@@ -256,9 +256,9 @@ def test_bad_folders_are_refused(tmp_path):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="only read from safetensors files"):
-        Folder(tmp_path, WeightMap({"a": Theirs("a")}), "")
+        Folder(tmp_path, WeightMap({"a": TensorMapping("a")}), "")
     save_file({"a": torch.zeros(100)}, tmp_path / "model.safetensors")
     data = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(data[:-50])
     with pytest.raises(CheckpointError, match="cannot be read as safetensors"):
-        Folder(tmp_path, WeightMap({"a": Theirs("a")}), "")
+        Folder(tmp_path, WeightMap({"a": TensorMapping("a")}), "")

@@ -19,7 +19,7 @@ from megalight.models.gpt.hugging_face import (
     weight_map,
 )
 from megalight.models.hugging_face.export import export
-from megalight.models.hugging_face.weights import RowBlocks, Theirs
+from megalight.models.hugging_face.weights import RowBlocks, TensorMapping
 from megalight.models.stored import open_model, save_model
 from megalight.nn.canonical import canonical_tensors
 from tests.models.beside_transformers import files_of, ours_of
@@ -103,7 +103,7 @@ def test_folders_are_streamed(tmp_path: Path) -> None:
 
 def test_any_box_of_rows_in_blocks_is_read() -> None:
     rows, fused = RowBlocks(start=2, size=3, stride=7, count=3), torch.arange(21.0 * 2).view(21, 2)
-    place, read = Theirs("x", rows), []
+    place, read = TensorMapping("x", rows), []
 
     def fill(offset: Any, data: Tensor) -> None:
         read.append(data.numel())

@@ -37,7 +37,7 @@ def of(config: GPTConfig) -> GPTModule:
     return made.train()
 
 
-def taught(made: GPTModule, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def trained(made: GPTModule, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the loss of each token, and the gradients."""
     made.model.zero_grad()
     carry = made.forward_step(made.model, batch)
@@ -54,8 +54,8 @@ def test_losses_and_gradients_are_those_of_all_tokens(name: str, packed: bool) -
     last = made.model.layers[made.model.last_layer]
     for part in (getattr(last, "mlp", last), made.model.head):
         part.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
-    expected, gradients = taught(made, batch)
-    found, others = taught(made, batch.with_rows())
+    expected, gradients = trained(made, batch)
+    found, others = trained(made, batch.with_rows())
     every, some = batch.tokens.numel(), int(batch.loss_mask.sum())
     assert some < every
     assert seen == [every, every, every if name in WHOLE else some, some]
@@ -70,10 +70,10 @@ def test_losses_and_gradients_are_those_of_all_tokens(name: str, packed: bool) -
 def test_flops_leave_out_what_is_skipped(name: str) -> None:
     config, batch = CONFIGS[name], global_batch(1)
     made = of(config)
-    taught(made, batch)
+    trained(made, batch)
     assert made.flops_per_token(12) == flops_per_token(config, 12)
     again = of(config)
-    taught(again, batch.with_rows())
+    trained(again, batch.with_rows())
     assert weights_of_losses(config) == 101 * 32 + (
         0 if name in WHOLE else 3 * 32 * 48 + (0 if name == "convolution" else 32 * 32)
     )
@@ -86,8 +86,8 @@ def test_multi_token_prediction_and_shares_of_tokens_read_all() -> None:
     for config, multiple in ((MTP, 1), (BASE, 4)):
         made = of(config)
         made.token_multiple = multiple
-        expected, gradients = taught(made, batch)
-        found, others = taught(made, batch.with_rows())
+        expected, gradients = trained(made, batch)
+        found, others = trained(made, batch.with_rows())
         assert torch.equal(found, expected)
         assert all(torch.equal(others[name], gradient) for name, gradient in gradients.items())
         assert made.flops_per_token(12) == flops_per_token(config, 12)

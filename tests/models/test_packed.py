@@ -15,7 +15,7 @@ from megalight.checkpoint.foreign.transformers_folder import read_config
 from megalight.errors import CheckpointError
 from megalight.models.gpt.hugging_face import config_from_transformers, weight_map
 from megalight.models.hugging_face.folder import Folder
-from megalight.models.hugging_face.weights import Theirs, WeightMap
+from megalight.models.hugging_face.weights import TensorMapping, WeightMap
 from megalight.parallel.source import Target
 from tests.models.test_gpt_hugging_face import theirs
 
@@ -72,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-PLACES = WeightMap({name: Theirs(name) for name in ("a.weight", "b.weight", "c.experts")})
+PLACES = WeightMap({name: TensorMapping(name) for name in ("a.weight", "b.weight", "c.experts")})
 
 
 def reference(folder: Path, name: str) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from megalight.models.vision import VisionConfig
 from megalight.models.vlm import VLM, VLMConfig
-from megalight.models.vlm.task import pictures_of
+from megalight.models.vlm.task import pack_images
 from megalight.nn.init import initialize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.precision import LowPrecisionOptions, apply_low_precision
@@ -73,8 +73,8 @@ def test_features_are_those_of_transformers() -> None:
             parameter.copy_(_theirs(name, state).view_as(parameter))
     found = batch((1, 0, 2), config=whole)
     images, source = found.parts()
-    pictures = pictures_of(whole, images, source.flatten(), 1)
-    ours = tower(pictures)[0][pictures.patches]
+    packed_images = pack_images(whole, images, source.flatten(), 1)
+    ours = tower(packed_images)[0][packed_images.patches]
     pixels = images.pixels.view(3, 3, 3, 3, 4, 4).permute(0, 3, 1, 4, 2, 5).reshape(3, 3, 12, 12)
     with torch.no_grad():
         expected = reference(pixels).last_hidden_state[:, 4:].flatten(0, 1)
@@ -109,7 +109,7 @@ def test_products_in_8_bits_need_no_padding_of_class_tokens_and_registers(kind: 
     found = []
     for multiple in (1, 16):  # of rows of features: fills up to 4 and to 64 rows of patches
         model.zero_grad()
-        part = pictures_of(config, images, source.flatten(), multiple)
+        part = pack_images(config, images, source.flatten(), multiple)
         assert part.sequences.num_tokens % (4 * multiple) == 0
         assert (part.sequences.num_tokens % 16 == 0) == (multiple == 16)
         last, *_ = model.embed.tower(part)

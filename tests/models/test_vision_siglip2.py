@@ -17,7 +17,7 @@ from megalight.models.vision import VisionConfig, VisionTower
 from megalight.models.vision.config import DynamicConfig
 from megalight.models.vision.model import PositionTable, normalized
 from megalight.models.vlm import ProjectorConfig, VLMConfig
-from megalight.models.vlm.task import pictures_of
+from megalight.models.vlm.task import pack_images
 from tests.models.vlm_samples import CONFIG, NAFLEX
 from tests.support.reference_gpt import relative_error
 
@@ -127,10 +127,10 @@ def test_features_and_gradients_are_those_of_siglip2() -> None:
     random, form = np.random.default_rng(3), form_of(whole)
     cuts = [form.cut(Image.fromarray(random.integers(0, 256, (*size, 3), np.uint8))) for size in SIZES]
     images = Images.of_cuts([cuts], form)
-    pictures = pictures_of(whole, images, torch.zeros(0, dtype=torch.int64), 1)
-    ours = tower(replace(pictures, pixels=pictures.pixels.double()))[0]
+    packed_images = pack_images(whole, images, torch.zeros(0, dtype=torch.int64), 1)
+    ours = tower(replace(packed_images, pixels=packed_images.pixels.double()))[0]
     inputs = torch.zeros(len(cuts), 16, 48, dtype=torch.float64)
-    for row, pixels in zip(inputs, pictures.pixels.split([len(cut.pixels) for cut in cuts]), strict=True):
+    for row, pixels in zip(inputs, packed_images.pixels.split([len(cut.pixels) for cut in cuts]), strict=True):
         row[: len(pixels)] = pixels.view(-1, 3, 4, 4).permute(0, 2, 3, 1).flatten(1)
     mask = torch.stack([(torch.arange(16) < len(cut.pixels)).int() for cut in cuts])
     shapes = torch.tensor([cut.positions[2:, 0].tolist() for cut in cuts])
@@ -200,8 +200,8 @@ def test_features_are_those_of_radio() -> None:
     random, form = np.random.default_rng(0), form_of(whole)
     pixels = random.integers(0, 256, (2, 12, 12, 3), np.uint8)
     images = Images.of_cuts([[form.divided(each) for each in pixels]], form)
-    pictures = pictures_of(whole, images, torch.zeros(0, dtype=torch.int64), 1)
-    ours = tower(replace(pictures, pixels=pictures.pixels.double()))[0][pictures.patches]
+    packed_images = pack_images(whole, images, torch.zeros(0, dtype=torch.int64), 1)
+    ours = tower(replace(packed_images, pixels=packed_images.pixels.double()))[0][packed_images.patches]
     reference.make_preprocessor_external()  # pixels are normalized already
     colors = (torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255 - 0.5) / 0.5
     with torch.no_grad():

@@ -19,7 +19,7 @@ from megalight.models.vision.model import normalized
 from megalight.models.vlm import VLM, VLMConfig, VLMModule
 from megalight.models.vlm.model import Arrived
 from megalight.models.vlm.module import flops_of_images
-from megalight.models.vlm.task import pictures_of
+from megalight.models.vlm.task import pack_images
 from megalight.nn.init import initialize
 from megalight.types import TokenBatch
 from tests.models.vlm_samples import CONFIG, IMAGE, QWEN, QWEN3, VISION, batch, small
@@ -283,13 +283,13 @@ def test_a_part_with_the_tower_gives_features_of_earlier_layers_beside() -> None
     model, found = VLM(QWEN3).double(), batch((1, 0, 2), config=QWEN3)
     initialize(model, 3, "model.")
     images, source = found.parts()
-    pictures = pictures_of(QWEN3, images, source.flatten(), 1)
+    packed_images = pack_images(QWEN3, images, source.flatten(), 1)
     text = found.tokens.flatten(), found.sequences.positions
-    whole = model.embed(*text, pictures=pictures)
+    whole = model.embed(*text, packed_images=packed_images)
     part = model.without_tower()
-    features = part(pictures)
+    features = part(packed_images)
     assert features.shape == (sum(images.lengths) // 4, 3 * QWEN3.language.hidden_size)
     assert sorted({name.split(".")[1] for name, _ in part.named_parameters()}) == ["deep", "projector", "tower"]
-    arrived = model.embed(*text, pictures=Arrived(features, source.flatten()))
+    arrived = model.embed(*text, packed_images=Arrived(features, source.flatten()))
     for ours, theirs in zip(arrived, whole, strict=True):
         assert torch.equal(ours, theirs)

@@ -24,7 +24,7 @@ from megalight.models.vision.model import normalized
 from megalight.models.vlm import VLM, VLMConfig
 from megalight.models.vlm.hugging_face import config_from_transformers, config_to_transformers, weight_map
 from megalight.models.vlm.presets import PRESETS
-from megalight.models.vlm.task import pictures_of
+from megalight.models.vlm.task import pack_images
 from megalight.parallel.source import model_targets
 from megalight.types import TokenBatch
 from tests.models.test_vlm_hugging_face import QWEN, TEXT, VISION
@@ -84,8 +84,8 @@ def read(folder: Path, dtype: torch.dtype) -> VLM:
 def inputs(config: VLMConfig, reference: Any, dtype: torch.dtype) -> tuple[dict[str, Any], ImageTextBatch]:
     """Rows with one image, two, none and one, as theirs and as a batch of ours."""
     random, form = np.random.default_rng(3), form_of(config)
-    pictures = [[Image.fromarray(random.integers(0, 256, (*size, 3), np.uint8)) for size in row] for row in ROWS]
-    cuts = [[form.among(len(row)).cut(each) for each in row] for row in pictures]
+    raw_images = [[Image.fromarray(random.integers(0, 256, (*size, 3), np.uint8)) for size in row] for row in ROWS]
+    cuts = [[form.among(len(row)).cut(each) for each in row] for row in raw_images]
     tokens = torch.randint(1, IMAGE - 3, (len(ROWS), 90), generator=torch.Generator().manual_seed(2))
     for row, own in enumerate(cuts):
         at = 2
@@ -97,7 +97,7 @@ def inputs(config: VLMConfig, reference: Any, dtype: torch.dtype) -> tuple[dict[
     mask = (labels != IMAGE).float()
     mask[:, -1] = 0
     batch = with_cuts(TokenBatch(tokens, labels, mask), cuts, IMAGE, form)
-    asked = processor(config, reference)([row for row in pictures if row], return_tensors="pt")
+    asked = processor(config, reference)([row for row in raw_images if row], return_tensors="pt")
     asked["pixel_values"] = asked["pixel_values"].to(dtype)
     return {"input_ids": tokens, **asked}, batch
 
@@ -128,9 +128,9 @@ def test_micro_batches_have_their_own_mixtures() -> None:
             parameter.normal_(generator=torch.Generator().manual_seed(parameter.numel()))
 
     def losses(part: Any) -> torch.Tensor:
-        pictures = pictures_of(TILES, part.images, part.source.flatten(), 1)
+        packed_images = pack_images(TILES, part.images, part.source.flatten(), 1)
         labels = part.labels.flatten()
-        return model(part.tokens.flatten(), part.sequences, labels=labels, pictures=pictures).losses
+        return model(part.tokens.flatten(), part.sequences, labels=labels, packed_images=packed_images).losses
 
     parts = torch.cat([losses(part) for part in batch.split(1)])
     assert relative_error(parts, losses(batch)) < 1e-12

@@ -62,10 +62,10 @@ def qwen3_vl(num_layers: int = 3, **options: Any) -> Any:
     return transformers.Qwen3VLForConditionalGeneration._from_config(config, attn_implementation="eager")
 
 
-def images_of(config: VLMConfig, pictures: list[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
+def images_of(config: VLMConfig, raw_images: list[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
     """``[tiles, 3, size, size]``, normalized."""
     size, vision = config.vision.image_size, config.vision
-    colors = torch.from_numpy(np.concatenate(pictures)).view(-1, size, size, 3).permute(0, 3, 1, 2).double() / 255
+    colors = torch.from_numpy(np.concatenate(raw_images)).view(-1, size, size, 3).permute(0, 3, 1, 2).double() / 255
     mean, std = (torch.tensor(values).double()[:, None, None] for values in (vision.mean, vision.std))
     return ((colors - mean) / std).to(dtype)
 
@@ -79,10 +79,12 @@ class Case:
     asked: Callable[[VLMConfig, torch.Tensor, list[np.ndarray], torch.dtype], dict[str, Any]]
 
 
-def squares(config: VLMConfig, tokens: torch.Tensor, pictures: list[np.ndarray], dtype: torch.dtype) -> dict[str, Any]:
+def squares(
+    config: VLMConfig, tokens: torch.Tensor, raw_images: list[np.ndarray], dtype: torch.dtype
+) -> dict[str, Any]:
     """Rows of patches in squares of 2 x 2, each pixel of both frames, and the rows and columns of each image."""
     rows, grids, p = [], [], config.vision.patch_size
-    for each in pictures:
+    for each in raw_images:
         height, width = (side // p for side in each.shape[:2])
         cut = torch.from_numpy(each).view(height // 2, 2, p, width // 2, 2, p, 3).permute(0, 3, 1, 4, 6, 2, 5)
         rows.append(cut.reshape(height * width, 3, 1, p * p).expand(-1, -1, 2, -1).flatten(1))
@@ -96,9 +98,9 @@ def squares(config: VLMConfig, tokens: torch.Tensor, pictures: list[np.ndarray],
 
 
 def only_pixels(
-    config: VLMConfig, tokens: torch.Tensor, pictures: list[np.ndarray], dtype: torch.dtype
+    config: VLMConfig, tokens: torch.Tensor, raw_images: list[np.ndarray], dtype: torch.dtype
 ) -> dict[str, Any]:
-    return {"pixel_values": images_of(config, pictures, dtype)}
+    return {"pixel_values": images_of(config, raw_images, dtype)}
 
 
 TILES = [[(16, 16), (48, 16)], [], [(32, 16)]]
@@ -115,8 +117,8 @@ CASES = {
     "gemma3": Case(
         gemma3,
         [[(16, 16), (16, 16)], [], [(16, 16)]],
-        lambda config, tokens, pictures, dtype: {
-            "pixel_values": images_of(config, pictures, dtype),
+        lambda config, tokens, raw_images, dtype: {
+            "pixel_values": images_of(config, raw_images, dtype),
             "token_type_ids": (tokens == IMAGE).int(),
         },
     ),
@@ -146,8 +148,8 @@ def inputs(name: str, config: VLMConfig, dtype: torch.dtype) -> tuple[dict[str, 
     """Rows with two images, none and one, as theirs and as a batch of ours."""
     form, random = form_of(config), np.random.default_rng(3)
     sizes = CASES[name].sizes
-    pictures = [[random.integers(0, 256, (*size, 3), np.uint8) for size in row] for row in sizes]
-    cuts = [[form.divided(each) for each in row] for row in pictures]
+    raw_images = [[random.integers(0, 256, (*size, 3), np.uint8) for size in row] for row in sizes]
+    cuts = [[form.divided(each) for each in row] for row in raw_images]
     tokens = torch.randint(1, IMAGE - 3, (3, 50), generator=torch.Generator().manual_seed(2))
     for row, own in enumerate(cuts):
         at = 2
@@ -158,7 +160,7 @@ def inputs(name: str, config: VLMConfig, dtype: torch.dtype) -> tuple[dict[str, 
     mask = (labels != IMAGE).float()
     mask[:, -1] = 0
     batch = with_cuts(TokenBatch(tokens, labels, mask), cuts, IMAGE, form)
-    every = [each for row in pictures for each in row]
+    every = [each for row in raw_images for each in row]
     return {"input_ids": tokens, **CASES[name].asked(config, tokens, every, dtype)}, batch
 
 

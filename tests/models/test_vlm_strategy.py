@@ -21,7 +21,7 @@ from megalight.models.gpt import AttentionConfig
 from megalight.models.transforms import LoRA
 from megalight.models.vlm import VLM
 from megalight.models.vlm.module import VLMModule
-from megalight.models.vlm.task import pictures_of
+from megalight.models.vlm.task import pack_images
 from megalight.nn.init import initialize
 from megalight.nn.moe import MoEConfig
 from megalight.optim import GroupRule
@@ -227,10 +227,12 @@ def by_hand(name: str, counts: str) -> dict[str, Any]:
     for step, each in enumerate(COUNTS[counts]):
         found = batch(each, seed=step, config=config)
         images, source = found.parts()
-        pictures = None
+        packed_images = None
         if images.lengths:
-            pictures = pictures_of(config, images, source.flatten(), 1)
-        output = model(found.tokens.flatten(), found.sequences, labels=found.labels.flatten(), pictures=pictures)
+            packed_images = pack_images(config, images, source.flatten(), 1)
+        output = model(
+            found.tokens.flatten(), found.sequences, labels=found.labels.flatten(), packed_images=packed_images
+        )
         loss = (output.losses * found.loss_mask.flatten()).sum() / found.loss_mask.sum()
         optimizer.zero_grad(set_to_none=False)
         for parameter in trained:  # of the tower too, where no row has an image

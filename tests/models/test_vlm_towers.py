@@ -15,7 +15,7 @@ import torch
 from megalight.data.multimodal.patches import Images
 from megalight.errors import ConfigurationError
 from megalight.models.gpt.model import GPT
-from megalight.models.vision.model import Pictures
+from megalight.models.vision.model import PackedImages
 from megalight.models.vlm import VLM, VLMConfig, task
 from megalight.models.vlm.module import VLMModule
 from megalight.nn.init import initialize
@@ -216,12 +216,12 @@ def test_a_tower_of_odd_sizes_in_8_bits_is_that_of_one_device(recipe: str, ranks
 
 def fit_padded(counts: str, options: dict[str, Any], multiple: int) -> dict[str, Any]:
     """Train as ``fit``, with rows of images filled up to another multiple than the layout's."""
-    plain = task.pictures_of
+    plain = task.pack_images
 
-    def padded(config: VLMConfig, images: Images, source: torch.Tensor, _: int) -> Pictures:
+    def padded(config: VLMConfig, images: Images, source: torch.Tensor, _: int) -> PackedImages:
         return plain(config, images, source, multiple)
 
-    with mock.patch.object(task, "pictures_of", padded):
+    with mock.patch.object(task, "pack_images", padded):
         return fit("wide", counts, options)
 
 

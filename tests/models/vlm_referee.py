@@ -9,7 +9,7 @@ import torch
 from megalight.models.vlm import VLM
 from megalight.models.vlm.hugging_face import weight_map
 from megalight.models.vlm.module import VLMModule
-from megalight.models.vlm.task import pictures_of
+from megalight.models.vlm.task import pack_images
 from tests.support.reference_gpt import canonical_gradients, relative_error
 
 
@@ -28,8 +28,8 @@ def check_outputs_and_gradients(
     exact = 2e-6 if next(model.parameters()).dtype == torch.float64 else 2e-5
     expected = reference(**asked, labels=tokens.masked_fill(tokens == image, -100))
     module = VLMModule(model.config)
-    pictures = pictures_of(model.config, batch.images, batch.source.flatten(), 1)
-    logits = model(tokens.flatten(), batch.sequences, pictures=pictures).logits
+    packed_images = pack_images(model.config, batch.images, batch.source.flatten(), 1)
+    logits = model(tokens.flatten(), batch.sequences, packed_images=packed_images).logits
     assert relative_error(logits.view_as(expected.logits), expected.logits) < exact
     module.token_multiple = token_multiple
     loss = module.loss_step(module.forward_step(model, batch), batch).sum / module.loss_tokens(batch)

@@ -18,7 +18,7 @@ def draw(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.double)
 
 
-def taught(logits: Tensor, k: int) -> TopTokens:
+def top_tokens(logits: Tensor, k: int) -> TopTokens:
     logs = logits.log_softmax(-1)
     chosen = logs.topk(k, -1)
     rest = logs.scatter(-1, chosen.indices, -torch.inf).logsumexp(-1)
@@ -51,7 +51,7 @@ def test_values_and_gradients(
     for leaf in leaves:
         leaf.requires_grad_()
     hidden, weight, bias = leaves
-    teacher = taught(draw(TOKENS, REAL) * 2, k)
+    teacher = top_tokens(draw(TOKENS, REAL) * 2, k)
     labels = torch.randint(0, REAL, (TOKENS,))
     labels[3] = -100
     scales = draw(2, TOKENS)
@@ -80,7 +80,7 @@ def test_all_tokens_give_the_divergence_of_whole_logits() -> None:
     torch.manual_seed(0)
     hidden, weight, theirs = draw(5, 4).requires_grad_(), draw(7, 4), draw(5, 7)
     labels, eye = torch.arange(5), torch.eye(7, dtype=torch.double)
-    found, _ = linear_divergence(Projection(hidden, weight), taught(theirs, 7), labels)
+    found, _ = linear_divergence(Projection(hidden, weight), top_tokens(theirs, 7), labels)
     wanted, _ = linear_divergence(Projection(hidden, weight), Projection(theirs, eye), labels)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
@@ -88,7 +88,7 @@ def test_all_tokens_give_the_divergence_of_whole_logits() -> None:
 def test_rounded_logarithms_are_a_distribution_again() -> None:
     torch.manual_seed(0)
     hidden, weight = draw(5, 4).requires_grad_(), draw(7, 4)
-    teacher = taught(draw(5, 7), 3)
+    teacher = top_tokens(draw(5, 7), 3)
     shifted = TopTokens(teacher.ids, teacher.log_probs + 0.25, teacher.log_rest + 0.25)
     found, wanted = (
         linear_divergence(Projection(hidden, weight), each, torch.arange(5))[0] for each in (shifted, teacher)
@@ -98,7 +98,7 @@ def test_rounded_logarithms_are_a_distribution_again() -> None:
 
 def test_nan_of_an_ignored_token_reaches_no_loss_and_no_gradient() -> None:
     torch.manual_seed(0)
-    hidden, weight, teacher = draw(6, 4), draw(7, 4), taught(draw(6, 7), 3)
+    hidden, weight, teacher = draw(6, 4), draw(7, 4), top_tokens(draw(6, 7), 3)
     labels = torch.tensor([1, -100, 2, -100, 3, 4])
 
     def run(student: Tensor, tokens: TopTokens) -> list[Tensor]:

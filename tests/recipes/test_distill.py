@@ -60,9 +60,9 @@ def test_the_recipe_of_distillation(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(DataError, match="was trained with another tokenizer than that of the data"):
         module.check_data(data)
     parts = ["--processes", "2", "--validation", "--", "-c", demo, *WORDS]
-    store = [str(teacher), "--top-k", "16", "--output", "runs/taught", *parts]
-    assert "16 of" in megalight(tmp_path, "teach", *store, *sizes)
-    recorded = _with(tmp_path / "recorded.yaml", teacher_logits="runs/taught")
+    store = [str(teacher), "--top-k", "16", "--output", "runs/teacher_logits", *parts]
+    assert "16 of" in megalight(tmp_path, "cache-logits", *store, *sizes)
+    recorded = _with(tmp_path / "recorded.yaml", teacher_logits="runs/teacher_logits")
     megalight(tmp_path, *learn, "-c", recorded, "--trainer.default_root_dir=runs/recorded")
     (file,) = (tmp_path / "runs" / "recorded").rglob("metrics.csv")
     with file.open() as lines:

@@ -24,7 +24,7 @@ from megalight.rl.countdown import CountdownPuzzles
 from megalight.rl.data import PromptDataModule
 from megalight.rl.environment import Answer, PromptBatch
 from megalight.rl.module import GRPOModule
-from megalight.rl.rewards import Countdown, FinalAnswer, Where
+from megalight.rl.rewards import Countdown, FinalAnswer, RowFilter
 from megalight.rl.rollouts import Rollouts
 from megalight.strategies import MegatronStrategy
 from tests.data.chat.conftest import chat_tokenizer as chat_tokenizer
@@ -290,10 +290,10 @@ data:
     tokenizer: TOKENIZER
     global_batch_size: 2
     rewards:
-      answer: {class_path: megalight.rl.rewards.FinalAnswer, init_args: {column: target, marks: [tags]}}
+      answer: {class_path: megalight.rl.rewards.FinalAnswer, init_args: {column: target, extractors: [tags]}}
       mine: tests.rl.test_data.judge
       some:
-        class_path: megalight.rl.rewards.Where
+        class_path: megalight.rl.rewards.RowFilter
         init_args: {column: target, equals: 7, reward: {class_path: megalight.rl.rewards.Countdown}}
     reward_weights: {mine: 0.5}
     split: "8,1,0"
@@ -314,7 +314,7 @@ def test_a_configuration_names_rewards_and_sources(chat_tokenizer: Path, tmp_pat
     assert isinstance(cli.model, GRPOModule)
     assert data.environment.weights == {"answer": 1.0, "mine": 0.5, "some": 1.0}
     some = data.environment.rewards["some"]
-    assert isinstance(some, Where)
+    assert isinstance(some, RowFilter)
     assert isinstance(some.reward, Countdown)
     assert data.environment.rewards["mine"] is judge
     assert isinstance(data.data, CountdownPuzzles)

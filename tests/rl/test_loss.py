@@ -25,9 +25,9 @@ from megalight.rl.loss import PolicyLoss, divergence
 def test_a_gradient_ends_where_a_ratio_has_moved_far_enough(
     ratio: float, advantage: float, loss: float, slope: float
 ) -> None:
-    drawn = torch.tensor([-1.0], dtype=torch.float64)
-    now = (drawn + torch.tensor(ratio, dtype=torch.float64).log()).requires_grad_()
-    found, clipped = PolicyLoss(clip_low=0.2, clip_high=0.3)(now, drawn, torch.tensor([advantage]).double())
+    old_log_probs = torch.tensor([-1.0], dtype=torch.float64)
+    now = (old_log_probs + torch.tensor(ratio, dtype=torch.float64).log()).requires_grad_()
+    found, clipped = PolicyLoss(clip_low=0.2, clip_high=0.3)(now, old_log_probs, torch.tensor([advantage]).double())
     found.sum().backward()
     assert found.item() == pytest.approx(loss)
     assert now.grad is not None
@@ -36,8 +36,8 @@ def test_a_gradient_ends_where_a_ratio_has_moved_far_enough(
 
 
 def test_one_clip_holds_on_both_sides() -> None:
-    drawn, now = torch.zeros(1), torch.tensor([2.0]).log()
-    assert PolicyLoss(clip_low=0.1)(now, drawn, torch.ones(1))[0].item() == pytest.approx(-1.1)
+    old_log_probs, now = torch.zeros(1), torch.tensor([2.0]).log()
+    assert PolicyLoss(clip_low=0.1)(now, old_log_probs, torch.ones(1))[0].item() == pytest.approx(-1.1)
 
 
 def test_the_divergence_estimates_the_one_of_distributions() -> None:

@@ -62,7 +62,7 @@ def test_rows_hold_each_answer_once() -> None:
             new = each.completion.tokens
             text, here, drawn = found.pop(tuple(new))
             assert text == (*each.task.prompt, *new)
-            assert batch.columns["drawn"][here][drawn].tolist() == each.completion.log_probs
+            assert batch.columns["old_log_probs"][here][drawn].tolist() == each.completion.log_probs
             assert batch.columns["advantages"][here][drawn].tolist() == [advantage] * len(new)
             assert batch.columns["counts"][here].sum() == len(new)
             ends = batch.columns["ends"][here]

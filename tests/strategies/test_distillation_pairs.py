@@ -131,8 +131,10 @@ def by_hand(
             hidden = sum(pair.weight * value for pair, value in zip(pairs, lost, strict=True))
             # A sample without loss tokens has no ratio.
             if balance and mask.any():
-                taught = kl + (hidden * (kl / hidden).detach() if pairs else 0)
-                objective = objective + (own + scale * (own / taught).detach() * taught if own_loss else taught)
+                distillation = kl + (hidden * (kl / hidden).detach() if pairs else 0)
+                objective = objective + (
+                    own + scale * (own / distillation).detach() * distillation if own_loss else distillation
+                )
             else:
                 objective = objective + scale * kl + hidden + (own if own_loss else 0)
             parts += torch.stack([kl, *lost, own]).detach()

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from megalight.data.cached_outputs import StatesStore
+from megalight.data.cached_outputs import CachedHiddenStates
 from megalight.data.gpt.module import GPTDataModule
 from megalight.data.indexed import IndexedWriter
 from megalight.errors import ConfigurationError, DataError
-from megalight.inference.recording import record_states
+from megalight.inference.cached_outputs import cache_hidden_states
 from megalight.models.eagle import EagleConfig, EagleModule
 from megalight.models.eagle.base import BaseModel
 from megalight.models.stored import held_model, save_model
@@ -53,7 +53,7 @@ def record(
 ) -> Path:
     data, base = data_of(folder, packed, val_samples=val_samples), BaseModel(folder / "base", layout or Layout())
     data.trainer = SimpleNamespace(max_steps=STEPS, accumulate_grad_batches=1)  # type: ignore[assignment]
-    record_states(base, draft.beside(base.config), data, folder / name, micro_batch_size=3, **options)
+    cache_hidden_states(base, draft.beside(base.config), data, folder / name, micro_batch_size=3, **options)
     return folder / name
 
 
@@ -77,7 +77,7 @@ def learned(base: Path, folder: Path, layout: Any, draft: EagleConfig, packed: b
     runner = trainer(how, max_steps=STEPS, num_sanity_val_steps=0)
     runner.fit(module, datamodule=data)
     told = {name: float(value) for name, value in runner.callback_metrics.items() if "step_" in name or "val" in name}
-    assert data.taught is None
+    assert data.cached_outputs is None
     return losses, told, gathered(how, module)
 
 
@@ -103,7 +103,7 @@ def test_losses_are_those_beside_the_base(folder: Path, ranks: int, layout: Any,
 
 
 def test_the_folder_has_no_layers_of_the_base(folder: Path) -> None:
-    states = StatesStore(folder / "rows")
+    states = CachedHiddenStates(folder / "rows")
     assert states.meta.layers == config().auxiliary_layers
     assert set(BaseModel(folder / "rows").head_source().tensors) == {"model.head.output_layer.weight"}
     sample = data_of(folder).validation_samples()[0][0]  # type: ignore[index]
@@ -112,7 +112,7 @@ def test_the_folder_has_no_layers_of_the_base(folder: Path) -> None:
 
 
 def test_a_run_without_validation_samples_is_recorded(folder: Path) -> None:
-    states = StatesStore(record(folder, "none", config(), val_samples=0))
+    states = CachedHiddenStates(record(folder, "none", config(), val_samples=0))
     assert states.meta.validation_order is None
     assert not states.has("validation")
 
@@ -120,7 +120,7 @@ def test_a_run_without_validation_samples_is_recorded(folder: Path) -> None:
 def test_a_base_that_the_run_divides_is_recorded_whole(folder: Path) -> None:
     divided = record(folder, "divided", config(), layout=Layout(tensor_parallel=2, sequence_parallel=True))
     sample = data_of(folder).validation_samples()[0][0]  # type: ignore[index]
-    found, wanted = (StatesStore(each).read(0, sample, "validation") for each in (divided, folder / "rows"))
+    found, wanted = (CachedHiddenStates(each).read(0, sample, "validation") for each in (divided, folder / "rows"))
     torch.testing.assert_close(found.hidden, wanted.hidden)
     torch.testing.assert_close(found.auxiliary, wanted.auxiliary)
 

@@ -17,7 +17,7 @@ from megalight import checkpoint
 from megalight.callbacks import EMA, Adapters
 from megalight.errors import ConfigurationError, DataError, LayoutError
 from megalight.inference import generate
-from megalight.inference.images import with_pictures
+from megalight.inference.images import prepare_images
 from megalight.models.gpt.module import GPTModule
 from megalight.models.saved import saved_model
 from megalight.models.transforms import Fused
@@ -381,8 +381,10 @@ def test_checkpoints_of_either_layout_generate(layout: tuple[int, dict[str, Any]
     for name, (ranks, options) in {"own": layout, "alone": (1, {})}.items():
         run(go_on, ranks, options, 2, str(tmp_path / name))
         model = saved_model(checkpoint.open(tmp_path / name), dtype=torch.float64).root.eval()
-        asked, pictures, axes = with_pictures(model.config, [[1, IMAGE, 5, 6], [7]], [[png(16, 8)], []])
-        answers.append(generate(model, asked, max_new_tokens=8, temperature=0, pictures=pictures, axis_positions=axes))
+        asked, packed_images, axes = prepare_images(model.config, [[1, IMAGE, 5, 6], [7]], [[png(16, 8)], []])
+        answers.append(
+            generate(model, asked, max_new_tokens=8, temperature=0, packed_images=packed_images, axis_positions=axes)
+        )
     assert answers[0] == answers[1]
 
 
@@ -426,7 +428,7 @@ class Own(VLMModule):
         raise AssertionError
 
 
-class Taught(VLMModule):
+class Distilled(VLMModule):
     """Has another model beside."""
 
     def frozen_models(self) -> Any:
@@ -471,7 +473,7 @@ def test_a_unit_that_holds_the_tower_is_refused_beside() -> None:
         ("fit", GPTModule(CONFIG.language), [], "needs a VLMModule, and GPTModule is none"),
         ("fit", Own(CONFIG), [], "Own defines training_step, which no rank can run whole"),
         ("fit", VLMModule(CONFIG), [Adding()], "the transform Fused with a tower on ranks of its own is not supported"),
-        ("fit", Taught(CONFIG), [], "Taught has frozen_models, which read whole micro-batches"),
+        ("fit", Distilled(CONFIG), [], "Distilled has frozen_models, which read whole micro-batches"),
     ],
     ids=["gpt", "own", "transform", "teacher"],
 )

@@ -22,7 +22,7 @@ from megalight.models.packing import pack
 from megalight.models.stored import open_model
 from megalight.models.vlm.config import VLMConfig
 from megalight.models.vlm.module import VLMModule
-from megalight.models.vlm.task import pictures_of
+from megalight.models.vlm.task import pack_images
 from megalight.strategies import MegatronStrategy
 from tests.models import test_vlm_families as families
 from tests.models import test_vlm_hugging_face as llava
@@ -79,8 +79,8 @@ def _in_and_out(kind: str, layout: str, source: Path, target: Path) -> Tensor:
     assert strategy.parallel_model is not None
     sequences = batch.sequences
     source = pack(batch.parts()[1], sequences, -1)
-    pictures = pictures_of(module.config, batch.parts()[0], source, 1)
-    return ParallelGPT(strategy.parallel_model)(batch.tokens.flatten(), sequences, pictures=pictures).logits
+    packed_images = pack_images(module.config, batch.parts()[0], source, 1)
+    return ParallelGPT(strategy.parallel_model)(batch.tokens.flatten(), sequences, packed_images=packed_images).logits
 
 
 DEFAULT = (("llava", "tp2"), ("onevision", "pp2"), ("qwen", "tp2pp2"), ("qwen3_vl_tied", "pp2"), ("internvl", "tp2"))

@@ -24,7 +24,7 @@ VERBS = (
         "adapters",
         "merge",
         "quantize",
-        "teach",
+        "cache-logits",
         "hidden-states",
         "draft-vocabulary",
         "convert",

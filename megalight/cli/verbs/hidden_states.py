@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from megalight.cli.lightning import parsed  # after the checks: importing it takes seconds
     from megalight.data.module import TokenDataModule
-    from megalight.inference.recording import record_states
+    from megalight.inference.cached_outputs import cache_hidden_states
     from megalight.models.eagle.module import EagleModule
 
     cli = parsed([PASSED_ON, *arguments.passed_on])
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     # The trainer says how many samples a run reads.
     data.trainer = cli.trainer
     part, count = arguments.part
-    meta = record_states(
+    meta = cache_hidden_states(
         module.base_model,
         module.config,
         data,

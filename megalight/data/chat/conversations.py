@@ -81,7 +81,7 @@ def conversations(record: Any, place: str, beside: Callable[[Any], bool] | None 
     )
 
 
-def asked(record: Any, place: str, column: str | None = None) -> Conversation:
+def prompt_messages(record: Any, place: str, column: str | None = None) -> Conversation:
     """Return the messages of a row to which an answer is wanted.
 
     Args:

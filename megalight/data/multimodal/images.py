@@ -228,7 +228,7 @@ def rgb(image: Any, channels: int) -> Any:
 def decode(data: bytes, place: str) -> Any:
     """Return the Pillow image in the bytes of a file: decoded as a whole, in 8-bit colors, upright as the file says.
 
-    Gray pictures of 16 bits keep their upper 8. Of transparent ones the colors remain, as in ``transformers``.
+    Gray images of 16 bits keep their upper 8. Of transparent ones the colors remain, as in ``transformers``.
 
     Args:
         data: the file.
@@ -318,7 +318,7 @@ def _orientation(image: Any, data: bytes) -> int:
     try:
         found = image.getexif().get(ORIENTATION)
         return found if found in TURNS else 1
-    except Exception:  # damaged data say nothing; the picture may be whole
+    except Exception:  # damaged data say nothing; the image may be whole
         return 1
 
 

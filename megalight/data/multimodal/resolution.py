@@ -198,7 +198,7 @@ LARGEST = 100
 """Images are enlarged by at most so much."""
 
 
-def nearly(width: float, height: float, count: int) -> tuple[int, int]:
+def largest_grid(width: float, height: float, count: int) -> tuple[int, int]:
     """Return columns and rows of the largest grid of at most ``count`` cells that an image of this shape fills.
 
     The image grows until another cell would be too many. Cells that it has begun count as whole.
@@ -271,7 +271,7 @@ class DynamicForm:
             )
         unit = self.patch * self.merge
         if self.patches:
-            columns, rows = nearly(width / unit, height / unit, self.patches // self.merge**2)
+            columns, rows = largest_grid(width / unit, height / unit, self.patches // self.merge**2)
             return columns * unit, rows * unit
         found = [round(side / unit) * unit for side in (width, height)]
         pixels = width * height

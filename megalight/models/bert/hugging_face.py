@@ -14,8 +14,8 @@ from torch import Tensor
 from megalight.errors import ConfigurationError
 from megalight.models.bert.config import BertConfig
 from megalight.models.config import DropoutConfig, InitConfig
-from megalight.models.hugging_face.kinds import ModelKind, ModelKinds
-from megalight.models.hugging_face.weights import Theirs, WeightMap
+from megalight.models.hugging_face.model_types import ModelType, ModelTypes
+from megalight.models.hugging_face.weights import TensorMapping, WeightMap
 
 PLACES = {
     "embed.word": "bert.embeddings.word_embeddings",
@@ -65,11 +65,11 @@ def weight_map(config: BertConfig) -> WeightMap:
     if config.head != "pretraining":
         return _bare_map(config)
     # The pooler belongs to the head for the order here.
-    places = {ours: Theirs(theirs) for ours, theirs in PLACES.items() if ours != "head.pooler.dense"}
+    places = {ours: TensorMapping(theirs) for ours, theirs in PLACES.items() if ours != "head.pooler.dense"}
     # `transformers` has the bias under two names. Files hold the first, the second, or both.
     copies, doubles = {BIAS: f"{DECODER}.bias"}, {f"{DECODER}.bias": (BIAS,)}
     if config.tie_embeddings:
-        places["head.masked.lm.output_layer.bias"] = Theirs(BIAS)
+        places["head.masked.lm.output_layer.bias"] = TensorMapping(BIAS)
         copies = {f"{DECODER}.bias": BIAS, f"{DECODER}.weight": "bert.embeddings.word_embeddings.weight"}
         # With a tied weight the decoder has no tensor of its own, and its bias is written once.
         doubles = {}
@@ -85,10 +85,12 @@ def weight_map(config: BertConfig) -> WeightMap:
 
 def _bare_map(config: BertConfig) -> WeightMap:
     """Return the table of a model without heads, which reads folders of models with heads, too."""
-    places = {ours: Theirs(theirs.removeprefix("bert.")) for ours, theirs in PLACES.items() if "head." not in ours}
+    places = {
+        ours: TensorMapping(theirs.removeprefix("bert.")) for ours, theirs in PLACES.items() if "head." not in ours
+    }
     left_out = r"cls\..*|embeddings\.(position_ids|token_type_ids)"
     if config.head == "pooler":
-        places["head.pooler.dense"] = Theirs("pooler.dense")
+        places["head.pooler.dense"] = TensorMapping("pooler.dense")
     else:
         left_out += r"|pooler\..*"
     renamed = {r"^bert\.": "", r"\.gamma$": ".weight", r"\.beta$": ".bias"}
@@ -199,8 +201,8 @@ def _settings(config: BertConfig) -> dict[str, Any]:
     return config.to_dict() | {"head": "bare" if config.head != "pretraining" else config.head}
 
 
-FAMILY = ModelKinds(
-    (ModelKind("bert", "BertForPreTraining", lambda config: True, weight_map, _read, _write),), _settings
+FAMILY = ModelTypes(
+    (ModelType("bert", "BertForPreTraining", lambda config: True, weight_map, _read, _write),), _settings
 )
 config_from_transformers = FAMILY.read
 config_to_transformers = FAMILY.write

@@ -100,10 +100,10 @@ class Distiller:
         if not self.loss.pairs:
             return
         with torch.device("meta"):
-            ours, taught = places_of(family("gpt").model(config)), places_of(self.teacher.build_model())
+            ours, theirs = places_of(family("gpt").model(config)), places_of(self.teacher.build_model())
         for pair in self.loss.pairs:
             check_place(pair.student, ours, "the student")
-            check_place(pair.teacher, taught, f"the teacher in {self.folder}")
+            check_place(pair.teacher, theirs, f"the teacher in {self.folder}")
 
     def transform(self, config: GPTConfig) -> HiddenStateComparison | None:
         """Return the change of the student that the loss needs, or None."""
@@ -153,7 +153,7 @@ class Distiller:
         )
         return {TEACHER: declared}
 
-    def lesson(
+    def target(
         self, results: Mapping[str, Tensor], batch: TokenBatch, sequences: PackedSequences, training: bool
     ) -> DistillationTarget:
         """Return what the student's head learns from the teacher's results for a micro-batch.
@@ -183,7 +183,7 @@ class Distiller:
         Args:
             comparison: the student's part for them.
             kept: the student's states; see :func:`~megalight.models.hidden.keeping`.
-            results, batch, sequences: see :meth:`lesson`.
+            results, batch, sequences: see :meth:`target`.
         """
         found = {}
         for name, pair in self._pairs.items():

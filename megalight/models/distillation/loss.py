@@ -113,10 +113,10 @@ class DistillationLoss:
             return divergence * self.scale + states + (0 if own is None else own)
         logits, hidden, alone = means.unbind()
         balance = _ratio(logits, hidden)
-        taught = divergence + states * balance
+        distillation = divergence + states * balance
         if own is None:
-            return taught
-        return own + taught * (_ratio(alone, logits + hidden * balance) * self.scale)
+            return distillation
+        return own + distillation * (_ratio(alone, logits + hidden * balance) * self.scale)
 
 
 def _ratio(wanted: Tensor, given: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megalight.checkpoint.disk.latest_checkpoint import newest_in
-from megalight.data.cached_outputs import BEGUN, MANIFEST, StatesStore
+from megalight.data.cached_outputs import BEGUN, MANIFEST, CachedHiddenStates
 from megalight.data.cached_outputs import ENDS as RECORD_ENDS
 from megalight.data.cached_outputs import ENDS as STORED_ENDS
 from megalight.errors import ConfigurationError, DataError
@@ -91,17 +91,17 @@ class BaseModel:
     layout: Layout = field(default_factory=Layout)
     config: GPTConfig = field(init=False, compare=False)
     files: Mapping[str, bytes] = field(init=False, compare=False, repr=False)
-    states: StatesStore | None = field(init=False, default=None, compare=False)
+    states: CachedHiddenStates | None = field(init=False, default=None, compare=False)
 
     def __post_init__(self) -> None:
         """Read the base's configuration."""
-        if is_states(self.folder):
+        if holds_hidden_states(self.folder):
             if self.layout != Layout():
                 raise ConfigurationError(
                     f"{self.folder} holds hidden states, so no base runs, and it has no layout; leave tensor_parallel, "
                     "pipeline_parallel, sequence_parallel, pipeline_layout and expert_parallel out."
                 )
-            object.__setattr__(self, "states", StatesStore(self.folder))
+            object.__setattr__(self, "states", CachedHiddenStates(self.folder))
             object.__setattr__(self, "folder", Path(self.folder) / STORED_ENDS)
         # Once: a run may still be saving there.
         object.__setattr__(self, "folder", newest_in(self.folder))
@@ -200,7 +200,7 @@ class SelectedRows(Wrapped):
 # Cached hidden states in place of a base that runs
 
 
-def is_states(path: str | os.PathLike[str]) -> bool:
+def holds_hidden_states(path: str | os.PathLike[str]) -> bool:
     """Return whether a folder holds hidden states, perhaps not all yet."""
     folder = Path(path)
     return (folder / RECORD_ENDS).is_dir() and any((folder / name).is_file() for name in (MANIFEST, BEGUN))
@@ -235,7 +235,7 @@ def replay(batches: Sequence[Any], dtype: torch.dtype) -> list[Carry]:
     """
     found = []
     for batch in batches:
-        states = getattr(batch, "taught", None)
+        states = getattr(batch, "cached_outputs", None)
         if not isinstance(states, BaseStates):
             raise ConfigurationError(
                 "a batch brings no hidden states of the base; train with a data module such as GPTDataModule or "
@@ -246,7 +246,7 @@ def replay(batches: Sequence[Any], dtype: torch.dtype) -> list[Carry]:
     return found
 
 
-def serve(store: StatesStore, data: Any, layers: Sequence[int], stage: str) -> None:
+def serve(store: CachedHiddenStates, data: Any, layers: Sequence[int], stage: str) -> None:
     """Let batches bring hidden states.
 
     Args:
@@ -285,4 +285,4 @@ def serve(store: StatesStore, data: Any, layers: Sequence[int], stage: str) -> N
             )
         samples, count = validation
         store.check(samples, count, "validation")
-    data.taught = store
+    data.cached_outputs = store

@@ -162,7 +162,7 @@ class DraftModel(nn.Module):
         embedded: Sequence[Tensor],
         sequences: PackedSequences,
         labels: Sequence[Tensor],
-        lessons: Sequence[DistillationTarget],
+        targets: Sequence[DistillationTarget],
     ) -> list[Draft]:
         """Return the result of each step.
 
@@ -171,16 +171,16 @@ class DraftModel(nn.Module):
             embedded: see :meth:`step`; one for each step.
             sequences: how the places divide into sequences.
             labels: for each step ``[T]``, negative at places without a loss.
-            lessons: for each step, the base's logits of the tokens that the step predicts.
+            targets: for each step, the base's logits of the tokens that the step predicts.
 
         Raises:
             DataError: a sequence is longer than ``max_sequence_length``.
         """
         check_length(sequences, self.config.max_sequence_length)
         hidden, state, found = self.fuse(auxiliary), DraftState(), []
-        for each, places, lesson in zip(embedded, labels, lessons, strict=True):
+        for each, places, target in zip(embedded, labels, targets, strict=True):
             hidden = self.step(hidden, each, sequences, state)
             normed = self.head.norm(hidden)
-            losses, _ = self.head(normed, places, lesson=lesson, normed=True)
+            losses, _ = self.head(normed, places, target=target, normed=True)
             found.append(Draft(losses, self.head.top(normed, normed=True)))
         return found

@@ -144,8 +144,8 @@ class EagleModule(FamilyModule[EagleConfig]):
         """Leave the data as it was."""
         super().teardown(stage)
         data = getattr(self.trainer, "datamodule", None)
-        if data is not None and self.base_model.states is not None and hasattr(data, "taught"):
-            data.taught = None
+        if data is not None and self.base_model.states is not None and hasattr(data, "cached_outputs"):
+            data.cached_outputs = None
 
     def check_data(self, datamodule: Any) -> None:
         """Refuse data that does not fit the draft, or came from another tokenizer than the base's."""
@@ -170,7 +170,7 @@ class EagleModule(FamilyModule[EagleConfig]):
         def share(state: Tensor) -> Tensor:
             return share_of(state, rows.places, sequences)
 
-        embedded, labels, lessons = [], [], []
+        embedded, labels, targets = [], [], []
         for ahead in range(1, self.steps + 1):
             later = rows.shifted(ahead)
             embedded.append(ends.embed(pack(later.tokens, sequences, 0)))
@@ -179,10 +179,10 @@ class EagleModule(FamilyModule[EagleConfig]):
             teacher = Projection(
                 share(hidden.roll(-ahead, 0)), ends.head.output_layer.weight, None, self.base.config.logit_softcap
             )
-            lessons.append(DistillationTarget(teacher, "cross_entropy", own=False))
+            targets.append(DistillationTarget(teacher, "cross_entropy", own=False))
         found: Carry = {}
         auxiliary = share(results[BASE]["auxiliary"])
-        for step, draft in enumerate(model(auxiliary, embedded, sequences, labels, lessons)):
+        for step, draft in enumerate(model(auxiliary, embedded, sequences, labels, targets)):
             found[f"losses_{step}"] = draft.losses
             found[f"hits_{step}"] = (draft.top == share(top.roll(-step - 1, 0))).to(draft.losses)
         return found

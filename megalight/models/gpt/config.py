@@ -165,7 +165,7 @@ class GPTConfig(ModelConfig):
             "norm.after=true with a layer_pattern, whose layers have no norm after them; leave one of them out.",
         )
         require(self.conv_kernel >= 2, f"conv_kernel is {self.conv_kernel}; it must be at least 2.")
-        check_reach(self)
+        check_layer_settings(self)
 
     def _settle_heads(self) -> None:
         """Give heads their numbers and sizes, so that no other code need know what 0 means, and check them."""
@@ -446,7 +446,7 @@ ATTENTION = {"attention", "latent_attention"}
 """Mixers that attend."""
 
 
-def check_reach(config: GPTConfig) -> None:
+def check_layer_settings(config: GPTConfig) -> None:
     """Check that settings of attention, rotation, experts and convolutions reach a layer.
 
     A pattern may be longer than the model is deep: what only a mixer behind the last layer would use is not checked.

@@ -68,7 +68,7 @@ class GPTOutput:
         logits: ``[T, V]``, if no labels are given.
         depths: for each depth of multi-token prediction, losses ``[T]``; hidden states ``[T, h]``, if this part has no
             head. Empty if there are no depths before or in this part, or if they were not asked for.
-        divergences: ``[T]``, from the teacher of a lesson.
+        divergences: ``[T]``, from the teacher of a distillation target.
         memory: ``[N, T, h]``: what layers of the next part read, beside ``hidden``.
     """
 
@@ -402,7 +402,7 @@ class GPT(nn.Module):
         rows: Tensor | None = None,
         later: Sequence[MultiTokenTarget] = (),
         depths: Sequence[Tensor] = (),
-        lesson: DistillationTarget | None = None,
+        target: DistillationTarget | None = None,
         memory: Tensor | None = None,
     ) -> GPTOutput:
         """Run the parts that this model has.
@@ -416,7 +416,7 @@ class GPT(nn.Module):
             rows: ``[N]`` indices of the tokens for which to compute losses or logits. None means all tokens.
             later: one entry for each depth of multi-token prediction. Empty: the depths do not run.
             depths: hidden states ``[T, h]`` of each depth, from the part before, if the depths were in that one.
-            lesson: what the head learns from a teacher, with labels.
+            target: what the head learns from a teacher, with labels.
             memory: ``[N, T, h]``, of which layers add some to their output.
 
         Raises:
@@ -430,7 +430,7 @@ class GPT(nn.Module):
         if hidden is None:
             raise DataError("hidden is None, but this model has no embedding; pass hidden states [T, h].")
         # The context is made once. Recompute of a layer then passes the same object.
-        narrowed = rows if self._narrows(labels, later, lesson) else None
+        narrowed = rows if self._narrows(labels, later, target) else None
         context = self.context(sequences, hidden.dtype, narrowed)
         hidden = run_layers(self.layers, hidden, context, states, memory)
         if self.mtp is not None and later:
@@ -438,9 +438,9 @@ class GPT(nn.Module):
         if self.head is None:
             return GPTOutput(hidden=hidden, depths=tuple(depths))
         further = tuple(self.head(hidden, each.labels, normed=True) for hidden, each in zip(depths, later, strict=True))
-        if lesson is not None and labels is not None:
+        if target is not None and labels is not None:
             # By a call, so that hooks of the head run.
-            divergences, losses = self.head(hidden, labels, lesson=lesson)
+            divergences, losses = self.head(hidden, labels, target=target)
             return GPTOutput(losses=losses, depths=further, divergences=divergences)
         if rows is not None:
             # select rows before the head, whose product with the vocabulary is expensive
@@ -450,10 +450,10 @@ class GPT(nn.Module):
         return GPTOutput(logits=answer) if labels is None else GPTOutput(losses=answer, depths=further)
 
     def _narrows(
-        self, labels: Tensor | None, later: Sequence[MultiTokenTarget], lesson: DistillationTarget | None
+        self, labels: Tensor | None, later: Sequence[MultiTokenTarget], target: DistillationTarget | None
     ) -> bool:
         """Return whether the last layer returns the chosen rows only: it is here, and the head alone reads it."""
-        if self.head is None or labels is None or later or lesson is not None or self.last_layer not in self.layers:
+        if self.head is None or labels is None or later or target is not None or self.last_layer not in self.layers:
             return False
         return getattr(self.layers[self.last_layer], "narrows", False)
 

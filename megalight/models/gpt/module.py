@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
-from megalight.models.distillation import TEACHER, Distiller, Recorded
+from megalight.models.distillation import TEACHER, CachedTeacher, Distiller
 from megalight.models.family.module import FamilyModule
 from megalight.models.gpt.config import GPTConfig
 from megalight.models.gpt.flops import flops_per_token, weights_of_losses
@@ -61,7 +61,7 @@ class GPTModule(FamilyModule[GPTConfig]):
     ) -> None:
         super().__init__(config, optimizer, seed, weights, weights_keys)
 
-        self.distiller: Distiller | Recorded | None = None
+        self.distiller: Distiller | CachedTeacher | None = None
         # Of all micro-batches so far, on the host: how many tokens there were, and how many of them were skipped.
         self._tokens, self._skipped = 0, 0
 
@@ -113,15 +113,15 @@ class GPTModule(FamilyModule[GPTConfig]):
         if model.training and any(getattr(model, part, None) is not None for part in ("mtp", "head")):
             shifted = [rows.shifted(depth) for depth in self._depths]
             later = [MultiTokenTarget(pack(one.tokens, sequences, 0), labels_of(one)) for one in shifted]
-        lesson, taught = None, self.distiller
+        target, distiller = None, self.distiller
         ends = getattr(model, "head", None) is not None
-        if taught is not None and ends:
-            lesson = taught.lesson(results.get(TEACHER, {}), rows, sequences, model.training)
+        if distiller is not None and ends:
+            target = distiller.target(results.get(TEACHER, {}), rows, sequences, model.training)
         counted = rows.rows if self._skips(rows) else None
         if getattr(model, "embed", None) is not None:
             self._tokens += rows.tokens.numel()
             self._skipped += 0 if counted is None else rows.tokens.numel() - len(counted)
-        with keeping(model, () if taught is None else taught.places, carry) as kept:
+        with keeping(model, () if distiller is None else distiller.places, carry) as kept:
             output = model(
                 pack(rows.tokens, sequences, 0),
                 sequences,
@@ -130,7 +130,7 @@ class GPTModule(FamilyModule[GPTConfig]):
                 rows=counted,
                 later=later,
                 depths=[] if carry is None else [carry[f"mtp_{k}"] for k in self._depths if f"mtp_{k}" in carry],
-                lesson=lesson,
+                target=target,
             )
         depths = {f"mtp_{depth}": tensor for depth, tensor in enumerate(output.depths, 1)}
         losses = output.losses
@@ -138,12 +138,12 @@ class GPTModule(FamilyModule[GPTConfig]):
             losses = put_rows(losses, counted, sequences.num_tokens)
         found = {"hidden": output.hidden, "losses": losses, "divergences": output.divergences}
         answer = depths | {name: tensor for name, tensor in found.items() if tensor is not None}
-        if not isinstance(taught, Distiller) or not ends:
+        if not isinstance(distiller, Distiller) or not ends:
             return answer | kept
-        if taught.loss.pairs:
-            answer |= taught.compared(model.distillation, kept, results[TEACHER], rows, sequences)  # type: ignore[arg-type]
-        if taught.loss.balance and model.training:
-            answer["means"] = taught.means(model.distillation, answer, rows.loss_mask)  # type: ignore[arg-type]
+        if distiller.loss.pairs:
+            answer |= distiller.compared(model.distillation, kept, results[TEACHER], rows, sequences)  # type: ignore[arg-type]
+        if distiller.loss.balance and model.training:
+            answer["means"] = distiller.means(model.distillation, answer, rows.loss_mask)  # type: ignore[arg-type]
         return answer
 
     def _skips(self, batch: TokenBatch) -> bool:

@@ -30,7 +30,7 @@ from megalight.checkpoint.loading import compare
 from megalight.checkpoint.ranks import Ranks
 from megalight.errors import CheckpointError
 from megalight.models.hugging_face.quantized_weights import Open, PlainTensor, StoredTensor, stored
-from megalight.models.hugging_face.weights import Theirs, WeightMap
+from megalight.models.hugging_face.weights import TensorMapping, WeightMap
 from megalight.parallel.source import Filled, Target
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class FolderTensor:
     shape: tuple[int, ...]
     dtype: str
     stored: StoredTensor
-    place: Theirs
+    place: TensorMapping
 
 
 class Folder:

@@ -56,7 +56,7 @@ class RowBlocks:
 
 
 @dataclass(frozen=True)
-class Theirs:
+class TensorMapping:
     """The place of a canonical tensor in the other library's tensors ("theirs").
 
     Attributes:
@@ -164,10 +164,10 @@ class WholeTensor:
     """
 
     shape: tuple[int, ...]
-    parts: Mapping[str, Theirs]
+    parts: Mapping[str, TensorMapping]
 
     @classmethod
-    def of(cls, name: str, parts: dict[str, Theirs], shapes: Mapping[str, tuple[int, ...]]) -> WholeTensor:
+    def of(cls, name: str, parts: dict[str, TensorMapping], shapes: Mapping[str, tuple[int, ...]]) -> WholeTensor:
         """Put their tensor ``name`` together from all canonical tensors in it, which have ``shapes``.
 
         Raises:
@@ -201,7 +201,7 @@ class WeightMap:
             different kinds have the same names there. None: each name of theirs has one meaning.
     """
 
-    places: Mapping[str, Theirs]
+    places: Mapping[str, TensorMapping]
     root: str = ""
     copies: Mapping[str, str] = field(default_factory=dict)
     left_out: str = r"(?!)"
@@ -211,7 +211,7 @@ class WeightMap:
     held: Callable[[str], bool] | None = None
     kept: str = ""
 
-    def theirs(self, name: str) -> Theirs:
+    def theirs(self, name: str) -> TensorMapping:
         """Return the place of our canonical tensor.
 
         Raises:
@@ -236,7 +236,7 @@ class WeightMap:
                 theirs = filed + theirs.removeprefix(spelled)
         return replace(found, name=theirs, index=index)
 
-    def ours(self, names: Iterable[str], unknown: list[str] | None = None) -> dict[str, Theirs]:
+    def ours(self, names: Iterable[str], unknown: list[str] | None = None) -> dict[str, TensorMapping]:
         """Return the canonical tensors that their tensors contain, and the place of each.
 
         Args:
@@ -246,7 +246,7 @@ class WeightMap:
         Raises:
             CheckpointError: a tensor has no counterpart, and ``unknown`` is None.
         """
-        reverse: dict[str, list[tuple[str, Theirs]]] = {}
+        reverse: dict[str, list[tuple[str, TensorMapping]]] = {}
         for ours, place in self.places.items():
             # a name of theirs may have fixed numbers beside those of our tensor
             reverse.setdefault(_template(place.name)[0], []).append((ours, place))
@@ -256,7 +256,7 @@ class WeightMap:
             if copy in spelled:
                 spelled.setdefault(original, spelled[copy])
                 del spelled[copy]
-        found: dict[str, Theirs] = {}
+        found: dict[str, TensorMapping] = {}
         for modern, name in spelled.items():
             template, numbers = _template(modern)
             module, _, leaf = template.rpartition(".")
@@ -310,7 +310,7 @@ class WeightMap:
             CheckpointError: a tensor has no counterpart, or a part of a fused tensor is missing.
         """
         # Every part of a fused tensor must be there, or its other rows would be left without values.
-        parts: dict[str, dict[str, Theirs]] = {}
+        parts: dict[str, dict[str, TensorMapping]] = {}
         for name in shapes:
             place = self.theirs(name)
             for theirs in (place.name, *self.doubles.get(place.name, ())):

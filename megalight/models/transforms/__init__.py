@@ -11,7 +11,7 @@ from megalight.models.transforms.fused import Fused as Fused
 from megalight.models.transforms.lora import DoRA as DoRA
 from megalight.models.transforms.lora import LoRA as LoRA
 from megalight.models.transforms.lora import activate as activate
-from megalight.models.transforms.quantized_base import StoredBase as StoredBase
+from megalight.models.transforms.quantized_base import QuantizedBase as QuantizedBase
 from megalight.parallel.transform import TRANSFORMS, ModelTransform
 
 

@@ -26,7 +26,7 @@ from megalight.checkpoint.sources.combine import FullPrecision, TensorSource
 from megalight.checkpoint.view import views_of_source
 from megalight.errors import CheckpointError, ConfigurationError, nearest
 from megalight.models.family import Family, WeightConversion, family, family_of_transformers
-from megalight.models.hugging_face.weights import Theirs
+from megalight.models.hugging_face.weights import TensorMapping
 from megalight.models.saved import (
     BASE,
     PREFIX,
@@ -202,7 +202,7 @@ def import_adapter(
     modules, _, experts, fused = _modules(known, config)
     assert known.weights is not None
     table = known.weights.map(config)
-    places = {theirs: {ours: Theirs(theirs)} for ours, theirs in modules.items()} | fused
+    places = {theirs: {ours: TensorMapping(theirs)} for ours, theirs in modules.items()} | fused
     tensors: dict[str, Tensor] = {}
     stacks: dict[str, Tensor] = {}
     for key, tensor in _read_weights(place(folder)).items():
@@ -218,7 +218,7 @@ def import_adapter(
             # Parts of a fused weight have the same A, and each its rows of B.
             for ours, part in places[module].items():
                 matrix = leaf.removesuffix(".weight")
-                rows = tensor if matrix == "A" else Theirs(module, part.rows).part(tensor).contiguous()
+                rows = tensor if matrix == "A" else TensorMapping(module, part.rows).part(tensor).contiguous()
                 tensors[tensor_name(ours, matrix, adapter)] = rows
         elif values.get("target_parameters") and experts:
             stacks[key.removeprefix(ROOT)] = tensor
@@ -291,7 +291,7 @@ def _check_copy(
 
 def _modules(
     known: Family, config: Any
-) -> tuple[dict[str, str], set[str], dict[str, ExpertLayer], dict[str, dict[str, Theirs]]]:
+) -> tuple[dict[str, str], set[str], dict[str, ExpertLayer], dict[str, dict[str, TensorMapping]]]:
     """Return our matrices -> their modules, where they are one and the same.
 
     Returns also which of theirs are ``[in, out]``, which of ours are experts', and their modules of which ours are
@@ -304,7 +304,7 @@ def _modules(
     with torch.device("meta"):
         model = known.model(config)
     stacked = {part.name for part in parts(model) if model.get_parameter(part.parameter).ndim == 3}
-    found, transposed, experts, fused = {}, set(), {}, dict[str, dict[str, Theirs]]()
+    found, transposed, experts, fused = {}, set(), {}, dict[str, dict[str, TensorMapping]]()
     for name, tensor in canonical_tensors(model).items():
         if not name.endswith(".weight") or tensor.ndim != 2:
             continue

@@ -33,7 +33,7 @@ DECODED = (Linear, ColumnLinear, RowLinear, Experts)
 
 @register
 @dataclass(frozen=True)
-class StoredBase(ModelTransform):
+class QuantizedBase(ModelTransform):
     """Quantizes the weights of all linear layers in transformer layers (:mod:`megalight.ops.quantized_weight`).
 
     Put it after :class:`~megalight.models.transforms.LoRA`, which freezes the weights. It serves training alone:

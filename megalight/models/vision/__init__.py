@@ -1,5 +1,5 @@
 """Vision transformers, which turn images into features: towers of models that also read text."""
 
 from megalight.models.vision.config import VisionConfig as VisionConfig
-from megalight.models.vision.model import Pictures as Pictures
+from megalight.models.vision.model import PackedImages as PackedImages
 from megalight.models.vision.model import VisionTower as VisionTower

@@ -35,7 +35,7 @@ ROTARY, WINDOWS = "rotary", "windows"
 
 
 @dataclass(frozen=True, eq=False)
-class Pictures:
+class PackedImages:
     """The images of a micro-batch, end to end.
 
     Attributes:
@@ -305,23 +305,23 @@ class VisionTower(nn.Module):
         self.layers = nn.ModuleDict({str(i): build_layer(config, i) for i in range(config.num_layers)})
         self.output_norm = build_norm(config) if config.output_norm else None
 
-    def forward(self, pictures: Pictures) -> tuple[Tensor, ...]:
+    def forward(self, packed_images: PackedImages) -> tuple[Tensor, ...]:
         """Return the features of all rows, ``[P, h]``, class tokens and padding among them; then those at the taps."""
         # Each step is row by row, up to attention, so that any share of the rows may be elsewhere.
-        hidden: Tensor = self.patch(pictures.pixels)
+        hidden: Tensor = self.patch(packed_images.pixels)
         if self.class_token is not None:
-            hidden = self.class_token(pictures.positions, hidden)
+            hidden = self.class_token(packed_images.positions, hidden)
         if self.position is not None:
             # A row for each patch, as of hidden states.
-            places = pictures.positions.t()
+            places = packed_images.positions.t()
             hidden = hidden + self.position(places if self.registers is None else places % self.registers.first)
         if self.registers is not None:  # which have no position
-            hidden = self.registers(pictures.positions, hidden)
+            hidden = self.registers(packed_images.positions, hidden)
         if self.input_norm is not None:
             hidden = self.input_norm(hidden)
-        tables = {} if self.rotary is None else {ROTARY: self.rotary(pictures.positions[:2], hidden.dtype)}
-        divisions = {} if pictures.windows is None else {WINDOWS: pictures.windows}
-        context = LayerContext(pictures.sequences, tables, divisions=divisions)
+        tables = {} if self.rotary is None else {ROTARY: self.rotary(packed_images.positions[:2], hidden.dtype)}
+        divisions = {} if packed_images.windows is None else {WINDOWS: packed_images.windows}
+        context = LayerContext(packed_images.sequences, tables, divisions=divisions)
         tapped = list[Tensor]()
         if self.taps:
             for name, layer in self.layers.items():

@@ -13,7 +13,7 @@ from megalight.data.multimodal.forms import MIXED, NEWLINE
 from megalight.data.multimodal.patches import Mixtures
 from megalight.errors import DataError
 from megalight.models.gpt.model import GPT, GPTOutput
-from megalight.models.vision.model import Pictures, VisionTower
+from megalight.models.vision.model import PackedImages, VisionTower
 from megalight.models.vlm.config import ProjectorConfig, VLMConfig
 from megalight.nn import Activation, LayerNorm, Linear, RMSNorm, TokenEmbedding
 from megalight.nn.init import Initializer, Normal
@@ -87,7 +87,7 @@ class Arrived:
     Attributes:
         features: ``[P, (1 + N) h]``: what the projector returns, and beside it what each of ``N`` deep projectors
             returns; at least one row.
-        source: ``[T]`` int64, as in :class:`~megalight.models.vision.model.Pictures`.
+        source: ``[T]`` int64, as in :class:`~megalight.models.vision.model.PackedImages`.
         mixtures: further rows of features.
     """
 
@@ -168,17 +168,17 @@ class ImageTextEmbedding(TokenEmbedding):
         tokens: Tensor,
         positions: Tensor,
         token_types: Tensor | None = None,
-        pictures: Pictures | Arrived | None = None,
+        packed_images: PackedImages | Arrived | None = None,
     ) -> Any:
-        """``tokens [T], positions [T] -> [T, h]``. Without ``pictures``, no token is part of an image.
+        """``tokens [T], positions [T] -> [T, h]``. Without ``packed_images``, no token is part of an image.
 
-        With deep projectors and pictures: the same and, for each of them, ``[T, h]`` to add to a later layer.
+        With deep projectors and images: the same and, for each of them, ``[T, h]`` to add to a later layer.
         """
-        if pictures is None:
+        if packed_images is None:
             return super().forward(tokens, positions, token_types)
-        hidden = super().forward(self._spread(tokens, pictures.source), positions, token_types)
-        features, *deep = (mixed(each, pictures.mixtures) for each in self._features(pictures))
-        source = among(pictures.source, features, pictures.mixtures)
+        hidden = super().forward(self._spread(tokens, packed_images.source), positions, token_types)
+        features, *deep = (mixed(each, packed_images.mixtures) for each in self._features(packed_images))
+        source = among(packed_images.source, features, packed_images.mixtures)
         merged: Tensor = self.images(source, features, hidden)
         if self.newline is not None:
             merged = self.newline(source, merged)
@@ -196,13 +196,13 @@ class ImageTextEmbedding(TokenEmbedding):
         ids = torch.arange(len(tokens), device=tokens.device) % self.num_ids
         return torch.where(source == -1, tokens, ids)
 
-    def _features(self, pictures: Pictures | Arrived) -> tuple[Tensor, ...]:
-        if isinstance(pictures, Arrived):
+    def _features(self, packed_images: PackedImages | Arrived) -> tuple[Tensor, ...]:
+        if isinstance(packed_images, Arrived):
             assert self.arrived is not None, "this model computes features itself"
-            arrived: Tensor = self.arrived(pictures.features)
+            arrived: Tensor = self.arrived(packed_images.features)
             return arrived.chunk(1 + self.num_deep, dim=1)
         assert self.tower is not None and self.projector is not None, "features of this model arrive"
-        return project(self.tower, self.projector, self.deep, pictures)
+        return project(self.tower, self.projector, self.deep, packed_images)
 
 
 def mixed(features: Tensor, mixtures: Mixtures | None) -> Tensor:
@@ -226,16 +226,16 @@ def among(source: Tensor, features: Tensor, mixtures: Mixtures | None) -> Tensor
 
 
 def project(
-    tower: VisionTower, projector: Projector, deep: nn.ModuleDict | None, pictures: Pictures
+    tower: VisionTower, projector: Projector, deep: nn.ModuleDict | None, packed_images: PackedImages
 ) -> tuple[Tensor, ...]:
     """Return what the projector makes of all rows, ``[P, h]``, and then what each deep projector makes of its tap."""
-    last, *tapped = tower(pictures)
+    last, *tapped = tower(packed_images)
     projectors = () if deep is None else tuple(deep.values())
     further = [
-        each.get_submodule("projector")(features, pictures.patches)
+        each.get_submodule("projector")(features, packed_images.patches)
         for each, features in zip(projectors, tapped, strict=True)
     ]
-    return projector(last, pictures.patches), *further
+    return projector(last, packed_images.patches), *further
 
 
 class TowerPart(nn.Module):
@@ -257,9 +257,9 @@ class TowerPart(nn.Module):
         deep = self.embed["deep"] if "deep" in self.embed else None  # noqa: SIM401 - a ModuleDict has no get
         return self.embed["tower"], self.embed["projector"], deep  # type: ignore[return-value]
 
-    def forward(self, pictures: Pictures) -> Tensor:
+    def forward(self, packed_images: PackedImages) -> Tensor:
         """Return features ``[P, (1 + N) h]`` of all rows: those of ``N`` taps are beside those of the last layer."""
-        features = project(*self.parts, pictures)
+        features = project(*self.parts, packed_images)
         return torch.cat(features, dim=1) if len(features) > 1 else features[0]
 
 
@@ -297,23 +297,23 @@ class VLM(GPT):
         labels: Tensor | None = None,
         hidden: Tensor | None = None,
         *rest: Any,
-        pictures: Pictures | Arrived | None = None,
+        packed_images: PackedImages | Arrived | None = None,
         memory: Tensor | None = None,
         **options: Any,
     ) -> GPTOutput:
         """Run the parts that this model has; see :meth:`megalight.models.gpt.model.GPT.forward`.
 
         Args:
-            pictures: the images of the sequences, which only the embedding reads.
+            packed_images: the images of the sequences, which only the embedding reads.
             memory: ``[N, T, h]``: features that are added to the output of the first layers, from the part before.
 
         Raises:
             DataError: a sequence is longer than ``max_sequence_length``, or the input of this part is missing.
         """
-        if self.embed is not None and pictures is not None:
+        if self.embed is not None and packed_images is not None:
             if tokens is None:
                 raise DataError("tokens is None, but this model begins with its embedding; pass token ids [T].")
-            hidden = self.embed(tokens, sequences.positions, pictures=pictures)
+            hidden = self.embed(tokens, sequences.positions, packed_images=packed_images)
             if isinstance(hidden, tuple):
                 hidden, memory = hidden
         options["memory"] = memory

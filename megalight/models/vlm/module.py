@@ -17,7 +17,7 @@ from megalight.models.packing import skips
 from megalight.models.saved import Keys
 from megalight.models.vision import config as tower
 from megalight.models.vision.config import Passes
-from megalight.models.vision.model import Pictures
+from megalight.models.vision.model import PackedImages
 from megalight.models.vlm import task
 from megalight.models.vlm.config import VLMConfig
 from megalight.models.vlm.model import Arrived
@@ -83,17 +83,17 @@ class VLMModule(FamilyModule[VLMConfig]):
         """From tokens ``[b, s]`` and images, or the carry, to ``hidden [T, h]``; last chunk: to ``losses [T]``."""
         check_batch(batch)  # of evaluation and prediction, too
         sequences = batch.sequences.pad_to(self.token_multiple)
-        pictures = None
+        packed_images = None
         if task.has_embedding(model):
             self.count_work(batch, skips(batch, self.token_multiple))
-            pictures = self._pictures(batch, task.source_of(model, batch, sequences))
-        return task.forward(model, batch, sequences, carry, pictures, self.token_multiple)
+            packed_images = self._pack_images(batch, task.source_of(model, batch, sequences))
+        return task.forward(model, batch, sequences, carry, packed_images, self.token_multiple)
 
-    def _pictures(self, batch: ImageTextBatch, source: Tensor) -> Pictures | Arrived:
+    def _pack_images(self, batch: ImageTextBatch, source: Tensor) -> PackedImages | Arrived:
         images, _ = batch.parts()
         if self.arrivals is not None:
             return Arrived(self.arrivals(batch), source, images.mixtures)
-        return task.pictures_of(self.config, images, source, self.token_multiple)
+        return task.pack_images(self.config, images, source, self.token_multiple)
 
     def count_work(self, batch: ImageTextBatch, skipped: bool) -> None:
         """Add a micro-batch to those that :meth:`flops_per_token` counts.

@@ -17,14 +17,14 @@ from megalight.data.multimodal.batch import ImageTextBatch
 from megalight.data.multimodal.patches import Images
 from megalight.errors import ConfigurationError, DataError, nearest_pattern
 from megalight.models.packing import IGNORED, masked_sum, pack, skips
-from megalight.models.vision.model import Pictures, normalized
+from megalight.models.vision.model import PackedImages, normalized
 from megalight.models.vlm.config import VLMConfig
 from megalight.models.vlm.model import Arrived
 from megalight.ops.rows import put_rows
 from megalight.types import Loss, PackedSequences
 
 
-def pictures_of(config: VLMConfig, images: Images, source: Tensor, multiple: int) -> Pictures:
+def pack_images(config: VLMConfig, images: Images, source: Tensor, multiple: int) -> PackedImages:
     """Return images for the tower. Without any, it gets a row that no token reads.
 
     So the tower runs in every micro-batch: all of its parameters have a gradient. It gets as many rows as the projector
@@ -33,7 +33,7 @@ def pictures_of(config: VLMConfig, images: Images, source: Tensor, multiple: int
     Args:
         config: the model.
         images: their rows.
-        source: ``[T]``, as in :class:`~megalight.models.vision.model.Pictures`.
+        source: ``[T]``, as in :class:`~megalight.models.vision.model.PackedImages`.
         multiple: the number of rows of features is a multiple of this.
 
     Raises:
@@ -51,10 +51,10 @@ def pictures_of(config: VLMConfig, images: Images, source: Tensor, multiple: int
     missing = rows.num_tokens - len(images.pixels)
     pixels = F.pad(normalized(images.pixels, config.vision), (0, 0, 0, missing))
     positions = F.pad(images.positions, (0, missing))
-    return Pictures(pixels, positions, rows, source, windows, mixtures=images.mixtures)
+    return PackedImages(pixels, positions, rows, source, windows, mixtures=images.mixtures)
 
 
-def _with_added_rows(config: VLMConfig, images: Images, source: Tensor, multiple: int) -> Pictures:
+def _with_added_rows(config: VLMConfig, images: Images, source: Tensor, multiple: int) -> PackedImages:
     """Return images of patches alone, with the rows of a class token and of registers before those of each."""
     device, joined, number = images.pixels.device, config.projector.merge**2, len(images.lengths)
     vision, added, each = config.vision, config.added_rows, config.vision.num_patches
@@ -71,7 +71,7 @@ def _with_added_rows(config: VLMConfig, images: Images, source: Tensor, multiple
     # Any rows, where there is no image, and as padding.
     patches = F.pad(patches, (0, features + -features % (multiple * joined) - len(patches)))
     pixels, positions = F.pad(pixels, (0, 0, 0, missing)), F.pad(positions, (0, missing))
-    return Pictures(pixels, positions, rows, source, patches=patches, mixtures=images.mixtures)
+    return PackedImages(pixels, positions, rows, source, patches=patches, mixtures=images.mixtures)
 
 
 def _sequences_of(lengths: tuple[int, ...], multiple: int, device: torch.device) -> PackedSequences:
@@ -96,7 +96,7 @@ def forward(
     batch: ImageTextBatch,
     sequences: PackedSequences,
     carry: dict[str, Tensor] | None,
-    pictures: Pictures | Arrived | None,
+    packed_images: PackedImages | Arrived | None,
     multiple: int,
 ) -> dict[str, Tensor]:
     """From tokens ``[b, s]`` and images, or the carry, to ``hidden [T, h]``; last part: to ``losses [T]``.
@@ -106,7 +106,7 @@ def forward(
         batch: the micro-batch.
         sequences: those of the batch, padded as the model needs it.
         carry: what the part before has returned.
-        pictures: the images, for the part with the embedding.
+        packed_images: the images, for the part with the embedding.
         multiple: numbers of tokens are multiples of this.
     """
     rows = batch.rows if skips(batch, multiple) else None
@@ -116,7 +116,7 @@ def forward(
         labels=pack(batch.labels.masked_fill(batch.loss_mask == 0, IGNORED), sequences, IGNORED),
         hidden=None if carry is None else carry["hidden"],
         rows=rows,
-        pictures=pictures,
+        packed_images=packed_images,
         memory=None if carry is None else carry.get("memory"),
     )
     if (losses := output.losses) is not None:

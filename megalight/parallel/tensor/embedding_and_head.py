@@ -126,20 +126,20 @@ class VocabLinear(nn.Module):
         )
 
     def learn(
-        self, hidden: Tensor, labels: Tensor, softcap: float | None, lesson: DistillationTarget
+        self, hidden: Tensor, labels: Tensor, softcap: float | None, target: DistillationTarget
     ) -> tuple[Tensor, Tensor | None]:
         """Divergences from a teacher ``[T]`` and losses ``[T]`` or None, equal on every rank.
 
-        The lesson's hidden states are those of all tokens, and its weight has the same rows as this one.
+        The hidden states of ``target`` are those of all tokens, and its weight has the same rows as this one.
         """
         return linear_divergence(
             Projection(self._whole(hidden), self.weight, self.bias, softcap),
-            lesson.teacher,
+            target.teacher,
             labels,
             first_row=self.first_row,
             num_rows=self.vocab_size,
             combine=functools.partial(combine, group=self.shared.group),
-            **lesson.options,
+            **target.options,
         )
 
     def top(self, hidden: Tensor) -> Tensor:
@@ -190,15 +190,15 @@ class VocabHead(nn.Module):
         labels: Tensor | None = None,
         *,
         normed: bool = False,
-        lesson: DistillationTarget | None = None,
+        target: DistillationTarget | None = None,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """``[T/tp, h]`` under sequence parallelism, else ``[T, h] ->`` losses ``[T]``; without labels: logits.
 
-        With a lesson beside the labels: see :meth:`learn`. ``normed`` hidden states have passed another norm, and skip
-        the one here.
+        With ``target`` and labels: see :meth:`learn`. ``normed`` hidden states have passed another norm, and skip the
+        one here.
         """
-        if lesson is not None and labels is not None:
-            return self.learn(hidden, labels, lesson, normed=normed)
+        if target is not None and labels is not None:
+            return self.learn(hidden, labels, target, normed=normed)
         hidden = hidden if normed else self.norm(hidden)
         if labels is not None:
             return self.output_layer.losses(hidden, labels, self.softcap, self.backend)
@@ -206,11 +206,11 @@ class VocabHead(nn.Module):
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def learn(
-        self, hidden: Tensor, labels: Tensor, lesson: DistillationTarget, *, normed: bool = False
+        self, hidden: Tensor, labels: Tensor, target: DistillationTarget, *, normed: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Return divergences from the teacher ``[T]``, and losses ``[T]`` if the lesson asks for them."""
+        """Return divergences from the teacher ``[T]``, and losses ``[T]`` if the target asks for them."""
         hidden = hidden if normed else self.norm(hidden)
-        return self.output_layer.learn(hidden, labels, self.softcap, lesson)
+        return self.output_layer.learn(hidden, labels, self.softcap, target)
 
     def top(self, hidden: Tensor, *, normed: bool = False) -> Tensor:
         """Return the most likely token of each of all tokens: ``[T]``, without a gradient."""

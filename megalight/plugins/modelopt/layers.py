@@ -88,10 +88,10 @@ def _quantized_head(modules: Any) -> Any:
             labels: Tensor | None = None,
             *,
             normed: bool = False,
-            lesson: DistillationTarget | None = None,
+            target: DistillationTarget | None = None,
         ) -> Tensor | tuple[Tensor, Tensor | None]:
-            if lesson is not None and labels is not None:
-                return self.learn(hidden, labels, lesson, normed=normed)
+            if target is not None and labels is not None:
+                return self.learn(hidden, labels, target, normed=normed)
             if labels is None:
                 logits: Tensor = super().forward(hidden, normed=normed)
                 return logits
@@ -101,11 +101,11 @@ def _quantized_head(modules: Any) -> Any:
             return losses
 
         def learn(
-            self, hidden: Tensor, labels: Tensor, lesson: DistillationTarget, *, normed: bool = False
+            self, hidden: Tensor, labels: Tensor, target: DistillationTarget, *, normed: bool = False
         ) -> tuple[Tensor, Tensor | None]:
             hidden = self._rounded(hidden, normed)
             with self.output_layer.quantize_weight():
-                found: tuple[Tensor, Tensor | None] = super().learn(hidden, labels, lesson, normed=True)
+                found: tuple[Tensor, Tensor | None] = super().learn(hidden, labels, target, normed=True)
             return found
 
         def _rounded(self, hidden: Tensor, normed: bool) -> Tensor:

@@ -148,7 +148,7 @@ def _scaled(value: Fraction, exponent: str) -> Fraction | None:
 # Extraction
 
 
-Mark = Literal["boxed", "tags", "hashes", "last_number"]
+Extractor = Literal["boxed", "tags", "hashes", "last_number"]
 TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 BRACES = re.compile(r"\\[{}]|\\f?box(?:ed)?\s*\{|[{}]")
 """Escaped braces, which are only signs; the beginning of a box; and braces that hold something."""
@@ -186,28 +186,28 @@ def hashes(text: str) -> str | None:
     return after.strip().partition("\n")[0] if mark else None
 
 
-MARKS: dict[str, Callable[[str], str | None]] = {
+EXTRACTORS: dict[str, Callable[[str], str | None]] = {
     "boxed": boxed,
     "tags": tags,
     "hashes": hashes,
     "last_number": last_number,
 }
-"""Name of a mark -> what finds the last one in a text."""
+"""Name of an extractor -> what finds the last answer of its form in a text."""
 
 
-def check_marks(marks: Sequence[str]) -> None:
-    """Refuse names that are no marks.
+def check_extractors(extractors: Sequence[str]) -> None:
+    """Check names of extractors.
 
     Raises:
         ConfigurationError: with the name.
     """
-    for mark in marks:
-        if mark not in MARKS:
-            raise ConfigurationError(f"marks has {mark!r}; it must be some of {', '.join(get_args(Mark))}.")
-    if not marks:
-        raise ConfigurationError(f"marks is empty; name some of {', '.join(get_args(Mark))}.")
+    for name in extractors:
+        if name not in EXTRACTORS:
+            raise ConfigurationError(f"extractors has {name!r}; it must be some of {', '.join(get_args(Extractor))}.")
+    if not extractors:
+        raise ConfigurationError(f"extractors is empty; name some of {', '.join(get_args(Extractor))}.")
 
 
-def marked(text: str, marks: Sequence[str]) -> str | None:
-    """Return what the first of these marks that occurs in a text holds, or None."""
-    return next((found for mark in marks if (found := MARKS[mark](text)) is not None), None)
+def extract_answer(text: str, extractors: Sequence[str]) -> str | None:
+    """Return the answer that the first of these extractors finds in a text, or None."""
+    return next((found for name in extractors if (found := EXTRACTORS[name](text)) is not None), None)

@@ -10,9 +10,16 @@ from typing import Any
 
 from megalight.errors import ConfigurationError, DataError, nearest
 from megalight.rl.environment import Answer
-from megalight.rl.rewards.answer_extraction import Mark, Number, check_marks, marked, plain, read_number
+from megalight.rl.rewards.answer_extraction import (
+    Extractor,
+    Number,
+    check_extractors,
+    extract_answer,
+    plain,
+    read_number,
+)
 
-MARKS: tuple[Mark, ...] = ("boxed", "tags", "hashes", "last_number")
+EXTRACTORS: tuple[Extractor, ...] = ("boxed", "tags", "hashes", "last_number")
 BRACKETS = {"(": ")", "[": "]", "{": "}"}
 ENDS = frozenset(BRACKETS.values())
 ORDERED = ("(", "[")
@@ -31,36 +38,36 @@ class FinalAnswer:
 
     Args:
         column: where rows hold the right answer: a number, a text, or a list of which any is right. A text that has a
-            mark itself (``... #### 42``, ``... \boxed{42}``) is read there, as solutions of GSM8K and MATH are.
-        marks: where the answer is looked for. The first of these that occurs decides, and its last place counts:
+            form itself (``... #### 42``, ``... \boxed{42}``) is read there, as solutions of GSM8K and MATH are.
+        extractors: where the answer is looked for. The first of these that occurs decides, and its last place counts:
             ``boxed`` is ``\boxed{...}``, ``tags`` is ``<answer>...</answer>``, ``hashes`` is the line after ``####``,
             and ``last_number`` is the last number in the text.
         after: only text after the last place of this counts, such as ``</think>``. Without it, the answer is missing.
         tolerance: how far a number may be from the right one, relative to it. Two whole numbers must be equal.
         wrong: value of another answer.
-        missing: value of an answer without any mark.
+        missing: value of an answer in which none of them finds one.
 
     Raises:
-        ConfigurationError: a mark is unknown, or a value is not finite or negative where it cannot be.
+        ConfigurationError: an extractor is unknown, or a value is not finite or negative where it cannot be.
     """
 
     def __init__(
         self,
         *,
         column: str = "answer",
-        marks: Sequence[Mark] = MARKS,
+        extractors: Sequence[Extractor] = EXTRACTORS,
         after: str | None = None,
         tolerance: float = 1e-6,
         wrong: float = 0.0,
         missing: float = 0.0,
     ) -> None:
-        check_marks(marks)
+        check_extractors(extractors)
         if not 0 <= tolerance < math.inf:
             raise ConfigurationError(f"tolerance is {tolerance}; it must be finite and at least 0.")
         if after == "":
             raise ConfigurationError("after is empty; give a text such as '</think>', or leave it out.")
         self.column = column
-        self.marks = tuple(marks)
+        self.extractors = tuple(extractors)
         self.after = after
         self.tolerance = Fraction(repr(float(tolerance)))  # as it is written: 1e-6 is a millionth
         self.wrong = wrong
@@ -78,7 +85,7 @@ class FinalAnswer:
             _, found, text = text.rpartition(self.after)
             if not found:
                 return self.missing
-        given = marked(text, self.marks)
+        given = extract_answer(text, self.extractors)
         if given is None:
             return self.missing
         return 1.0 if any(same(given, truth, self.tolerance) for truth in truths) else self.wrong
@@ -108,7 +115,7 @@ class FinalAnswer:
             raise DataError(
                 f"{self.column!r} of the row is {value!r}; it must be a text, a number, or a list of some of them."
             )
-        return [marked(str(each), ("boxed", "hashes")) or str(each) for each in found]
+        return [extract_answer(str(each), ("boxed", "hashes")) or str(each) for each in found]
 
 
 def same(given: str, truth: str, tolerance: Fraction) -> bool:

@@ -63,8 +63,8 @@ class Pattern:
         return 1.0 if found else 0.0
 
 
-class Where:
-    """Another reward for rows of one kind, and 0 for all others, so that one run can have several kinds of prompts.
+class RowFilter:
+    """Row filter: another reward for rows of one kind, and 0 for all others, so that a run can have several tasks.
 
     Args:
         column: where rows say their kind. Every row has it.

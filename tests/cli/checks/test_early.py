@@ -139,7 +139,7 @@ VALUES = [
     (["--trainer.max_time=noon"], ["trainer.max_time is 'noon'", "DD:HH:MM:SS"]),
     (
         ["--trainer.callbacks+=Distillation", "--trainer.callbacks.teacher_logits=absent"],
-        ["absent has no manifest.json", "megalight teach"],
+        ["absent has no manifest.json", "megalight cache-logits"],
     ),
     (["--model.config.num_heads=3"], ["hidden_size 8 is not a multiple of num_heads 3"]),
     (["--trainer.devices=4", "--trainer.strategy.tensor_parallel=4"], ["consists of 2 units"]),

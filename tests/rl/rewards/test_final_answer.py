@@ -89,7 +89,7 @@ def test_other_answers(text: str, truth: Any) -> None:
 
 def test_an_answer_without_a_mark_is_missing() -> None:
     assert value("no number", "1", missing=-0.5) == -0.5
-    assert value("it is 1", "1", marks=["boxed", "hashes"], missing=-0.5) == -0.5
+    assert value("it is 1", "1", extractors=["boxed", "hashes"], missing=-0.5) == -0.5
     assert value("", "1", missing=-0.5) == -0.5
 
 
@@ -116,8 +116,8 @@ def test_a_row_without_a_right_answer_is_refused(row: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"marks": ["box"]}, "marks has 'box'"),
-        ({"marks": []}, "marks is empty"),
+        ({"extractors": ["box"]}, "extractors has 'box'"),
+        ({"extractors": []}, "extractors is empty"),
         ({"tolerance": -1.0}, "tolerance is -1"),
         ({"tolerance": float("nan")}, "tolerance is nan"),
         ({"after": ""}, "after is empty"),

@@ -14,18 +14,18 @@ from torch import Tensor
 from megalight.models.gpt.config import GPTConfig
 from megalight.models.gpt.hugging_face import deepseek, gemma, gpt2, gpt_oss, llama, llama4, mamba, moe, qwen3_next
 from megalight.models.gpt.hugging_face.deepseek import without_missing_depths as without_missing_depths
-from megalight.models.hugging_face.kinds import ModelKind, ModelKinds
+from megalight.models.hugging_face.model_types import ModelType, ModelTypes
 
-KINDS: tuple[ModelKind[GPTConfig], ...] = (
-    *mamba.KINDS,
-    *qwen3_next.KINDS,
-    *deepseek.KINDS,
-    *gemma.KINDS,
-    *llama4.KINDS,
-    *gpt_oss.KINDS,
-    *moe.KINDS,
-    *gpt2.KINDS,
-    *llama.KINDS,
+MODEL_TYPES: tuple[ModelType[GPTConfig], ...] = (
+    *mamba.MODEL_TYPES,
+    *qwen3_next.MODEL_TYPES,
+    *deepseek.MODEL_TYPES,
+    *gemma.MODEL_TYPES,
+    *llama4.MODEL_TYPES,
+    *gpt_oss.MODEL_TYPES,
+    *moe.MODEL_TYPES,
+    *gpt2.MODEL_TYPES,
+    *llama.MODEL_TYPES,
 )
 
 
@@ -71,7 +71,7 @@ def settings(config: GPTConfig) -> dict[str, Any]:
     return values
 
 
-FAMILY = ModelKinds(KINDS, settings, lambda config: f"position.kind={config.position.kind!r} with these parts")
+FAMILY = ModelTypes(MODEL_TYPES, settings, lambda config: f"position.kind={config.position.kind!r} with these parts")
 weight_map = FAMILY.weight_map
 config_from_transformers = FAMILY.read
 config_to_transformers = FAMILY.write

@@ -20,8 +20,8 @@ from megalight.models.gpt.hugging_face.common import (
 )
 from megalight.models.gpt.hugging_face.llama import LLAMA
 from megalight.models.gpt.mixer_config import LatentConfig
-from megalight.models.hugging_face.kinds import ModelKind
-from megalight.models.hugging_face.weights import Theirs, WeightMap
+from megalight.models.hugging_face.model_types import ModelType
+from megalight.models.hugging_face.weights import TensorMapping, WeightMap
 from megalight.nn.moe import MoEConfig, RouterConfig, SharedConfig
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def _places(config: GPTConfig) -> WeightMap:
     rest = {ours: theirs for ours, theirs in LLAMA.items() if ".attention." not in ours or ours.endswith("proj")}
     layers = rest | _latent_places(config)
     return WeightMap(
-        {ours: Theirs(theirs) for ours, theirs in (layers | _depth_places(layers)).items()},
+        {ours: TensorMapping(theirs) for ours, theirs in (layers | _depth_places(layers)).items()},
         root="model.",
         copies={**tied_head(config, "model.embed_tokens"), **_depth_copies(config)},
         left_out=_after_layers(config),
@@ -296,7 +296,7 @@ def _suits(config: GPTConfig) -> bool:
     return config.latent is not None
 
 
-KINDS = (
-    ModelKind("deepseek_v3", "DeepseekV3ForCausalLM", _suits, _places, _read_v3, _write_v3, also_read=("kimi_k2",)),
-    ModelKind("deepseek_v2", "DeepseekV2ForCausalLM", _suits, _places, _read_v2, _write_v2),
+MODEL_TYPES = (
+    ModelType("deepseek_v3", "DeepseekV3ForCausalLM", _suits, _places, _read_v3, _write_v3, also_read=("kimi_k2",)),
+    ModelType("deepseek_v2", "DeepseekV2ForCausalLM", _suits, _places, _read_v2, _write_v2),
 )

@@ -13,8 +13,8 @@ from megalight.models.gpt.config import GPTConfig, NormConfig
 from megalight.models.gpt.hugging_face.common import layer_types, refuse_others, rotary_from, rotary_to, tied_head
 from megalight.models.gpt.hugging_face.llama import LLAMA, WHOLE, WINDOWED, types_to
 from megalight.models.gpt.mixer_config import AttentionConfig
-from megalight.models.hugging_face.kinds import ModelKind
-from megalight.models.hugging_face.weights import Theirs, WeightMap
+from megalight.models.hugging_face.model_types import ModelType
+from megalight.models.hugging_face.weights import TensorMapping, WeightMap
 
 NORMS = {
     "layers.N.attention_post_norm": "model.layers.N.post_attention_layernorm",
@@ -40,7 +40,7 @@ BASES = {"full_attention": 1_000_000.0, "sliding_attention": 10_000.0}
 
 def _places(config: GPTConfig) -> WeightMap:
     return WeightMap(
-        {ours: Theirs(theirs) for ours, theirs in (LLAMA | NORMS).items()},
+        {ours: TensorMapping(theirs) for ours, theirs in (LLAMA | NORMS).items()},
         root="model.",
         copies=tied_head(config, "model.embed_tokens"),
         left_out=VISION,
@@ -159,8 +159,8 @@ def _full(rotations: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_theta": BASES["full_attention"], **(rotations["full_attention"] or {})}
 
 
-KINDS = tuple(
-    ModelKind(kind, architecture, suits, _places, _read, partial(_write, kind), also)
+MODEL_TYPES = tuple(
+    ModelType(kind, architecture, suits, _places, _read, partial(_write, kind), also)
     for kind, architecture, suits, also in (
         (
             "gemma3_text",

@@ -10,8 +10,8 @@ from megalight.models.config import DropoutConfig
 from megalight.models.gpt.config import GPTConfig, NormConfig
 from megalight.models.gpt.hugging_face.common import activation_of, activation_to, tied_head
 from megalight.models.gpt.mixer_config import AttentionConfig, PositionConfig
-from megalight.models.hugging_face.kinds import ModelKind
-from megalight.models.hugging_face.weights import Theirs, WeightMap
+from megalight.models.hugging_face.model_types import ModelType
+from megalight.models.hugging_face.weights import TensorMapping, WeightMap
 
 GPT2 = {
     "embed.word": "transformer.wte",
@@ -37,9 +37,9 @@ def _places(config: GPTConfig) -> WeightMap:
     # Queries, keys and values lie one after the other, each of all heads.
     rows = {name: range(i * size, (i + 1) * size) for i, name in enumerate("qkv")}
     return WeightMap(
-        {ours: Theirs(theirs) for ours, theirs in GPT2.items()}
-        | {ours: Theirs(theirs, transposed=True) for ours, theirs in GPT2_TRANSPOSED.items()}
-        | {f"layers.N.attention.{name}": Theirs(fused, part, True) for name, part in rows.items()},
+        {ours: TensorMapping(theirs) for ours, theirs in GPT2.items()}
+        | {ours: TensorMapping(theirs, transposed=True) for ours, theirs in GPT2_TRANSPOSED.items()}
+        | {f"layers.N.attention.{name}": TensorMapping(fused, part, True) for name, part in rows.items()},
         root="transformer.",
         copies=tied_head(config, "transformer.wte"),
         # Masks of the triangle, saved by older releases.
@@ -94,8 +94,8 @@ def _write(config: GPTConfig) -> dict[str, Any]:
     }
 
 
-KINDS = (
-    ModelKind(
+MODEL_TYPES = (
+    ModelType(
         "gpt2",
         "GPT2LMHeadModel",
         # It is the only one of them with learned positions.

@@ -10,8 +10,8 @@ from megalight.errors import ConfigurationError
 from megalight.models.gpt.config import GPTConfig
 from megalight.models.gpt.hugging_face.common import refuse_others
 from megalight.models.gpt.hugging_face.llama import WHOLE, WINDOWED, llama_from, llama_map, llama_to, types_to
-from megalight.models.hugging_face.kinds import ModelKind
-from megalight.models.hugging_face.weights import Theirs, WeightMap
+from megalight.models.hugging_face.model_types import ModelType
+from megalight.models.hugging_face.weights import TensorMapping, WeightMap
 from megalight.nn.moe import MoEConfig, RouterConfig
 
 LIMIT = 7.0
@@ -40,8 +40,8 @@ def _places(config: GPTConfig) -> WeightMap:
     # Gate and up are rows of one tensor, in turn: even ones are gates.
     both = 2 * config.expert_ffn_hidden_size
     places = {
-        "layers.N.attention.sink.offset": Theirs("model.layers.N.self_attn.sinks"),
-        "layers.N.mlp.router": Theirs("model.layers.N.mlp.router"),
+        "layers.N.attention.sink.offset": TensorMapping("model.layers.N.self_attn.sinks"),
+        "layers.N.mlp.router": TensorMapping("model.layers.N.mlp.router"),
     }
     for name, theirs, rows in (
         ("gate", "gate_up_proj", range(0, both, 2)),
@@ -50,7 +50,9 @@ def _places(config: GPTConfig) -> WeightMap:
     ):
         for leaf, end in (("weight", ""), ("bias", "_bias")):
             full = f"model.layers.N.mlp.experts.{theirs}{end}"
-            places[f"layers.N.mlp.experts.N.{name}.{leaf}"] = Theirs(full, rows, transposed=True, stack=moe.num_experts)
+            places[f"layers.N.mlp.experts.N.{name}.{leaf}"] = TensorMapping(
+                full, rows, transposed=True, stack=moe.num_experts
+            )
     return llama_map(config, places)
 
 
@@ -110,8 +112,8 @@ def _experts(config: GPTConfig) -> MoEConfig:
     return config.moe
 
 
-KINDS = (
-    ModelKind(
+MODEL_TYPES = (
+    ModelType(
         "gpt_oss",
         "GptOssForCausalLM",
         suits=lambda config: config.attention.softmax == "learnable",

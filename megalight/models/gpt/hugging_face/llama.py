@@ -18,8 +18,8 @@ from megalight.models.gpt.hugging_face.common import (
     tied_head,
 )
 from megalight.models.gpt.mixer_config import AttentionConfig
-from megalight.models.hugging_face.kinds import ModelKind
-from megalight.models.hugging_face.weights import Theirs, WeightMap
+from megalight.models.hugging_face.model_types import ModelType
+from megalight.models.hugging_face.weights import TensorMapping, WeightMap
 
 LLAMA = {
     "embed.word": "model.embed_tokens",
@@ -60,7 +60,7 @@ GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh"}
 """Their name of an activation -> ours."""
 
 
-def llama_map(config: GPTConfig, others: Mapping[str, Theirs] | None = None) -> WeightMap:
+def llama_map(config: GPTConfig, others: Mapping[str, TensorMapping] | None = None) -> WeightMap:
     """Return the table of a model with Llama's names.
 
     Args:
@@ -68,7 +68,7 @@ def llama_map(config: GPTConfig, others: Mapping[str, Theirs] | None = None) -> 
         others: places that Llama does not have, or has elsewhere.
     """
     return WeightMap(
-        {ours: Theirs(theirs) for ours, theirs in LLAMA.items()} | dict(others or {}),
+        {ours: TensorMapping(theirs) for ours, theirs in LLAMA.items()} | dict(others or {}),
         root="model.",
         copies=tied_head(config, "model.embed_tokens"),
         # Older files hold this buffer, which is computed here.
@@ -202,8 +202,8 @@ def _suits(config: GPTConfig) -> bool:
     return config.moe is None and config.position.kind != "learned"
 
 
-KINDS = tuple(
-    ModelKind(kind, architecture, _suits, llama_map, llama_from, write)
+MODEL_TYPES = tuple(
+    ModelType(kind, architecture, _suits, llama_map, llama_from, write)
     for kind, architecture, write in (
         ("llama", "LlamaForCausalLM", _to_biased_llama),
         ("mistral", "MistralForCausalLM", _to_mistral),

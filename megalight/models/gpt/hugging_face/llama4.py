@@ -19,8 +19,8 @@ from megalight.models.gpt.hugging_face.common import (
 )
 from megalight.models.gpt.hugging_face.llama import LLAMA
 from megalight.models.gpt.mixer_config import AttentionConfig, TemperatureConfig
-from megalight.models.hugging_face.kinds import ModelKind
-from megalight.models.hugging_face.weights import Theirs, WeightMap
+from megalight.models.hugging_face.model_types import ModelType
+from megalight.models.hugging_face.weights import TensorMapping, WeightMap
 from megalight.nn.moe import MoEConfig, RouterConfig, SharedConfig
 
 PLACES = {
@@ -47,14 +47,14 @@ def _places(config: GPTConfig) -> WeightMap:
     assert config.moe is not None
     width, experts = config.expert_ffn_hidden_size, config.moe.num_experts
     outside = {ours: theirs for ours, theirs in LLAMA.items() if ".mlp." not in ours}
-    places = {ours: Theirs(theirs) for ours, theirs in (outside | PLACES).items()}
+    places = {ours: TensorMapping(theirs) for ours, theirs in (outside | PLACES).items()}
     for name, theirs, rows in (
         ("gate", "gate_up_proj", range(width)),
         ("up", "gate_up_proj", range(width, 2 * width)),
         ("down", "down_proj", None),
     ):
         full = f"model.layers.N.feed_forward.experts.{theirs}"
-        places[f"layers.N.mlp.experts.N.{name}.weight"] = Theirs(full, rows, transposed=True, stack=experts)
+        places[f"layers.N.mlp.experts.N.{name}.weight"] = TensorMapping(full, rows, transposed=True, stack=experts)
     return WeightMap(
         places,
         root="model.",
@@ -168,8 +168,8 @@ def _kind(chunked: bool) -> str:
     return "chunked_attention" if chunked else "full_attention"
 
 
-KINDS = (
-    ModelKind(
+MODEL_TYPES = (
+    ModelType(
         "llama4_text",
         "Llama4ForCausalLM",
         # Its experts alone weigh their inputs.

@@ -12,8 +12,8 @@ from megalight.models.config import DropoutConfig
 from megalight.models.gpt.config import GPTConfig, NormConfig
 from megalight.models.gpt.hugging_face.common import refuse_other_sums, refuse_others, router_groups, stated, tied_head
 from megalight.models.gpt.mixer_config import AttentionConfig, MambaConfig, PositionConfig
-from megalight.models.hugging_face.kinds import ModelKind
-from megalight.models.hugging_face.weights import Theirs, WeightMap
+from megalight.models.hugging_face.model_types import ModelType
+from megalight.models.hugging_face.weights import TensorMapping, WeightMap
 from megalight.nn.moe import MoEConfig, RouterConfig, SharedConfig
 
 LAYER = "backbone.layers.N"
@@ -61,13 +61,13 @@ def _places(config: GPTConfig) -> WeightMap:
     assert mamba is not None
     inner, shared = mamba.inner_size, mamba.num_groups * mamba.state_size
     sizes = {"z": inner, "x": inner, "B": shared, "C": shared, "dt": mamba.num_heads}
-    places = {ours: Theirs(theirs) for ours, theirs in (PLACES | SUBLAYERS).items()}
+    places = {ours: TensorMapping(theirs) for ours, theirs in (PLACES | SUBLAYERS).items()}
     start = 0
     for name, size in sizes.items():
-        places[f"layers.N.mamba.{name}"] = Theirs(f"{LAYER}.mixer.in_proj", range(start, start + size))
+        places[f"layers.N.mamba.{name}"] = TensorMapping(f"{LAYER}.mixer.in_proj", range(start, start + size))
         if name in ("x", "B", "C"):
             rows = range(start - inner, start - inner + size)  # the gate is not convolved
-            places[f"layers.N.mamba.conv_{name}"] = Theirs(f"{LAYER}.mixer.conv1d", rows, depthwise=True)
+            places[f"layers.N.mamba.conv_{name}"] = TensorMapping(f"{LAYER}.mixer.conv1d", rows, depthwise=True)
         start += size
 
     def held(name: str) -> bool:
@@ -267,8 +267,8 @@ def _nemotron_h_to(config: GPTConfig) -> dict[str, Any]:
     return values
 
 
-KINDS = (
-    ModelKind(
+MODEL_TYPES = (
+    ModelType(
         "mamba2",
         "Mamba2ForCausalLM",
         suits=lambda config: config.mamba is not None and set(config.layer_pattern) == {"M"},
@@ -276,7 +276,7 @@ KINDS = (
         read=_mamba2_from,
         write=_mamba2_to,
     ),
-    ModelKind(
+    ModelType(
         "nemotron_h",
         "NemotronHForCausalLM",
         suits=lambda config: config.mamba is not None and bool(config.layer_pattern),

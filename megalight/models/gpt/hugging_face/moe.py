@@ -9,8 +9,8 @@ from typing import Any
 from megalight.errors import ConfigurationError
 from megalight.models.gpt.config import GPTConfig
 from megalight.models.gpt.hugging_face.llama import llama_from, llama_map, llama_to
-from megalight.models.hugging_face.kinds import ModelKind
-from megalight.models.hugging_face.weights import Theirs, WeightMap
+from megalight.models.hugging_face.model_types import ModelType
+from megalight.models.hugging_face.weights import TensorMapping, WeightMap
 from megalight.nn.moe import MoEConfig, RouterConfig
 
 MIXTRAL = {
@@ -31,7 +31,7 @@ QWEN = {
 def _places(config: GPTConfig) -> WeightMap:
     # Of these kinds, Mixtral alone has no norm of queries and keys.
     table = QWEN if config.attention.qk_norm else MIXTRAL
-    return llama_map(config, {ours: Theirs(theirs) for ours, theirs in table.items()})
+    return llama_map(config, {ours: TensorMapping(theirs) for ours, theirs in table.items()})
 
 
 def _read(values: Mapping[str, Any]) -> GPTConfig:
@@ -121,8 +121,8 @@ def _to_olmoe(config: GPTConfig) -> dict[str, Any]:
     return {**llama_to(config), "attention_bias": config.attention.proj_bias, **_experts_to("olmoe", config)}
 
 
-KINDS = tuple(
-    ModelKind(kind, architecture, lambda config: config.moe is not None, _places, _read, write)
+MODEL_TYPES = tuple(
+    ModelType(kind, architecture, lambda config: config.moe is not None, _places, _read, write)
     for kind, architecture, write in (
         ("mixtral", "MixtralForCausalLM", _to_mixtral),
         ("qwen3_moe", "Qwen3MoeForCausalLM", _to_qwen3_moe),

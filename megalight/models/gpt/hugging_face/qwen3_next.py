@@ -14,8 +14,8 @@ from megalight.models.gpt.hugging_face.common import layer_types, refuse_others,
 from megalight.models.gpt.hugging_face.llama import llama_map, llama_to
 from megalight.models.gpt.hugging_face.moe import sparse_layers
 from megalight.models.gpt.mixer_config import AttentionConfig, DeltaNetConfig
-from megalight.models.hugging_face.kinds import ModelKind
-from megalight.models.hugging_face.weights import RowBlocks, Theirs, WeightMap
+from megalight.models.hugging_face.model_types import ModelType
+from megalight.models.hugging_face.weights import RowBlocks, TensorMapping, WeightMap
 from megalight.nn.moe import MoEConfig, RouterConfig, SharedConfig
 
 LAYER = "model.layers.N"
@@ -59,15 +59,15 @@ def _places(config: GPTConfig) -> WeightMap:
         (f"{DELTA}.in_proj_ba", "delta", groups, _blocks(b=shared, a=shared)),
         (f"{LAYER}.self_attn.q_proj", "attention", config.num_heads, _blocks(q=config.head_dim, gate=config.head_dim)),
     )
-    places = {ours: Theirs(theirs) for ours, theirs in PLACES.items()}
+    places = {ours: TensorMapping(theirs) for ours, theirs in PLACES.items()}
     for theirs, module, count, parts in fused:
         stride = sum(size for _, size in parts.values())
         for name, (start, size) in parts.items():
-            places[f"layers.N.{module}.{name}"] = Theirs(theirs, RowBlocks(start, size, stride, count))
+            places[f"layers.N.{module}.{name}"] = TensorMapping(theirs, RowBlocks(start, size, stride, count))
     # The channels of the convolution are in no blocks: those of all heads follow each other.
     for name, (start, size) in _blocks(q=groups * keys, k=groups * keys, v=delta.inner_size).items():
         rows = range(start, start + size)
-        places[f"layers.N.delta.conv_{name}"] = Theirs(f"{DELTA}.conv1d", rows, depthwise=True)
+        places[f"layers.N.delta.conv_{name}"] = TensorMapping(f"{DELTA}.conv1d", rows, depthwise=True)
 
     def held(name: str) -> bool:
         norm = re.match(r"layers\.(\d+)\.(attention|delta)_norm\.", name)
@@ -176,8 +176,8 @@ def _write(config: GPTConfig) -> dict[str, Any]:
     }
 
 
-KINDS = (
-    ModelKind(
+MODEL_TYPES = (
+    ModelType(
         "qwen3_next",
         "Qwen3NextForCausalLM",
         suits=lambda config: config.delta is not None and not config.layer_pattern,

@@ -24,7 +24,7 @@ from megalight.checkpoint.foreign.torch_dcp import Shard, TorchFolder, TorchTens
 from megalight.errors import CheckpointError
 from megalight.models.gpt.config import GPTConfig
 from megalight.models.gpt.megatron.param_mapping import OPTIMIZER, plain
-from megalight.models.gpt.megatron.param_order import OTHERS, HeldParameter, MegatronDegrees, Order, ParamBox
+from megalight.models.gpt.megatron.param_order import OTHERS, HeldParameter, MegatronDegrees, ParamBox, ParamOrder
 from megalight.parallel.shard import boxes
 
 KEY = re.compile(
@@ -114,7 +114,7 @@ def cut(config: GPTConfig, arguments: Mapping[str, Any], kind: str, tensors: Map
     weights = {name: tensors[key] for name, key in keys.items()}
     try:
         buffers = _buffers(found)
-        expected = _expected(Order(config, weights, layout))
+        expected = _expected(ParamOrder(config, weights, layout))
         for place in sorted(set(buffers) ^ set(expected)):
             there = "not expected" if place in buffers else "missing"
             raise ValueError(f"the buffer {_name(place)} is {there} where arguments describe {layout}")
@@ -211,7 +211,7 @@ def _buffers(found: Sequence[tuple[re.Match[str], TorchTensor]]) -> dict[tuple[b
     return buffers
 
 
-def _expected(order: Order) -> dict[tuple[bool, int, int], list[HeldParameter]]:
+def _expected(order: ParamOrder) -> dict[tuple[bool, int, int], list[HeldParameter]]:
     """Return the parameters of each buffer in their order there: from the last module to the first one."""
     layout = order.layout
     expected: dict[tuple[bool, int, int], list[HeldParameter]] = {}

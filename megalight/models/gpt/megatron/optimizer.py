@@ -14,7 +14,7 @@ from megalight.checkpoint.foreign.pickles import Record
 from megalight.checkpoint.foreign.torch_dcp import Shard, TorchTensor
 from megalight.errors import CheckpointError
 from megalight.models.gpt.config import GPTConfig
-from megalight.models.gpt.megatron.param_mapping import OPTIMIZER, ParamPlace, places_in, plain
+from megalight.models.gpt.megatron.param_mapping import OPTIMIZER, ParamMapping, map_params, plain
 from megalight.parallel.shard import boxes
 
 KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(param|fp32_param|exp_avg|exp_avg_sq)\.(.+)")
@@ -27,9 +27,9 @@ MASTERS = "master"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def places_of_states(
+def map_states(
     config: GPTConfig, tensors: Mapping[str, TorchTensor], objects: Iterable[str], prefix: str
-) -> tuple[dict[str, ParamPlace], list[str]]:
+) -> tuple[dict[str, ParamMapping], list[str]]:
     """Return the place of each state by our name, and why there is none, as lines for a message.
 
     Nothing is returned unless all is there: moments of some parameters alone would mislead training.
@@ -54,7 +54,7 @@ def places_of_states(
     problems = [f"there is no {state}" for state in MOMENTS if state not in keys]
     places = {}
     for state, by_name in keys.items():
-        found, wrong = places_in(config, {name: tensors[key] for name, key in by_name.items()}, buffers=False)
+        found, wrong = map_params(config, {name: tensors[key] for name, key in by_name.items()}, buffers=False)
         problems += [f"{state}: {problem}" for problem in wrong]
         for name, place in found.items():
             places[f"optimizer.{state}.{prefix}{name}"] = replace(place, key=by_name[place.key])
@@ -75,12 +75,12 @@ def kind_of(common: Any) -> str:
     return next((name for name in names if isinstance(name, str)), "")
 
 
-def entries_of(common: Any, places: Mapping[str, ParamPlace]) -> dict[str, Any]:
+def entries_of(common: Any, places: Mapping[str, ParamMapping]) -> dict[str, Any]:
     """Return the entries of a checkpoint with these states, which any parameter groups resume from.
 
     Args:
         common: the content of ``common.pt``.
-        places: the result of :func:`places_of_states`.
+        places: the result of :func:`map_states`.
     """
     iteration = common.get("iteration")
     iteration = iteration if isinstance(iteration, int) else 0

@@ -82,7 +82,7 @@ OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 
 
 @dataclass(frozen=True)
-class ParamPlace:
+class ParamMapping:
     """Where a canonical tensor is in one of theirs.
 
     Attributes:
@@ -120,9 +120,9 @@ def plain(key: str) -> str:
     return re.sub(r"^(module\.|model\.)+", "", key)
 
 
-def places_in(
+def map_params(
     config: GPTConfig, found: Mapping[str, TorchTensor], *, buffers: bool = True
-) -> tuple[dict[str, ParamPlace], list[str]]:
+) -> tuple[dict[str, ParamMapping], list[str]]:
     """Return the place of each canonical tensor, and what does not fit, as lines for a message.
 
     Args:
@@ -140,7 +140,7 @@ def places_in(
         shapes |= {f"{module}.mlp.router.expert_bias": (config.moe.num_experts,) for module in modules}
     if not buffers:
         shapes = {name: shape for name, shape in shapes.items() if not name.endswith(".expert_bias")}
-    places: dict[str, ParamPlace] = {}
+    places: dict[str, ParamMapping] = {}
     problems, used = [], set()
     for name, shape in shapes.items():
         options = list(_options(name, config))
@@ -160,7 +160,7 @@ def places_in(
         if stored.shape != expected and not (padded and stored.shape[0] >= rows):
             shards = ", ".join(f"{list(shard.size)} at {list(shard.offset)}" for shard in stored.shards[:4])
             problems.append(f"{key} has shape {list(stored.shape)}, expected {list(expected)} (shards: {shards})")
-        places[name] = ParamPlace(key, index, runs, shape, stored.dtype, depthwise)
+        places[name] = ParamMapping(key, index, runs, shape, stored.dtype, depthwise)
     others = (key for key in found if key not in used and not OPTIMIZER.match(key) and not key.startswith("rng_state"))
     problems += [f"{key} of shape {list(found[key].shape)} has no counterpart" for key in sorted(others)]
     return places, problems

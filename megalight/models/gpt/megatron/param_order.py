@@ -129,7 +129,7 @@ class HeldParameter:
     first: bool
 
 
-class Order:
+class ParamOrder:
     """The parameters of each rank and chunk, in the order of modules.
 
     Args:

@@ -20,7 +20,7 @@ from megalight.errors import CheckpointError
 from megalight.models.gpt.megatron import buckets, optimizer
 from megalight.models.gpt.megatron.arguments import COMMON, config_of
 from megalight.models.gpt.megatron.optimizer import unflattened
-from megalight.models.gpt.megatron.param_mapping import places_in, plain
+from megalight.models.gpt.megatron.param_mapping import map_params, plain
 from megalight.models.saved import check_held
 from megalight.parallel.source import Filled, Target
 
@@ -70,7 +70,7 @@ class MegatronFolder:
         check_held(self.config, (stored.shape for stored in self._folder.tensors.values()), self.path)
         # The model's own keys decide. Which prefix a wrapper has added does not matter.
         keys = {plain(key): key for key in self._folder.tensors}
-        places, problems = places_in(self.config, {name: self._folder.tensors[key] for name, key in keys.items()})
+        places, problems = map_params(self.config, {name: self._folder.tensors[key] for name, key in keys.items()})
         if problems:
             more = f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
             raise CheckpointError(
@@ -81,7 +81,7 @@ class MegatronFolder:
         cut = buckets.cut(self.config, arguments, optimizer.kind_of(common), self._folder.tensors)
         self._folder.tensors |= cut.tensors
         self._ranges = cut.ranges
-        states, problems = optimizer.places_of_states(self.config, self._folder.tensors, self._folder.objects, prefix)
+        states, problems = optimizer.map_states(self.config, self._folder.tensors, self._folder.objects, prefix)
         if cut.problems:
             states, problems = {}, [optimizer.unreadable(buckets.FORMAT, problem) for problem in cut.problems]
         self.tensors |= states

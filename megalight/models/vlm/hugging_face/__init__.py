@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megalight.models.gpt.hugging_face import settings as language_settings
-from megalight.models.hugging_face.kinds import ModelKinds
+from megalight.models.hugging_face.model_types import ModelTypes
 from megalight.models.vlm.config import VLMConfig
 from megalight.models.vlm.hugging_face import gemma3, internvl, llava, qwen
 
@@ -20,7 +20,7 @@ def settings(config: VLMConfig) -> dict[str, Any]:
     return values
 
 
-FAMILY = ModelKinds((*gemma3.KINDS, *internvl.KINDS, *qwen.KINDS, *llava.KINDS), settings)
+FAMILY = ModelTypes((*gemma3.MODEL_TYPES, *internvl.MODEL_TYPES, *qwen.MODEL_TYPES, *llava.MODEL_TYPES), settings)
 weight_map = FAMILY.weight_map
 config_from_transformers = FAMILY.read
 config_to_transformers = FAMILY.write

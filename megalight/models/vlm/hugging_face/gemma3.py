@@ -11,8 +11,8 @@ from megalight.models.config import require
 from megalight.models.gpt.hugging_face import config_from_transformers as gpt_from
 from megalight.models.gpt.hugging_face import config_to_transformers as gpt_to
 from megalight.models.gpt.hugging_face import weight_map as gpt_map
-from megalight.models.hugging_face.kinds import ModelKind
-from megalight.models.hugging_face.weights import Theirs, WeightMap
+from megalight.models.hugging_face.model_types import ModelType
+from megalight.models.hugging_face.weights import TensorMapping, WeightMap
 from megalight.models.vision import hugging_face
 from megalight.models.vlm.config import ProjectorConfig, VLMConfig
 
@@ -33,13 +33,15 @@ RENAMED = {
 def weight_map(config: VLMConfig) -> WeightMap:
     """Return where Gemma-3 keeps the tensors of a model."""
     language = gpt_map(config.language)
-    tower = {f"embed.tower.{ours}": Theirs(TOWER + theirs) for ours, theirs in hugging_face.PLACES.items()}
-    tower["embed.tower.output_norm"] = Theirs(TOWER + hugging_face.UNUSED_NORM)  # which this model reads
+    tower = {f"embed.tower.{ours}": TensorMapping(TOWER + theirs) for ours, theirs in hugging_face.PLACES.items()}
+    tower["embed.tower.output_norm"] = TensorMapping(TOWER + hugging_face.UNUSED_NORM)  # which this model reads
     return WeightMap(
         tower
         | {
-            "embed.projector.norm": Theirs("multi_modal_projector.mm_soft_emb_norm"),
-            "embed.projector.proj.weight": Theirs("multi_modal_projector.mm_input_projection_weight", transposed=True),
+            "embed.projector.norm": TensorMapping("multi_modal_projector.mm_soft_emb_norm"),
+            "embed.projector.proj.weight": TensorMapping(
+                "multi_modal_projector.mm_input_projection_weight", transposed=True
+            ),
         }
         | {ours: replace(place, name=LANGUAGE + place.name) for ours, place in language.places.items()},
         copies={LANGUAGE + copy: LANGUAGE + original for copy, original in language.copies.items()},
@@ -95,4 +97,4 @@ def _suits(config: VLMConfig) -> bool:
     return config.mutual
 
 
-KINDS = (ModelKind(MODEL_TYPE, "Gemma3ForConditionalGeneration", _suits, weight_map, _read, _write),)
+MODEL_TYPES = (ModelType(MODEL_TYPE, "Gemma3ForConditionalGeneration", _suits, weight_map, _read, _write),)

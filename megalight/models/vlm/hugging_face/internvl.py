@@ -11,8 +11,8 @@ from megalight.models.gpt.hugging_face import config_from_transformers as gpt_fr
 from megalight.models.gpt.hugging_face import config_to_transformers as gpt_to
 from megalight.models.gpt.hugging_face import weight_map as gpt_map
 from megalight.models.gpt.hugging_face.common import refuse_others
-from megalight.models.hugging_face.kinds import ModelKind
-from megalight.models.hugging_face.weights import Theirs, WeightMap
+from megalight.models.hugging_face.model_types import ModelType
+from megalight.models.hugging_face.weights import TensorMapping, WeightMap
 from megalight.models.vision import hugging_face
 from megalight.models.vision.config import VisionConfig
 from megalight.models.vlm.config import ProjectorConfig, VLMConfig
@@ -80,10 +80,10 @@ def weight_map(config: VLMConfig) -> WeightMap:
     """Return where InternVL keeps the tensors of a model."""
     language = gpt_map(config.language)
     return WeightMap(
-        {ours: Theirs(theirs) for ours, theirs in PLACES.items()}
+        {ours: TensorMapping(theirs) for ours, theirs in PLACES.items()}
         | {
-            "embed.tower.class_token.weight": Theirs("vision_tower.embeddings.cls_token", leading=2),
-            "embed.tower.position.weight": Theirs("vision_tower.embeddings.position_embeddings", leading=1),
+            "embed.tower.class_token.weight": TensorMapping("vision_tower.embeddings.cls_token", leading=2),
+            "embed.tower.position.weight": TensorMapping("vision_tower.embeddings.position_embeddings", leading=1),
         }
         | {ours: replace(place, name=LANGUAGE + place.name) for ours, place in language.places.items()},
         copies={LANGUAGE + copy: LANGUAGE + original for copy, original in language.copies.items()},
@@ -171,4 +171,4 @@ def _suits(config: VLMConfig) -> bool:
     return config.vision.layer_scale is not None
 
 
-KINDS = (ModelKind(MODEL_TYPE, "InternVLForConditionalGeneration", _suits, weight_map, _read, _write),)
+MODEL_TYPES = (ModelType(MODEL_TYPE, "InternVLForConditionalGeneration", _suits, weight_map, _read, _write),)

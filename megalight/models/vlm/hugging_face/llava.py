@@ -11,8 +11,8 @@ from megalight.models.config import require
 from megalight.models.gpt.hugging_face import config_from_transformers as gpt_from
 from megalight.models.gpt.hugging_face import config_to_transformers as gpt_to
 from megalight.models.gpt.hugging_face import weight_map as gpt_map
-from megalight.models.hugging_face.kinds import ModelKind
-from megalight.models.hugging_face.weights import Theirs, WeightMap
+from megalight.models.hugging_face.model_types import ModelType
+from megalight.models.hugging_face.weights import TensorMapping, WeightMap
 from megalight.models.vision import hugging_face
 from megalight.models.vision.config import AnyResConfig, VisionConfig
 from megalight.models.vlm.config import ProjectorConfig, VLMConfig
@@ -82,7 +82,7 @@ def weight_map(config: VLMConfig) -> WeightMap:
     ]
     tower = {f"embed.tower.{ours}": TOWER + theirs for ours, theirs in hugging_face.PLACES.items()}
     return WeightMap(
-        {ours: Theirs(theirs) for ours, theirs in (tower | PROJECTOR).items()}
+        {ours: TensorMapping(theirs) for ours, theirs in (tower | PROJECTOR).items()}
         | {ours: replace(place, name=LANGUAGE + place.name) for ours, place in language.places.items()},
         copies={LANGUAGE + copy: LANGUAGE + original for copy, original in language.copies.items()},
         left_out=rf"vision_tower\.({hugging_face.UNUSED})",
@@ -231,10 +231,10 @@ def _write(config: VLMConfig) -> dict[str, Any]:
     }
 
 
-KINDS = (
-    ModelKind(
+MODEL_TYPES = (
+    ModelType(
         "llava_onevision", "LlavaOnevisionForConditionalGeneration", _newline, weight_map, _onevision, _to_onevision
     ),
-    ModelKind("llava_next", "LlavaNextForConditionalGeneration", _newline, weight_map, _next, _to_next),
-    ModelKind("llava", "LlavaForConditionalGeneration", _always, weight_map, _llava, _to_llava),
+    ModelType("llava_next", "LlavaNextForConditionalGeneration", _newline, weight_map, _next, _to_next),
+    ModelType("llava", "LlavaForConditionalGeneration", _always, weight_map, _llava, _to_llava),
 )

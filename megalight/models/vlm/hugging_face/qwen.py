@@ -12,8 +12,8 @@ from megalight.models.gpt.config import GPTConfig
 from megalight.models.gpt.hugging_face import config_from_transformers as gpt_from
 from megalight.models.gpt.hugging_face import config_to_transformers as gpt_to
 from megalight.models.gpt.hugging_face import weight_map as gpt_map
-from megalight.models.hugging_face.kinds import ModelKind
-from megalight.models.hugging_face.weights import Theirs, WeightMap
+from megalight.models.hugging_face.model_types import ModelType
+from megalight.models.hugging_face.weights import TensorMapping, WeightMap
 from megalight.models.vision import hugging_face
 from megalight.models.vision.config import DynamicConfig, VisionConfig
 from megalight.models.vlm.config import ProjectorConfig, VLMConfig
@@ -45,7 +45,7 @@ SIZES = {
 """Our size of a tower -> theirs."""
 
 
-def places(config: VisionConfig, named: Mapping[str, str]) -> dict[str, Theirs]:
+def places(config: VisionConfig, named: Mapping[str, str]) -> dict[str, TensorMapping]:
     """Return the places of a tower's tensors.
 
     Args:
@@ -55,12 +55,12 @@ def places(config: VisionConfig, named: Mapping[str, str]) -> dict[str, Theirs]:
     size = config.hidden_size
     # Queries, keys and values are one tensor.
     fused = {
-        f"embed.tower.layers.N.attention.{part}": Theirs(
+        f"embed.tower.layers.N.attention.{part}": TensorMapping(
             "visual.blocks.N.attn.qkv", rows=range(number * size, (number + 1) * size)
         )
         for number, part in enumerate("qkv")
     }
-    return {ours: Theirs(theirs) for ours, theirs in {**TOWER, **named}.items()} | fused
+    return {ours: TensorMapping(theirs) for ours, theirs in {**TOWER, **named}.items()} | fused
 
 
 def sizes_from(vision: Mapping[str, Any]) -> dict[str, Any]:
@@ -346,11 +346,11 @@ def _qwen3_suits(config: VLMConfig) -> bool:
     return config.vision.dynamic is not None and config.vision.dynamic.table > 0
 
 
-KINDS = (
-    ModelKind(
+MODEL_TYPES = (
+    ModelType(
         QWEN3_MODEL_TYPE, "Qwen3VLForConditionalGeneration", _qwen3_suits, _qwen3_weights, _qwen3_read, _qwen3_write
     ),
-    ModelKind(
+    ModelType(
         QWEN2_5_MODEL_TYPE,
         "Qwen2_5_VLForConditionalGeneration",
         _qwen2_5_suits,

@@ -1,4 +1,4 @@
-"""What a student's LightningModule needs of a teacher whose predictions lie on disk."""
+"""A teacher whose logits are cached on disk, in place of one that runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalight.data.cached_outputs import TaughtStore
+from megalight.data.cached_outputs import CachedLogits
 from megalight.data.tokenizer import FILE as TOKENIZER
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError
@@ -25,14 +25,14 @@ from megalight.types import PackedSequences, TokenBatch, TopTokens
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """What a student's LightningModule needs of a teacher whose predictions lie on disk.
+class CachedTeacher:
+    """What a student's LightningModule needs of a teacher whose logits are cached on disk.
 
-    Batches bring them (:attr:`~megalight.types.TokenBatch.taught`). Validation reports the student's own loss, and the
-    divergence if the folder has validation samples.
+    Batches bring them (:attr:`~megalight.types.TokenBatch.cached_outputs`). Validation reports the student's own loss,
+    and the divergence if the folder has validation samples.
 
     Args:
-        folder: what ``megalight teach`` wrote. It is opened when it is first needed.
+        folder: what ``megalight cache-logits`` wrote. It is opened when it is first needed.
         loss: the loss.
 
     Raises:
@@ -56,9 +56,9 @@ class Recorded:
             )
 
     @cached_property
-    def store(self) -> TaughtStore:
+    def store(self) -> CachedLogits:
         """The store."""
-        return TaughtStore(self.folder)
+        return CachedLogits(self.folder)
 
     def check(self, config: GPTConfig) -> None:
         """Refuse a store that does not fit the student.
@@ -99,7 +99,7 @@ class Recorded:
         if length is not None and length != stored:
             raise DataError(
                 f"data.sequence_length={length}, but {self.folder} was written for {stored}; set this one, or write "
-                "the store again with megalight teach."
+                "the store again with megalight cache-logits."
             )
 
     def check_tokenizer(self, files: Mapping[str, bytes]) -> None:
@@ -118,14 +118,14 @@ class Recorded:
         if found != stored:
             raise DataError(
                 f"{self.folder} was written for data of the tokenizer {stored}, but that of the data is {found}: ids "
-                "do not mean the same. Use that data, or write the store again with megalight teach."
+                "do not mean the same. Use that data, or write the store again with megalight cache-logits."
             )
 
     def frozen_models(self) -> dict[str, FrozenModel]:
         """Return nothing: no teacher is in memory."""
         return {}
 
-    def lesson(
+    def target(
         self, results: Mapping[str, Tensor], batch: TokenBatch, sequences: PackedSequences, training: bool
     ) -> DistillationTarget | None:
         """Return what the student's head learns from the teacher's tokens; None without any.
@@ -136,17 +136,19 @@ class Recorded:
             sequences: those of the student, with its padding.
             training: whether the own loss may be left out.
         """
-        if batch.taught is None:
+        if batch.cached_outputs is None:
             return None
-        assert isinstance(batch.taught, TopTokens)
+        assert isinstance(batch.cached_outputs, TopTokens)
 
         def packed(rows: Tensor) -> Tensor:
             rows = rows.flatten(0, 1)
-            # Padding has no label, so what is taught there does not count.
+            # Padding has no label, so what the teacher says there does not count.
             return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, sequences.num_tokens - len(rows)))
 
-        taught = batch.taught.each(packed)
-        return DistillationTarget(taught, self.loss.divergence, self.loss.temperature, self.loss.own or not training)
+        cached_outputs = batch.cached_outputs.each(packed)
+        return DistillationTarget(
+            cached_outputs, self.loss.divergence, self.loss.temperature, self.loss.own or not training
+        )
 
     def objective(
         self, found: Mapping[str, Tensor], mask: Tensor, training: bool

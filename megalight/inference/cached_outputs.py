@@ -1,4 +1,8 @@
-"""Running a frozen model over the samples of a run, and storing what it makes of them."""
+"""Writing cached outputs: a frozen model runs over the samples of a run, and what it returns is stored on disk.
+
+:func:`cache_logits` stores a teacher's logits, :func:`cache_hidden_states` what a draft reads of its base, in the
+format of :mod:`megalight.data.cached_outputs`.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +21,14 @@ from megalight.checkpoint.view import views_of_source
 from megalight.data.blend import Samples
 from megalight.data.cached_outputs import (
     ENDS,
+    CachedLogitsMeta,
+    HiddenStatesMeta,
+    LogitsDtype,
     RecordsMeta,
     RecordsWriter,
-    StatesMeta,
-    Stored,
-    TaughtMeta,
     batches_of,
     check_begun,
-    values_of,
+    hidden_state_values,
 )
 from megalight.data.prepare import progress_bar
 from megalight.data.tokenizer import FILE as TOKENIZER
@@ -156,10 +160,10 @@ def write_records(
         return writer.finish()
 
 
-# A base's hidden states for the samples of a run, written to disk: what its draft learns from without the base.
+# Hidden states of the base of a draft
 
 
-def record_states(
+def cache_hidden_states(
     base: BaseModel,
     config: EagleConfig,
     data: RunData,
@@ -172,7 +176,7 @@ def record_states(
     part: int = 0,
     parts: int = 1,
     progress: bool = False,
-) -> StatesMeta | None:
+) -> HiddenStatesMeta | None:
     """Write the hidden states that a draft learns from. What is on disk already is not computed again.
 
     Args:
@@ -200,7 +204,7 @@ def record_states(
         )
     splits, weights = splits_of(data, validation), open_model(base.folder).weights
     dtype = dtype or str(widest(weights)).removeprefix("torch.")
-    meta = StatesMeta(
+    meta = HiddenStatesMeta(
         **common_facts(data, splits), hidden_size=config.hidden_size, layers=config.auxiliary_layers, dtype=dtype
     )
     check_begun(output, meta)
@@ -220,7 +224,7 @@ def record_states(
         data,
         splits,
         compute,
-        lambda row: values_of(row, meta.dtype),
+        lambda row: hidden_state_values(row, meta.dtype),
         device=torch.device(device),
         micro_batch_size=micro_batch_size,
         part=part,
@@ -249,7 +253,7 @@ def save_ends(base: BaseModel, output: Path) -> None:
         )
 
 
-# A teacher's predictions for the samples of a run, written to disk.
+# Teacher logits
 
 
 NAMES = "ids", "log_probs", "log_rest"
@@ -259,8 +263,8 @@ BLOCK = 1 << 26
 """Elements of logits that are widened at a time."""
 
 
-def check_teaching(vocab_size: int, longest: int, data: RunData, top_k: int, temperature: float) -> None:
-    """Check what :func:`teach` is given, before the teacher is loaded.
+def check_logits_cache(vocab_size: int, longest: int, data: RunData, top_k: int, temperature: float) -> None:
+    """Check what :func:`cache_logits` is given, before the teacher is loaded.
 
     Args:
         vocab_size: of the teacher.
@@ -287,20 +291,20 @@ def check_teaching(vocab_size: int, longest: int, data: RunData, top_k: int, tem
 
 
 @torch.inference_mode()
-def teach(
+def cache_logits(
     model: GPT,
     data: RunData,
     output: Path,
     *,
     top_k: int,
     temperature: float = 1.0,
-    dtype: Stored = "float16",
+    dtype: LogitsDtype = "float16",
     micro_batch_size: int = 1,
     validation: bool = False,
     part: int = 0,
     parts: int = 1,
     progress: bool = False,
-) -> TaughtMeta | None:
+) -> CachedLogitsMeta | None:
     """Write what a teacher predicts for the samples of a run. What is on disk already is not computed again.
 
     Args:
@@ -319,13 +323,13 @@ def teach(
         the facts about the store; None if parts are missing.
 
     Raises:
-        ConfigurationError, DataError: see :func:`check_teaching`; the batches are not of text alone, or the folder
+        ConfigurationError, DataError: see :func:`check_logits_cache`; the batches are not of text alone, or the folder
             holds something else.
     """
     config = model.config
-    check_teaching(config.vocab_size, config.max_sequence_length, data, top_k, temperature)
+    check_logits_cache(config.vocab_size, config.max_sequence_length, data, top_k, temperature)
     splits = splits_of(data, validation)
-    meta = TaughtMeta(
+    meta = CachedLogitsMeta(
         **common_facts(data, splits),
         top_k=top_k,
         vocab_size=config.vocab_size,

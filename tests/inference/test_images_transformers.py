@@ -217,9 +217,9 @@ def test_the_same_text(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     model, processor = saved(name, tmp_path / "model")
     template = processors.CASES[name].template
     answers = []
-    for number, pictures in enumerate((["tall"], ["alpha"], ["plain", "palette"])):
+    for number, packed_images in enumerate((["tall"], ["alpha"], ["plain", "palette"])):
         files = []
-        for each in pictures:
+        for each in packed_images:
             files.append(tmp_path / f"{number}{each}.png")
             small = PICTURES[each].copy()
             small.thumbnail((60, 60))
@@ -242,6 +242,6 @@ def test_the_same_text(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[
         with torch.no_grad():
             ids = model.generate(**asked, max_new_tokens=12, do_sample=False)
         expected = processor.tokenizer.decode(ids[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
-        assert found == f"{expected}\n", pictures
+        assert found == f"{expected}\n", packed_images
         answers.append(expected)
     assert len(set(answers)) > 1, "the images do not matter"

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megalight.data.cached_outputs import RecordsWriter, TaughtMeta, TaughtStore
+from megalight.data.cached_outputs import CachedLogits, CachedLogitsMeta, RecordsWriter
 from megalight.data.gpt.dataset import GPTSample
 
 
 def test_a_record_that_the_system_writes_in_pieces_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    meta = TaughtMeta(
+    meta = CachedLogitsMeta(
         samples=2,
         order="o",
         sequence_length=3,
@@ -36,6 +36,6 @@ def test_a_record_that_the_system_writes_in_pieces_is_whole(tmp_path: Path, monk
         for index in range(2):
             writer.add("train", index, sample, values)
         assert writer.finish()
-    found = TaughtStore(tmp_path / "store")
+    found = CachedLogits(tmp_path / "store")
     for index in range(2):
         np.testing.assert_array_equal(found.read(index, sample).ids, values["ids"])

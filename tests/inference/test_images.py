@@ -24,9 +24,9 @@ from megalight.data.multimodal.forms import NEWLINE
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError
 from megalight.inference import ParallelGPT, TextGenerator, generate
-from megalight.inference.images import with_pictures
+from megalight.inference.images import prepare_images
 from megalight.models.gpt import GPT, InitConfig
-from megalight.models.vision import Pictures
+from megalight.models.vision import PackedImages
 from megalight.models.vlm import VLM, VLMConfig
 from megalight.models.vlm.module import VLMModule
 from megalight.nn.canonical import canonical_tensors
@@ -88,8 +88,10 @@ def one_device(name: str = "llava") -> VLM:
 
 
 def ask(model: Any, **options: Any) -> list[list[int]]:
-    prompts, pictures, axes = with_pictures(model.config, PROMPTS, IMAGES)
-    return generate(model, prompts, max_new_tokens=7, temperature=0, pictures=pictures, axis_positions=axes, **options)
+    prompts, packed_images, axes = prepare_images(model.config, PROMPTS, IMAGES)
+    return generate(
+        model, prompts, max_new_tokens=7, temperature=0, packed_images=packed_images, axis_positions=axes, **options
+    )
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -97,18 +99,20 @@ def test_tokens_are_those_of_computing_all_again(name: str) -> None:
     pytest.importorskip("PIL")
     model, found = one_device(name), ask(one_device(name))
     for prompt, images, completion in zip(PROMPTS, IMAGES, found, strict=True):
-        (ids,), pictures, axes = with_pictures(CONFIGS[name], [prompt], [images])
+        (ids,), packed_images, axes = prepare_images(CONFIGS[name], [prompt], [images])
         for token in completion:
             sequences = PackedSequences.of_lengths([len(ids)])
             if axes is not None:  # text follows the largest position
                 last = torch.arange(len(ids) - axes[0].shape[1]) + axes[0].max() + 1
                 sequences = sequences.with_axes(torch.cat([axes[0], last.expand(3, -1)], 1))
-            if pictures is not None:  # new tokens are no parts of images
-                source = torch.nn.functional.pad(pictures.source, (0, len(ids) - len(pictures.source)), value=-1)
-                pictures = replace(pictures, source=source)
-                sequences = replace(sequences, runs=pictures.runs)
+            if packed_images is not None:  # new tokens are no parts of images
+                source = torch.nn.functional.pad(
+                    packed_images.source, (0, len(ids) - len(packed_images.source)), value=-1
+                )
+                packed_images = replace(packed_images, source=source)
+                sequences = replace(sequences, runs=packed_images.runs)
             with torch.no_grad():
-                logits = model(torch.tensor(ids), sequences, pictures=pictures).logits
+                logits = model(torch.tensor(ids), sequences, packed_images=packed_images).logits
             assert int(logits[-1].argmax()) == token
             ids.append(token)
     assert found[0] != found[3], "the images do not matter"
@@ -116,32 +120,32 @@ def test_tokens_are_those_of_computing_all_again(name: str) -> None:
 
 def test_a_newline_ends_each_image() -> None:
     pytest.importorskip("PIL")
-    prompts, pictures, _ = with_pictures(replace(CONFIG, newline=True), PROMPTS, IMAGES)
+    prompts, packed_images, _ = prepare_images(replace(CONFIG, newline=True), PROMPTS, IMAGES)
     assert [len(ids) for ids in prompts] == [7, 2, 13, 7]
-    assert pictures is not None
-    assert pictures.source[:7].tolist() == [-1, 1, 2, 3, 4, NEWLINE, -1]
+    assert packed_images is not None
+    assert packed_images.source[:7].tolist() == [-1, 1, 2, 3, 4, NEWLINE, -1]
     model = VLM(replace(CONFIG, newline=True)).double()
     initialize(model, SEED, "model.")
-    assert len(generate(model, prompts, max_new_tokens=2, pictures=pictures)) == 4
+    assert len(generate(model, prompts, max_new_tokens=2, packed_images=packed_images)) == 4
 
 
 @pytest.mark.parametrize("class_token", [True, False])
 def test_prompts_become_what_batches_of_training_are(class_token: bool) -> None:
     pytest.importorskip("PIL")
     config = replace(CONFIG, vision=replace(CONFIG.vision, class_token=class_token))
-    prompts, pictures, axes = with_pictures(config, PROMPTS, IMAGES)
+    prompts, packed_images, axes = prepare_images(config, PROMPTS, IMAGES)
     assert axes is None
     assert [len(ids) for ids in prompts] == [6, 2, 11, 6]
-    assert pictures is not None
+    assert packed_images is not None
     rows = config.vision.num_rows
-    assert pictures.positions.tolist() == [*range(rows)] * 4
+    assert packed_images.positions.tolist() == [*range(rows)] * 4
     own = [n * rows + r for n in range(4) for r in range(class_token, rows)]
-    assert pictures.source[pictures.source >= 0].tolist() == own
+    assert packed_images.source[packed_images.source >= 0].tolist() == own
     tokens = torch.tensor([token for ids in prompts for token in ids])
-    assert torch.equal(pictures.source >= 0, tokens == IMAGE)
-    blue = pictures.pixels[2 * rows - 1].view(3, -1).mean(1)
+    assert torch.equal(packed_images.source >= 0, tokens == IMAGE)
+    blue = packed_images.pixels[2 * rows - 1].view(3, -1).mean(1)
     assert blue[2] > blue[0]
-    assert with_pictures(config, [[1, 2]], [[]]) == ([[1, 2]], None, None)
+    assert prepare_images(config, [[1, 2]], [[]]) == ([[1, 2]], None, None)
 
 
 class Validated(VLMModule):
@@ -233,25 +237,29 @@ def test_every_rank_gets_the_tokens_of_one_device_in_other_families(
 def test_tokens_and_images_that_do_not_match_are_refused() -> None:
     pytest.importorskip("PIL")
     model = one_device()
-    prompts, pictures, _ = with_pictures(CONFIG, PROMPTS, IMAGES)
+    prompts, packed_images, _ = prepare_images(CONFIG, PROMPTS, IMAGES)
     with pytest.raises(DataError, match=re.escape("prompt 2 has 2 image tokens (id 100) and 1 images")):
-        with_pictures(CONFIG, PROMPTS, [[RED], [], [RED], [RED]])
+        prepare_images(CONFIG, PROMPTS, [[RED], [], [RED], [RED]])
     with pytest.raises(DataError, match="there are 4 prompts and images of 1"):
-        with_pictures(CONFIG, PROMPTS, [[RED]])
+        prepare_images(CONFIG, PROMPTS, [[RED]])
     with pytest.raises(DataError, match="prompt 0, image 0 is no image that Pillow can read"):
-        with_pictures(CONFIG, [[IMAGE]], [[b"no image"]])
-    with pytest.raises(DataError, match=re.escape("have 16 image tokens (id 100) among 25 tokens, and pictures stand")):
+        prepare_images(CONFIG, [[IMAGE]], [[b"no image"]])
+    with pytest.raises(
+        DataError, match=re.escape("have 16 image tokens (id 100) among 25 tokens, and packed_images stand")
+    ):
         generate(model, prompts, max_new_tokens=2)
-    with pytest.raises(DataError, match="pictures stand for 16 of 25"):
-        generate(model, prompts[::-1], max_new_tokens=2, pictures=pictures)
+    with pytest.raises(DataError, match="packed_images stand for 16 of 25"):
+        generate(model, prompts[::-1], max_new_tokens=2, packed_images=packed_images)
     model.config = replace(CONFIG, video_token=7)  # type: ignore[assignment]
     with pytest.raises(DataError, match="a prompt has the token 7, which stands for a video in this model"):
         generate(model, [[1, 7]], max_new_tokens=2)
     model.config = CONFIG  # type: ignore[assignment]  # it is shared
     text = GPT(LANGUAGE).double()
     initialize(text, 1)
-    with pytest.raises(DataError, match="pictures are given, but the model reads no images"):
-        generate(text, [[1, 2]], max_new_tokens=2, pictures=Pictures(*[torch.zeros(1)] * 2, None, torch.zeros(2)))
+    with pytest.raises(DataError, match="packed_images are given, but the model reads no images"):
+        generate(
+            text, [[1, 2]], max_new_tokens=2, packed_images=PackedImages(*[torch.zeros(1)] * 2, None, torch.zeros(2))
+        )
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""``megalight teach TEACHER --top-k K --output FOLDER -- -c RECIPE ...``: store a teacher's predictions."""
+"""``megalight cache-logits TEACHER --top-k K --output FOLDER -- -c RECIPE ...``: cache a teacher's logits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PASSED_ON = "fit"
 def describe() -> str:
     """Return the line for the overview. Further lines are shown by ``--help`` of the verb."""
     return (
-        "store a teacher's most likely tokens for the training samples of a run\n\n"
+        "cache a teacher's logits (its most likely tokens) for the training samples of a run\n\n"
         "The arguments after -- are those of megalight fit, for the run that will learn from the store\n"
         "(Distillation(teacher_logits=FOLDER)). This command runs the teacher, and trains nothing. Run again, it goes\n"
         "on where it was stopped."
@@ -63,14 +63,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     path = newest_in(arguments.teacher)
     if arguments.processes != 1:
-        return parts.share("teach", arguments)
+        return parts.share("cache-logits", arguments)
 
     import torch  # after the checks: importing it takes seconds
 
     from megalight.cli.lightning import parsed
     from megalight.data.module import TokenDataModule
     from megalight.inference import load_model
-    from megalight.inference.recording import check_teaching, teach
+    from megalight.inference.cached_outputs import cache_logits, check_logits_cache
     from megalight.models.distillation import check_tokenizer
     from megalight.models.stored import open_model
 
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"the teacher in {path} has vocab_size={theirs}, and the model of the run has {ours}: their distributions "
             "cannot be compared. Use a teacher with the run's tokenizer and vocab_size."
         )
-    check_teaching(theirs, stored.config.max_sequence_length, data, arguments.top_k, arguments.temperature)
+    check_logits_cache(theirs, stored.config.max_sequence_length, data, arguments.top_k, arguments.temperature)
     check_tokenizer(f"the teacher in {path}", stored.files, data.checkpoint_files())
     # The trainer says how many samples a run reads.
     data.trainer = cli.trainer
@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
         getattr(torch, arguments.dtype) if arguments.dtype else None,
     )
     part, count = arguments.part
-    meta = teach(
+    meta = cache_logits(
         model,
         data,
         arguments.output,

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalight.callbacks.distillation import Distillation
-from megalight.data.cached_outputs import TaughtStore
+from megalight.data.cached_outputs import CachedLogits
 from megalight.data.gpt.module import GPTDataModule
 from megalight.data.indexed import IndexedWriter
 from megalight.errors import ConfigurationError, DataError
-from megalight.inference import load_model, recording
-from megalight.inference.recording import teach
+from megalight.inference import cached_outputs, load_model
+from megalight.inference.cached_outputs import cache_logits
 from megalight.models.gpt import GPT
 from megalight.models.gpt.module import GPTModule
 from megalight.models.stored import held_model, save_model
@@ -51,7 +51,7 @@ def store(folder: Path, name: str, packed: bool = False, top_k: int = K, **optio
     data = data_of(folder, packed, **({"split": "3,1,0"} if options.get("validation") else {}))
     data.trainer = SimpleNamespace(max_steps=STEPS, accumulate_grad_batches=1)  # type: ignore[assignment]
     model = options.pop("model", None) or load_model(folder / "teacher")
-    teach(model, data, folder / name, top_k=top_k, dtype="float32", micro_batch_size=3, **options)
+    cache_logits(model, data, folder / name, top_k=top_k, dtype="float32", micro_batch_size=3, **options)
     return folder / name
 
 
@@ -178,7 +178,7 @@ def test_validation_samples_are_checked_if_the_run_reads_them(folder: Path) -> N
         callback.setup(runner, Learner(), "fit")
     runner.limit_val_batches = 0
     callback.setup(runner, Learner(), "fit")
-    assert data.taught is not None
+    assert data.cached_outputs is not None
 
 
 def test_what_does_not_fit_is_refused(folder: Path) -> None:
@@ -228,9 +228,9 @@ def test_a_torn_store_is_refused(folder: Path) -> None:
 def test_parts_and_a_killed_process_write_the_same_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = store(folder, "whole", validation=True)
     store(folder, "parts", validation=True, part=1, parts=2)
-    with pytest.raises(DataError, match=r"no complete folder of megalight teach.*It was begun"):
-        TaughtStore(folder / "parts")
-    monkeypatch.setattr(recording, "COMMIT", 1)
+    with pytest.raises(DataError, match=r"no complete folder of megalight cache-logits.*It was begun"):
+        CachedLogits(folder / "parts")
+    monkeypatch.setattr(cached_outputs, "COMMIT", 1)
     model, calls = load_model(folder / "teacher"), []
 
     def killed(module: Any, *_: Any) -> None:
@@ -249,7 +249,7 @@ def test_parts_and_a_killed_process_write_the_same_folder(folder: Path, monkeypa
     store(folder, "parts", validation=True, model=model)
     hook.remove()
     # Of 8 training samples, 4 were there from the other part, and 3 from before the end of the process.
-    samples = TaughtStore(folder / "parts").meta.validation_samples
+    samples = CachedLogits(folder / "parts").meta.validation_samples
     assert len(calls) <= 1 + -(-samples // 3)
     for name in ("samples.bin", "validation.bin", "manifest.json"):
         assert (folder / "parts" / name).read_bytes() == (whole / name).read_bytes()

@@ -1,4 +1,4 @@
-"""Kinds of models of ``transformers``: how their configurations and tensors become ours and back."""
+"""Model types of ``transformers``: how their configurations and tensors become ours and back."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ COUNTS = re.compile(r"(n|num)_.*(layer|expert)s?")
 
 
 @dataclass(frozen=True)
-class ModelKind(Generic[C]):
+class ModelType(Generic[C]):
     """One ``model_type`` of ``transformers``.
 
     Attributes:
@@ -111,11 +111,11 @@ class ModelKind(Generic[C]):
     also_read: tuple[str, ...] = ()
 
 
-class ModelKinds(Generic[C]):
-    """All kinds of a family.
+class ModelTypes(Generic[C]):
+    """All model types of a family.
 
     Args:
-        kinds: the kinds. Those with parts that few have come first: a model is of the first kind that suits it.
+        kinds: the model types. Those with parts that few have come first: a model is of the first kind that suits it.
         settings: configuration -> plain values, equal for configurations that mean the same model.
         no_kind: configuration -> what to say of a model that no kind suits.
 
@@ -125,7 +125,7 @@ class ModelKinds(Generic[C]):
 
     def __init__(
         self,
-        kinds: Sequence[ModelKind[C]],
+        kinds: Sequence[ModelType[C]],
         settings: Callable[[C], dict[str, Any]] = lambda config: config.to_dict(),
         no_kind: Callable[[C], str] = lambda config: "this configuration",
     ) -> None:
@@ -197,7 +197,7 @@ class ModelKinds(Generic[C]):
         name, differences = min(failed, key=lambda each: len(each[1]))
         raise ConfigurationError(f"no model of transformers has this configuration. Nearest: {'; '.join(differences)}.")
 
-    def _suiting(self, config: C) -> list[ModelKind[C]]:
+    def _suiting(self, config: C) -> list[ModelType[C]]:
         """Return the kinds that the model may be of, at least one."""
         kinds = [kind for kind in self.kinds if kind.suits(config)]
         if not kinds:

@@ -6,9 +6,9 @@ import pytest
 
 from megalight.errors import ConfigurationError, DataError
 from megalight.rl.environment import Answer
-from megalight.rl.rewards import FinalAnswer, Where
+from megalight.rl.rewards import FinalAnswer, RowFilter
 
-REWARD = Where(column="kind", equals="sum", reward=FinalAnswer(wrong=-1.0))
+REWARD = RowFilter(column="kind", equals="sum", reward=FinalAnswer(wrong=-1.0))
 
 
 def test_only_rows_of_the_kind_have_the_reward() -> None:
@@ -26,10 +26,10 @@ def test_rows_are_checked_before_work(row: dict[str, Any]) -> None:
 
 def test_rows_of_other_kinds_need_no_answer() -> None:
     REWARD.check({"kind": "puzzle"})
-    Where(column="kind", equals=1, reward=lambda answer, row: 1.0).check({"kind": 1})
+    RowFilter(column="kind", equals=1, reward=lambda answer, row: 1.0).check({"kind": 1})
 
 
 def test_a_reward_is_checked() -> None:
     wrong: Any = FinalAnswer
     with pytest.raises(ConfigurationError, match="Give a function or an object"):
-        Where(column="kind", equals="sum", reward=wrong)
+        RowFilter(column="kind", equals="sum", reward=wrong)
