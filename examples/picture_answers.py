@@ -14,6 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 from megalight.cli.newest import newest_in
+
 from megalight.data.chat.template import ChatTemplate
 from megalight.inference import TextGenerator
 

@@ -11,7 +11,7 @@ from typing import Any
 from lightning.pytorch.strategies import StrategyRegistry
 
 from megalight.cli.classes import class_in, find_class, members, subclasses
-from megalight.cli.given import Given, short_key
+from megalight.cli.config_args import ConfigArgs, short_key
 from megalight.cli.messages import missing, no_class, not_valid, unknown_key
 from megalight.cli.verbs import TRAINER_VERBS as VERBS
 from megalight.errors import nearest
@@ -48,7 +48,7 @@ _NOISE = (
 )
 
 
-def explain(message: str, given: Given, options: Iterable[str]) -> str:
+def explain(message: str, given: ConfigArgs, options: Iterable[str]) -> str:
     """Return one short message for a parse error.
 
     Args:
@@ -83,7 +83,7 @@ def rules(message: str) -> list[str]:
     return list(dict.fromkeys(_plain(line) for line in lines if line and not line.startswith(_NOISE)))
 
 
-def _unknown_key(key: str, given: Given, known: list[str]) -> str:
+def _unknown_key(key: str, given: ConfigArgs, known: list[str]) -> str:
     found = given.ending_in(key) or [name for name in given.values if f".{short_key(key)}." in f".{name}."] or [key]
     # Other classes may well have an argument of this name.
     for full in found:
@@ -95,7 +95,7 @@ def _unknown_key(key: str, given: Given, known: list[str]) -> str:
     return unknown_key(f"{prefix}.{name}" if prefix else name, given.values.get(full), where, choices, known)
 
 
-def _first_bad(key: str, given: Given, known: list[str]) -> tuple[str, str, list[str], str]:
+def _first_bad(key: str, given: ConfigArgs, known: list[str]) -> tuple[str, str, list[str], str]:
     """Find the first part of a key that does not exist. Returns its prefix, the part, the valid parts, their owner."""
     prefix, cls = given.owner(key)
     parts = key[len(prefix) :].strip(".").split(".")
@@ -114,7 +114,7 @@ def _first_bad(key: str, given: Given, known: list[str]) -> tuple[str, str, list
     return prefix, key, [], "the configuration"
 
 
-def _bad_value(key: str, rule: str, given: Given, known: list[str]) -> str:
+def _bad_value(key: str, rule: str, given: ConfigArgs, known: list[str]) -> str:
     full = _full_key(key, given, known)
     if (settings := _settings(rule)) is not None:
         return _no_settings(full, given.values.get(full), settings)
@@ -148,7 +148,7 @@ def _choices(literal: re.Match[str]) -> list[str]:
     return [choice.strip(" '\"") for choice in literal["choices"].split(",")]
 
 
-def _unknown_class(key: str, rule: str, given: Given) -> str:
+def _unknown_class(key: str, rule: str, given: ConfigArgs) -> str:
     match = re.search(r"dot import path string: (\S+)|class_path '([^']+)'", rule)
     name = next(group for group in match.groups() if group) if match else str(given.values.get(key))
     if key == "trainer.strategy" and name.lower() in StrategyRegistry:
@@ -171,7 +171,7 @@ def _unknown_class(key: str, rule: str, given: Given) -> str:
     return no_class(key, name, reason, hint)
 
 
-def _full_key(key: str, given: Given, known: list[str]) -> str:
+def _full_key(key: str, given: ConfigArgs, known: list[str]) -> str:
     """Complete a key that jsonargparse names relative to the innermost class."""
     key = short_key(key)
     if found := given.ending_in(key):
@@ -179,7 +179,7 @@ def _full_key(key: str, given: Given, known: list[str]) -> str:
     return key if key in known else _missing_key(key, given)
 
 
-def _missing_key(key: str, given: Given) -> str:
+def _missing_key(key: str, given: ConfigArgs) -> str:
     """Complete a key that the user did not give: it belongs to the class that has this argument."""
     head = key.partition(".")[0]
     for prefix, value in given.values.items():

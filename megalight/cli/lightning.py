@@ -30,9 +30,9 @@ from megalight.callbacks import (
     Throughput,
     WholeModelSummary,
 )
-from megalight.cli import newest, strategies
+from megalight.cli import latest_checkpoint, strategies
+from megalight.cli.config_args import ConfigArgs
 from megalight.cli.explain import OTHER_BASE, explain, rules
-from megalight.cli.given import Given
 from megalight.cli.report import PREEMPTED, debugging, reported, tell
 from megalight.cli.trainer import MegalightTrainer
 from megalight.data.bert.module import BertDataModule
@@ -213,7 +213,7 @@ class ArgumentParser(LightningArgumentParser):
             raise ConfigurationError(message) from ex
         invocation = _invocation.get()
         prog = f"megalight {invocation.words[0]}" if invocation.words else "megalight"
-        text = explain(str(message), Given.read(invocation.words[1:]), invocation.options)
+        text = explain(str(message), ConfigArgs.read(invocation.words[1:]), invocation.options)
         tell(prog, f"{text}\nSee: {prog} --help")
         raise SystemExit(2)
 
@@ -297,8 +297,8 @@ class MegalightCLI(LightningCLI):
         if self.subcommand is not None:
             config = self.config[self.subcommand]
             # All ranks look in the same folders. What they find there must be one checkpoint.
-            folders = newest.folders_of(config.trainer)
-            config.ckpt_path = newest.resolve(config.get("ckpt_path"), self.subcommand, folders)
+            folders = latest_checkpoint.folders_of(config.trainer)
+            config.ckpt_path = latest_checkpoint.resolve(config.get("ckpt_path"), self.subcommand, folders)
 
     def instantiate_classes(self) -> None:
         """Create the trainer, the model and the data module.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 
-from megalight.cli.sources import find_module
+from megalight.cli.signatures import find_module
 from megalight.errors import ConfigurationError, nearest
 
 GPUS = (1, 4, 8)

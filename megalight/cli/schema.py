@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalight.cli import signatures
-from megalight.cli.annotations import Annotation
-from megalight.cli.checks.early import START, STRATEGY
-from megalight.cli.sources import ClassSource, find_class, find_module
+from megalight.cli.signatures import Annotation, ClassSource, find_class, find_module
+from megalight.cli.unknown_keys import START, STRATEGY
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 NAMES: dict[type, str] = {int: "integer", float: "number", bool: "boolean", str: "string"}

@@ -1,4 +1,6 @@
-"""The arguments of a class, read from its source file. Nothing is imported, so it takes milliseconds.
+"""Classes in source files, found through imports, their arguments, and what these accept.
+
+No module is imported, so it takes milliseconds.
 
 What the source does not say plainly is unknown (None), and the real parser decides about it later.
 """
@@ -7,11 +9,288 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.util
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from megalight.cli.annotations import UNKNOWN, Annotation, annotation
-from megalight.cli.sources import DEPTH, ClassSource, Module, bound, lookup, statements
+import yaml
+
+# Classes and other definitions in source files, found through imports. No module is loaded: it takes milliseconds.
+
+
+DEPTH = 12
+"""Imports that are followed from one name. Longer chains, and circles, are unknown."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """A source file.
+
+    Attributes:
+        name: its import path.
+        path: the file.
+    """
+
+    name: str
+    path: Path
+
+    @functools.cached_property
+    def names(self) -> dict[str, ast.stmt]:
+        """What the file defines or imports at its top level: name -> statement.
+
+        A name that is defined twice, in different ways, is there with a statement that says nothing. A file that is
+        not Python holds ``*`` alone: it may hold any name, and only an import shows which.
+        """
+        try:
+            state = self.path.stat()
+            # With time and size of the file: another command of this process may find it edited.
+            return _names(self.path, (state.st_mtime_ns, state.st_size))
+        except OSError:
+            return {"*": ast.Pass()}
+
+
+@dataclass(frozen=True)
+class ClassSource:
+    """A class, where its source is."""
+
+    module: Module
+    node: ast.ClassDef
+
+    @property
+    def name(self) -> str:
+        """The name of the class."""
+        return self.node.name
+
+    @property
+    def doc(self) -> str:
+        """The docstring of the class, and that of its constructor, where some libraries describe the arguments."""
+        nodes: list[ast.ClassDef | ast.FunctionDef] = [self.node]
+        nodes += [node for node in self.node.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+        return "\n\n".join(text for node in nodes if (text := ast.get_docstring(node)))
+
+    @property
+    def summary(self) -> str:
+        """The first paragraph of the docstring."""
+        return " ".join(self.doc.partition("\n\n")[0].split())
+
+    @property
+    def is_dataclass(self) -> bool:
+        """Whether the class is decorated with ``@dataclass``."""
+        # By the last word: a decorator may be called, and be named with its module.
+        heads = [each.func if isinstance(each, ast.Call) else each for each in self.node.decorator_list]
+        return any(ast.unparse(head).rpartition(".")[2] == "dataclass" for head in heads)
+
+    def bases(self) -> Iterator[ClassSource | None]:
+        """Yield the base classes; None for one that cannot be found."""
+        for base in self.node.bases:
+            # These add no arguments, and are not in files that could be read.
+            if ast.unparse(base).partition("[")[0].rpartition(".")[2] not in ("object", "ABC", "Generic", "Protocol"):
+                yield class_of(self.module, ast.unparse(base))
+
+
+def find_class(path: str, extra: tuple[str, ...] = ()) -> ClassSource | None:
+    """Return the class of an import path, or None.
+
+    Args:
+        path: ``package.module.Class``; or a bare name, which is looked up in ``extra``.
+        extra: import paths of modules.
+    """
+    if "." not in path:
+        return next((found for module in extra if (found := find_class(f"{module}.{path}"))), None)
+    name, _, attribute = path.rpartition(".")
+    module = find_module(name)
+    return None if module is None else class_of(module, attribute)
+
+
+@functools.cache
+def find_module(name: str) -> Module | None:
+    """Return the source of a module, or None."""
+    top, *rest = name.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return None
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        return None
+    # A module is found by its path below the package. Importing the package to ask it would take seconds.
+    path = Path(spec.origin)
+    for part in rest:
+        if path.name != "__init__.py":
+            return None
+        folder = path.parent / part
+        path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+        if not path.is_file():
+            return None
+    return Module(name, path)
+
+
+def class_of(module: Module, name: str, depth: int = DEPTH) -> ClassSource | None:
+    """Return the class that a name means in a module, through imports; None if it is no class, or unknown."""
+    found = lookup(module, name, depth)
+    return ClassSource(found[0], found[1]) if found is not None and isinstance(found[1], ast.ClassDef) else None
+
+
+def lookup(module: Module, name: str, depth: int = DEPTH) -> tuple[Module, ast.stmt] | None:
+    """Find the statement that defines a name, through imports."""
+    head, _, rest = name.partition(".")
+    node = module.names.get(head)
+    if depth == 0:
+        return None
+    if node is None:  # packages of models import their ``module`` only when somebody asks for the class
+        below = find_module(f"{module.name}.module") if "__getattr__" in module.names and not rest else None
+        return None if below is None else lookup(below, name, depth - 1)
+    if isinstance(node, ast.Import):
+        alias = next(each for each in node.names if (each.asname or each.name) == head)
+        # Without `as`, the name stands for the first part of the path, so the rest must follow it.
+        full = f"{alias.name}.{rest}"
+    elif isinstance(node, ast.ImportFrom):
+        alias = next(each for each in node.names if (each.asname or each.name) == head)
+        package = module.name if module.path.name == "__init__.py" else module.name.rpartition(".")[0]
+        # Each further dot goes one package up.
+        for _ in range(node.level - 1):
+            package = package.rpartition(".")[0]
+        start = f"{package}.{node.module or ''}".rstrip(".") if node.level else node.module or ""
+        full = f"{start}.{alias.name}" + (f".{rest}" if rest else "")
+    else:
+        return None if rest else (module, node)
+    where, _, last = full.rpartition(".")
+    target = find_module(where)
+    return None if target is None else lookup(target, last, depth - 1)
+
+
+@functools.cache
+def _names(path: Path, state: tuple[int, int]) -> dict[str, ast.stmt]:
+    """Read a file once for all commands of this process, and again when its ``state`` (time and size) is another."""
+    try:
+        body = ast.parse(path.read_bytes()).body
+    except (SyntaxError, ValueError):
+        return {"*": ast.Pass()}
+    found: dict[str, ast.stmt] = {}
+    for node in statements(body):
+        for name in bound(node):
+            # The same import under `if` and `else` is no contradiction.
+            same = name not in found or ast.dump(found[name]) == ast.dump(node)
+            found[name] = node if same else ast.Pass()
+    return found
+
+
+def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements of a module or class, also those under ``if``, ``try``, ``with`` and loops."""
+    for node in body:
+        yield node
+        if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            for name in ("body", "orelse", "finalbody"):
+                yield from statements(getattr(node, name, []))
+            for handler in getattr(node, "handlers", []):
+                yield from statements(handler.body)
+
+
+def bound(node: ast.stmt) -> Iterator[str]:
+    """Yield the names that a statement defines or imports."""
+    if isinstance(node, ast.ClassDef | ast.FunctionDef):
+        yield node.name
+    elif isinstance(node, ast.ImportFrom | ast.Import):
+        yield from (alias.asname or alias.name for alias in node.names)
+    elif isinstance(node, ast.Assign | ast.AnnAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        yield from (each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name))
+
+
+# What an argument accepts, as far as its annotation in a source file says.
+
+
+SCALARS = {"int": int, "float": float, "bool": bool, "str": str}
+EXPONENT = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+")
+
+
+@dataclass(frozen=True)
+class Annotation:
+    """What an argument accepts, as far as the source says.
+
+    Attributes:
+        scalars: the plain types, a subset of int, float, bool and str.
+        choices: the values of a ``Literal``.
+        source: the class, if there is exactly one.
+        complete: nothing else is accepted, except None if ``optional``.
+        optional: None is accepted.
+    """
+
+    scalars: frozenset[type] = frozenset()
+    choices: tuple[Any, ...] = ()
+    source: ClassSource | None = None
+    complete: bool = True
+    optional: bool = False
+
+    def __or__(self, other: Annotation) -> Annotation:
+        """Return the union of both."""
+        return Annotation(
+            self.scalars | other.scalars,
+            self.choices + other.choices,
+            self.source or other.source,
+            # Two classes: which of them is meant, the parser must find out.
+            self.complete and other.complete and not (self.source and other.source),
+            self.optional or other.optional,
+        )
+
+
+UNKNOWN = Annotation(complete=False)
+
+
+def annotation(module: Module, node: ast.expr | None, depth: int = DEPTH) -> Annotation:
+    """Return what an annotation in a module accepts."""
+    # Aliases may name each other in a circle.
+    if node is None or depth == 0:
+        return UNKNOWN
+    if isinstance(node, ast.Constant):
+        if node.value is None:
+            return Annotation(optional=True)
+        # Annotations in quotes are code, too.
+        try:
+            inner = ast.parse(node.value, mode="eval").body if isinstance(node.value, str) else None
+        except SyntaxError:
+            return UNKNOWN
+        return annotation(module, inner, depth - 1)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+        return annotation(module, node.left, depth) | annotation(module, node.right, depth)
+    if isinstance(node, ast.Subscript):
+        return _subscript(module, node, depth)
+    text = ast.unparse(node)
+    if text in SCALARS:
+        return Annotation(frozenset({SCALARS[text]}))
+    found = lookup(module, text, depth) if isinstance(node, ast.Name | ast.Attribute) else None
+    if found is not None and isinstance(found[1], ast.ClassDef):
+        return Annotation(source=ClassSource(*found))  # type: ignore[arg-type]  # narrowed above
+    if found is not None and isinstance(found[1], ast.Assign | ast.AnnAssign):
+        return annotation(found[0], found[1].value, depth - 1)
+    return UNKNOWN
+
+
+def _subscript(module: Module, node: ast.Subscript, depth: int) -> Annotation:
+    head = ast.unparse(node.value).rpartition(".")[2]
+    parts = list(node.slice.elts) if isinstance(node.slice, ast.Tuple) else [node.slice]
+    if head == "Literal":
+        values = [part.value if isinstance(part, ast.Constant) else UNKNOWN for part in parts]
+        return UNKNOWN if UNKNOWN in values else Annotation(choices=tuple(values))
+    if head not in ("Optional", "Union"):
+        return UNKNOWN
+    joined = Annotation(optional=head == "Optional")
+    for part in parts:
+        joined = joined | annotation(module, part, depth)
+    return joined
+
+
+def read_word(value: Any) -> Any:
+    """Return the value that a word stands for: ``0x10`` is 16, ``no`` is False."""
+    try:
+        read = yaml.safe_load(value) if isinstance(value, str) else value
+    except (ValueError, yaml.YAMLError):
+        return value
+    # YAML 1.1 reads 1e-5 as text, because it has no point; the parser reads a number.
+    return float(read) if isinstance(read, str) and EXPONENT.fullmatch(read) else read
+
 
 KEEP_ARGUMENTS = ("dataclass", "final", "override", "ABCMeta", "register", "_defaults_from_env_vars")
 """Decorators and metaclasses that leave the arguments of a class as they are."""

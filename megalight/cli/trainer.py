@@ -23,11 +23,36 @@ from megalight.callbacks import CUDAGraph
 from megalight.callbacks.run_record import log_folder
 from megalight.cli.classes import subclasses
 from megalight.cli.report import launched
-from megalight.cli.run_folder import claim
 from megalight.errors import ConfigurationError, nearest
 from megalight.imports import has
 from megalight.loggers import JSONLogger
 from megalight.strategies.mesh_strategy import MeshStrategy
+
+# The folder of a run's logs, ``version_N``: taken by one run alone, also if several start at the same moment.
+
+
+def claim(root: str, version: int) -> int:
+    """Make the folder ``version_N`` of a new run.
+
+    Making a folder either succeeds or fails because it exists, also if several processes try at once. So no other run
+    has the same one.
+
+    Args:
+        root: folder of the runs.
+        version: the number to begin with.
+
+    Returns:
+        N: ``version``, or the next number whose folder was not there.
+    """
+    os.makedirs(root, exist_ok=True)
+    while True:
+        try:
+            os.mkdir(os.path.join(root, f"version_{version}"))
+        except FileExistsError:
+            version += 1
+        else:
+            return version
+
 
 GPUS = {"gpu": (CUDAAccelerator, MPSAccelerator), "cuda": (CUDAAccelerator,), "mps": (MPSAccelerator,)}
 """Name of an accelerator -> Lightning's kinds that it means."""

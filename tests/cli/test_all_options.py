@@ -6,11 +6,9 @@ import re
 import pytest
 
 from megalight.callbacks import EMA
-from megalight.cli.all_options import DEFAULTS, page, page_of_class
+from megalight.cli.all_options import DEFAULTS, options, page, page_of_class
 from megalight.cli.main import main
-from megalight.cli.options import options
-from megalight.cli.signatures import written
-from megalight.cli.sources import find_class
+from megalight.cli.signatures import find_class, written
 from megalight.cli.trainer import MegalightTrainer
 from megalight.cli.verbs import TRAINER_VERBS
 from megalight.data.gpt.module import GPTDataModule

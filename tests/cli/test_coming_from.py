@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megalight.cli.checks import early
+from megalight.cli import unknown_keys
 from megalight.cli.classes import class_in, members
 from megalight.cli.lightning import MegalightCLI
 from megalight.cli.other_names import MEGATRON, OURS
@@ -145,10 +145,10 @@ def test_a_name_of_another_program_stands_for_a_key_that_exists(name: str) -> No
 )
 def test_a_flag_of_another_program_is_answered_with_our_key(words: list[str], key: str) -> None:
     with pytest.raises(ConfigurationError, match=rf"has no such argument\. Here it is {re.escape(key)}\b"):
-        early.check("fit", words)
+        unknown_keys.check("fit", words)
 
 
 def test_a_flag_is_not_answered_with_a_key_that_the_model_does_not_have() -> None:
     with pytest.raises(ConfigurationError, match="unknown key 'num-experts'") as caught:
-        early.check("fit", ["--model=BertModule", "--num-experts=8"])
+        unknown_keys.check("fit", ["--model=BertModule", "--num-experts=8"])
     assert "Here it is" not in str(caught.value)

@@ -1,7 +1,7 @@
 import pytest
 
+from megalight.cli.config_args import ConfigArgs
 from megalight.cli.explain import explain
-from megalight.cli.given import Given
 
 OPTIONS = ("trainer", "trainer.max_steps", "trainer.strategy", "model", "data", "ckpt_path")
 UNION = (
@@ -10,8 +10,8 @@ UNION = (
 )
 
 
-def given(*words: str) -> Given:
-    return Given.read(["--model=tests.cli.samples.SampleModule", *words])
+def given(*words: str) -> ConfigArgs:
+    return ConfigArgs.read(["--model=tests.cli.samples.SampleModule", *words])
 
 
 def test_a_value_that_begins_with_a_dot_is_no_class():

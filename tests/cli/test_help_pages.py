@@ -2,8 +2,7 @@
 
 import pytest
 
-from megalight.cli.help_pages import OPTIONS, short_help
-from megalight.cli.main import main
+from megalight.cli.main import OPTIONS, main, short_help
 from megalight.cli.verbs import TRAINER_VERBS
 
 WORDS = ["--model=GPTModule", "--data=GPTDataModule"]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from megalight.cli.config_args import written_out
 from megalight.cli.lightning import MegalightCLI
 from megalight.cli.main import main
-from megalight.cli.short_flags import written_out
 from megalight.strategies import MegatronStrategy
 from tests.cli.test_strategies import WORDS
 

@@ -6,9 +6,9 @@ import pytest
 
 from megalight import callbacks
 from megalight.cli import classes, signatures
-from megalight.cli.checks.early import MODULES, START
 from megalight.cli.lightning import NAMED
-from megalight.cli.sources import find_class, find_module
+from megalight.cli.signatures import find_class, find_module
+from megalight.cli.unknown_keys import MODULES, START
 from megalight.models.family import families
 
 CLASSES = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from megalight.cli.checks import early
+from megalight.cli import unknown_keys
 from megalight.cli.lightning import MegalightCLI, _prepare
 from tests.support.source import ROOT
 
@@ -24,6 +24,6 @@ class _Reader(MegalightCLI):
 
 
 _prepare()
-for read in (lambda: early.check("fit", WORDS), lambda: _Reader(args=["fit", *WORDS])):
+for read in (lambda: unknown_keys.check("fit", WORDS), lambda: _Reader(args=["fit", *WORDS])):
     with suppress(Exception, SystemExit):  # there is no data; and tests of commands tell what else is wrong
         read()

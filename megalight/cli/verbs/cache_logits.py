@@ -42,13 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check(arguments: argparse.Namespace) -> None:
     """Check the options of this verb."""
-    from megalight.cli import newest
+    from megalight.cli import latest_checkpoint
     from megalight.errors import ConfigurationError
 
     for name, least in (("top_k", 1), ("micro_batch_size", 1)):
         if (value := getattr(arguments, name)) < least:
             raise ConfigurationError(f"--{name.replace('_', '-')}={value} must be at least {least}.")
-    newest.existing(arguments.teacher)
+    latest_checkpoint.existing(arguments.teacher)
     # Before anything is read: the teacher's pass takes hours, and a store is not overwritten.
     from megalight.data.cached_outputs import check_open
 

@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the folder. Weights are read in batches of bounded bytes, and written one after another."""
     from megalight.checkpoint.disk.publish import absolute, check_new
-    from megalight.cli.newest import existing
+    from megalight.cli.latest_checkpoint import existing
 
     check_new(absolute(arguments.output))
     # The output's form follows from what the source is, so this comes first.

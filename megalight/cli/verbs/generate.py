@@ -111,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print each prompt with its completion, or each answer."""
     from megalight.checkpoint.disk.latest_checkpoint import newest_in
-    from megalight.cli.newest import check_is_one, existing
+    from megalight.cli.latest_checkpoint import check_is_one, existing
 
     path = newest_in(arguments.checkpoint)
     if str(path) != arguments.checkpoint.rstrip("/"):

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the script."""
-    from megalight.cli.checks.files import check_files
+    from megalight.cli.config_args import check_files
     from megalight.cli.verbs import TRAINER_VERBS
     from megalight.errors import ConfigurationError, nearest
 
@@ -73,12 +73,12 @@ def _count(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigurationError: an option of the command gives another number.
     """
-    from megalight.cli.annotations import read_word
-    from megalight.cli.given import Given
+    from megalight.cli.config_args import ConfigArgs
+    from megalight.cli.signatures import read_word
     from megalight.errors import ConfigurationError
 
     words = arguments.command[1:]
-    values = Given.read(words).values
+    values = ConfigArgs.read(words).values
     for name, key, usual in (("nodes", "trainer.num_nodes", 1), ("gpus", "trainer.devices", 8)):
         given, number = getattr(arguments, name), read_word(values.get(key))
         # "auto", -1 and lists say nothing about another machine.

@@ -29,7 +29,7 @@ from megalight.checkpoint.disk.remote import Address
 from megalight.checkpoint.inspection.diff import diff
 from megalight.checkpoint.inspection.inspect import describe
 from megalight.checkpoint.inspection.verify import verify
-from megalight.cli import newest
+from megalight.cli import latest_checkpoint as newest
 from megalight.errors import CheckpointError, MegalightError, StorageError
 from tests.checkpoint import simple
 from tests.checkpoint.beside import fault, workers_of

@@ -15,10 +15,10 @@ import torch
 from megalight import checkpoint
 from megalight.checkpoint import Box, View, save
 from megalight.checkpoint.disk.latest_checkpoint import newest_in
-from megalight.cli import newest
+from megalight.cli import latest_checkpoint
+from megalight.cli.latest_checkpoint import resolve
 from megalight.cli.lightning import parsed
 from megalight.cli.main import main
-from megalight.cli.newest import resolve
 from megalight.errors import CheckpointError
 from megalight.inference import load_model
 from megalight.models.gpt import GPT, GPTConfig
@@ -190,7 +190,7 @@ def test_a_damaged_checkpoint_is_not_picked(
 ) -> None:
     """Nor by the ranks that this process starts, which do not verify again."""
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    monkeypatch.setenv(newest.CHOSEN, "")
+    monkeypatch.setenv(latest_checkpoint.CHOSEN, "")
     for name in ("a", "b"):
         save(tmp_path / f"{name}.ckpt", {}, common={"step": name})
     common = tmp_path / "b.ckpt" / "common.json"
@@ -200,10 +200,10 @@ def test_a_damaged_checkpoint_is_not_picked(
         assert resolve("last", "fit", [tmp_path]) == str(tmp_path / "a.ckpt")
     assert "b.ckpt is damaged and is not used: common.json" in caplog.text
     monkeypatch.setenv("LOCAL_RANK", "1")
-    chosen = os.environ[newest.CHOSEN].partition(":")[2]
-    monkeypatch.setenv(newest.CHOSEN, f"1:{chosen}")
+    chosen = os.environ[latest_checkpoint.CHOSEN].partition(":")[2]
+    monkeypatch.setenv(latest_checkpoint.CHOSEN, f"1:{chosen}")
     assert resolve("last", "fit", [tmp_path]) == str(tmp_path / "a.ckpt")
-    monkeypatch.setenv(newest.CHOSEN, "")
+    monkeypatch.setenv(latest_checkpoint.CHOSEN, "")
     assert resolve("last", "fit", [tmp_path]) == str(tmp_path / "b.ckpt")  # a cluster's ranks find out when they load
 
 

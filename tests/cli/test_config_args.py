@@ -1,4 +1,4 @@
-from megalight.cli.given import Given
+from megalight.cli.config_args import ConfigArgs
 
 
 def test_words_and_files_are_read_alike(tmp_path):
@@ -7,7 +7,7 @@ def test_words_and_files_are_read_alike(tmp_path):
         "model:\n  class_path: M\n  init_args:\n    config: {size: 3}\n"
         "trainer:\n  callbacks:\n    - class_path: EMA\n      init_args: {decay: 0.5}\n"
     )
-    found = Given.read(["-c", str(file), "--trainer.max_steps=3", "--data", "D", "--flag", "--data.path", "x"])
+    found = ConfigArgs.read(["-c", str(file), "--trainer.max_steps=3", "--data", "D", "--flag", "--data.path", "x"])
     assert found.values == {
         "model": "M",
         "model.config.size": 3,
@@ -22,4 +22,4 @@ def test_words_and_files_are_read_alike(tmp_path):
 
 def test_a_broken_file_is_left_to_the_parser(tmp_path):
     (tmp_path / "torn.yaml").write_text("a: [1,\n b: :")
-    assert Given.read(["-c", str(tmp_path / "torn.yaml"), "-c", str(tmp_path / "absent.yaml")]).values == {}
+    assert ConfigArgs.read(["-c", str(tmp_path / "torn.yaml"), "-c", str(tmp_path / "absent.yaml")]).values == {}

@@ -13,7 +13,7 @@ import torch
 import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from megalight.cli.checks import early
+from megalight.cli import unknown_keys
 from megalight.cli.lightning import MegalightCLI
 from megalight.cli.main import main
 from megalight.cli.named_recipes import recipes
@@ -25,7 +25,7 @@ from megalight.parallel import degrees
 from megalight.strategies import MegatronStrategy
 from tests.cli.samples import PROBE
 
-RECIPES = Path(__file__).parents[3] / "recipes"
+RECIPES = Path(__file__).parents[2] / "recipes"
 RECIPE = """
 trainer:
   default_root_dir: PLACE
@@ -193,7 +193,7 @@ def test_a_wrong_value_ends_in_one_message(words, parts, place, capsys, monkeypa
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_recipes_have_no_mistake(path):
-    early.check("fit", ["-c", str(path), "--print_config"])
+    unknown_keys.check("fit", ["-c", str(path), "--print_config"])
 
 
 def test_the_backends_are_those_of_torch():
@@ -206,7 +206,7 @@ def test_named_recipes_have_no_mistake(tmp_path):
     path = tmp_path / "named.yaml"
     for recipe in list(recipes().values())[::5]:
         path.write_text(yaml.safe_dump(recipe.configuration))
-        early.check("fit", ["-c", str(path), "--print_config"])
+        unknown_keys.check("fit", ["-c", str(path), "--print_config"])
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_named_recipes_have_no_mistake(tmp_path):
     ],
 )
 def test_what_cannot_be_known_is_left_to_the_parser(words):
-    early.check("fit", [*words, "--print_config"])
+    unknown_keys.check("fit", [*words, "--print_config"])
 
 
 def test_a_class_of_a_later_file_takes_its_own_arguments(tmp_path):
@@ -231,9 +231,9 @@ def test_a_class_of_a_later_file_takes_its_own_arguments(tmp_path):
         "trainer: {strategy: {class_path: MegatronStrategy, init_args: {expert_parallel: 1}}}"
     )
     (tmp_path / "b.yaml").write_text("trainer: {strategy: {class_path: DDPStrategy, init_args: {static_graph: true}}}")
-    early.check("fit", ["-c", str(tmp_path / "a.yaml"), "-c", str(tmp_path / "b.yaml")])
+    unknown_keys.check("fit", ["-c", str(tmp_path / "a.yaml"), "-c", str(tmp_path / "b.yaml")])
     with pytest.raises(MegalightError, match=r"static_graph.*MegatronStrategy"):
-        early.check(
+        unknown_keys.check(
             "fit", ["-c", str(tmp_path / "b.yaml"), "--trainer.strategy=megatron", "--trainer.strategy.static_graph=1"]
         )
 

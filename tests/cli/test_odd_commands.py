@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megalight.cli.checks import early
-from megalight.cli.given import Given
+from megalight.cli import unknown_keys
+from megalight.cli.config_args import ConfigArgs
 from megalight.cli.lightning import MegalightCLI
-from megalight.cli.sources import find_module
+from megalight.cli.signatures import find_module
 
 OWN = """
 from __future__ import annotations
@@ -178,7 +178,7 @@ def place(tmp_path_factory):
 
 @pytest.mark.parametrize("words", ODD, ids=" ".join)
 def test_nothing_that_is_valid_is_refused(words):
-    early.check("fit", words)
+    unknown_keys.check("fit", words)
 
 
 class Reading(MegalightCLI):
@@ -203,29 +203,29 @@ def test_the_parser_takes_them(words):
 
 
 def test_data_of_a_later_file_replaces_all_of_the_earlier_one():
-    early.check("fit", ["-c", "a.yaml", "-c", "b.yaml", "--data.own=1"])
+    unknown_keys.check("fit", ["-c", "a.yaml", "-c", "b.yaml", "--data.own=1"])
     for later in ("{absent2: 0.5, absent3: 0.5}", "[absent2, absent3]"):
-        early.check("fit", ["-c", "a.yaml", "-c", f"{{data: {{init_args: {{data: {later}}}}}}}"])
-        early.check("fit", ["-c", "a.yaml", f"--data.data={later}"])
+        unknown_keys.check("fit", ["-c", "a.yaml", "-c", f"{{data: {{init_args: {{data: {later}}}}}}}"])
+        unknown_keys.check("fit", ["-c", "a.yaml", f"--data.data={later}"])
 
 
 def test_values_in_environment_variables_are_left_to_the_parser(monkeypatch):
     monkeypatch.setenv("JSONARGPARSE_DEFAULT_ENV", "true")
-    early.check("fit", [STATIC])
+    unknown_keys.check("fit", [STATIC])
 
 
 def test_a_file_that_is_not_python_is_left_to_the_import(place):
     Path(place, "torn_of_user.py").write_text("class Model(:")
-    early.check("fit", ["--model=torn_of_user.Model", "--model.size=3"])
+    unknown_keys.check("fit", ["--model=torn_of_user.Model", "--model.size=3"])
 
 
 def test_values_that_no_reader_of_yaml_takes_are_words():
-    early.check("fit", ["--trainer.default_root_dir=2024-13-45", "--ckpt_path=s3://[1", "--data=own.Data"])
+    unknown_keys.check("fit", ["--trainer.default_root_dir=2024-13-45", "--ckpt_path=s3://[1", "--data=own.Data"])
 
 
 def test_given_reads_whole_sections():
     words = ["-c", "{trainer: {max_steps: 3}}", "--model=section.yaml", "--trainer={devices: 2}", "--x=[a, {b: 1}]"]
-    assert Given.read(words).values == {
+    assert ConfigArgs.read(words).values == {
         "trainer.max_steps": 3,
         "model": "odd_of_user.Model",
         "model.size": 2,

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megalight.cli import messages, signatures
-from megalight.cli.annotations import read_word
-from megalight.cli.given import each_option
-from megalight.cli.sources import ClassSource, find_class, find_module
+from megalight.cli.config_args import each_option
+from megalight.cli.signatures import ClassSource, find_class, find_module, read_word
 from megalight.errors import ConfigurationError
 from megalight.parallel.degrees import check_world_size
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 import yaml
 
-from megalight.cli.checks.files import given, read
+from megalight.cli.config_args import config_files, read
 from megalight.cli.main import main
 from megalight.errors import ConfigurationError
 
@@ -95,5 +95,5 @@ def test_anchors_and_merges_are_allowed(tmp_path):
 
 def test_a_flag_without_a_file():
     with pytest.raises(ConfigurationError, match="-c needs a file"):
-        list(given(["--x=1", "-c"]))
-    assert list(given(["-c", "a", "--config=b", "-x", "--config", "c"])) == ["a", "b", "c"]
+        list(config_files(["--x=1", "-c"]))
+    assert list(config_files(["-c", "a", "--config=b", "-x", "--config", "c"])) == ["a", "b", "c"]

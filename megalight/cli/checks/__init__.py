@@ -1,1 +1,0 @@
-"""What is wrong with a command, found before torch is imported."""

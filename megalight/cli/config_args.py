@@ -1,0 +1,264 @@
+"""Arguments of a command: the words that the user wrote, and the files that they name, as dotted keys with values.
+
+Nothing heavy is imported here, so that a mistake in a file is an error of a second.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megalight.cli.classes import find_class
+from megalight.cli.messages import not_yaml
+from megalight.errors import ConfigurationError
+
+FLAGS = ("-c", "--config")
+
+
+def check_files(words: Sequence[str]) -> None:
+    """Check every file after ``-c`` in the words of a command.
+
+    Raises:
+        ConfigurationError: a file is missing, is not text or not YAML, is not a mapping, or has a key twice.
+    """
+    for value in config_files(words):
+        if not is_text_of_a_mapping(value):
+            read(value)
+
+
+def config_files(words: Sequence[str]) -> Iterator[str]:
+    """Yield the values of ``-c FILE``, ``-c=FILE``, ``--config FILE`` and ``--config=FILE``."""
+    for index, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        if flag in FLAGS:
+            if not equals and index + 1 == len(words):
+                raise ConfigurationError(f"{flag} needs a file: {flag} recipe.yaml")
+            # The word after the flag, which is a value whatever it looks like.
+            yield value if equals else words[index + 1]
+
+
+def read(path: str) -> dict[str, Any]:
+    """Return the mapping of a YAML file.
+
+    Raises:
+        ConfigurationError: see :func:`check_files`; the message names the file and the line.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"{path} is not text (byte {error.start}); after -c, give a YAML file.") from error
+    except OSError as error:
+        raise ConfigurationError(f"cannot read the configuration file {path}: {error.strerror}.") from error
+    try:
+        # Composed, not loaded: nodes know their lines, and show a key that stands twice.
+        node = yaml.compose(text, yaml.SafeLoader)
+        if node is None:
+            raise ConfigurationError(f"{path} is empty; after -c, give a file with keys such as trainer, model, data.")
+        if not isinstance(node, yaml.MappingNode):
+            kind = "a list" if isinstance(node, yaml.SequenceNode) else "a single value"
+            raise ConfigurationError(
+                f"{path} holds {kind}; a configuration file is a mapping with keys such as trainer, model, data."
+            )
+        _check_keys(node, path)
+        # Loaded from the text again: the checked nodes have been through no merge of `<<`.
+        return dict(yaml.safe_load(text))
+    except yaml.MarkedYAMLError as error:
+        raise ConfigurationError(not_yaml(path, text, error)) from error
+    except yaml.YAMLError as error:
+        raise ConfigurationError(f"{path} is not valid YAML: {error}.") from error
+
+
+def _check_keys(node: yaml.Node, path: str, prefix: str = "") -> None:
+    """Refuse a key that stands twice in one mapping: YAML readers would keep the last one silently."""
+    # Numbered, so that a message can name the entry of a list.
+    if isinstance(node, yaml.SequenceNode):
+        for number, entry in enumerate(node.value):
+            _check_keys(entry, path, f"{prefix}{number}.")
+    if not isinstance(node, yaml.MappingNode):
+        return
+    lines: dict[str, int] = {}
+    for key, value in node.value:
+        name, line = str(key.value), key.start_mark.line + 1
+        # `<<` merges another mapping, and may do so several times.
+        if name in lines and name != "<<":
+            raise ConfigurationError(
+                f"{path}, line {line}: the key {prefix + name!r} stands there already, in line {lines[name]}. "
+                "Remove one of them."
+            )
+        lines[name] = line
+        _check_keys(value, path, f"{prefix}{name}.")
+
+
+def is_text_of_a_mapping(value: str) -> bool:
+    """Whether a value of ``-c`` is the configuration itself, which jsonargparse takes too."""
+    return value.lstrip().startswith("{") or "\n" in value
+
+
+# What the user wrote: the words of a command, and the files that they name, as dotted keys with their values.
+
+
+_NEGATIVE = re.compile(r"-\d+$|-\d*\.\d+$")
+_INIT_ARGS = re.compile(r"\.init_args(?=\.|$)")
+
+
+@dataclass(frozen=True)
+class ConfigArgs:
+    """What the user wrote on the command line and in configuration files: dotted key -> value.
+
+    Keys have no ``init_args``. A class is the value of the key it fills: ``trainer.strategy`` ->
+    ``"MegatronStrategy"``, ``trainer.strategy.tensor_parallel`` -> ``2``.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, words: Sequence[str]) -> ConfigArgs:
+        """Read the words after the verb. Unreadable files are skipped here; the parser itself reports them."""
+        return cls({key: value for part in each_option(words) for key, value in part.items()})
+
+    def ending_in(self, key: str) -> list[str]:
+        """Return the given keys that are ``key`` or end with ``.key``."""
+        key = short_key(key)
+        return [name for name in self.values if name == key or name.endswith("." + key)]
+
+    def owner(self, key: str) -> tuple[str, type | None]:
+        """Return the longest prefix of ``key`` whose value is a class, and the class."""
+        # The longest prefix wins: the innermost class knows its own arguments.
+        parts = key.split(".")
+        for end in range(len(parts) - 1, 0, -1):
+            prefix = ".".join(parts[:end])
+            name = self.values.get(prefix, self.last_of(prefix))
+            if isinstance(name, str) and (found := find_class(name)):
+                return prefix, found
+        return "", None
+
+    def last_of(self, prefix: str) -> Any:
+        """Return the last entry of a list: on the command line, arguments of the list belong to it."""
+        entries = [value for key, value in self.values.items() if re.fullmatch(re.escape(prefix) + r"\.\d+", key)]
+        return entries[-1] if entries else None
+
+
+def each_option(words: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield what each option of a command gives, in order: the values of a file, or one value."""
+    for key, value in _options(words):
+        if key in ("config", "c"):
+            yield _flatten(_read_config(value))
+        else:
+            inner = _inner(key, value)
+            yield {short_key(key): value} if inner is None else _flatten(inner, short_key(key))
+
+
+def short_key(key: str) -> str:
+    """Return a key without ``init_args`` and ``class_path``."""
+    return _INIT_ARGS.sub("", key).removesuffix(".class_path")
+
+
+def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for index, word in enumerate(words):
+        if not _is_option(word):
+            continue
+        key, equals, value = word.lstrip("-").partition("=")
+        following = words[index + 1] if index + 1 < len(words) else ""
+        # `-c` may have its value behind it without a blank, and is the only short option that has one.
+        if key.startswith("c") and not word.startswith("--") and key != "c":
+            yield "c", word[2:]  # -cFILE
+        else:
+            yield key.rstrip("+"), value if equals or _is_option(following) else following
+
+
+def _is_option(word: str) -> bool:
+    """Whether argparse takes a word as an option: negative numbers, and words with spaces, are values."""
+    return word.startswith("-") and word != "-" and not _NEGATIVE.match(word) and " " not in word.partition("=")[0]
+
+
+def _read_config(value: str) -> Any:
+    """Read a configuration: a file, or the text itself."""
+    try:
+        return yaml.safe_load(value if is_text_of_a_mapping(value) else Path(value).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+
+
+def _inner(key: str, value: str) -> Any:
+    """Return the mapping or list that a value holds, which may be that of a file for a whole section; else None."""
+    is_file = "." not in key and value.endswith((".yaml", ".yml", ".json"))
+    if not is_file and not any(mark in value for mark in ("{", "[", ":")):
+        return None
+    try:
+        found = yaml.safe_load(Path(value).read_text(encoding="utf-8") if is_file else value)
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    return found if isinstance(found, list | Mapping) else None
+
+
+def _flatten(node: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(node, list):
+        node = dict(enumerate(node))
+    if not isinstance(node, Mapping):
+        return {prefix: node} if prefix else {}
+    flat: dict[str, Any] = {}
+    for name, value in node.items():
+        key = str(name).removesuffix("+")  # it appends to a list, and is a key like others
+        if key == "class_path":
+            flat[prefix] = value
+        elif key == "init_args":
+            flat.update(_flatten(value, prefix))
+        else:
+            flat.update(_flatten(value, f"{prefix}.{key}" if prefix else key))
+    return flat
+
+
+# Flags of ``megalight fit`` that stand for longer words, and are written out as these. No torch in here.
+
+
+EXPORT = "--export_hf"
+CALLBACK = "megalight.callbacks.TransformersExport"
+RESUME = "--resume.optimizer"
+
+NEEDS = {EXPORT: "a folder to write: --export_hf=FOLDER", RESUME: "a word: --resume.optimizer=saved or configured"}
+"""Flag -> what must follow it."""
+MEANS = {
+    EXPORT: "writes the model that fit has trained; {verb} trains none. Leave it out, or convert a checkpoint "
+    "(megalight convert).",
+    RESUME: "is about the optimizer of fit; {verb} has none. Leave it out.",
+}
+"""Flag -> why no other verb has it."""
+
+
+def written_out(verb: str, words: Sequence[str]) -> list[str]:
+    """Return the words of a command without the flags, and with what they stand for at the end.
+
+    ``--export_hf=FOLDER`` is one more callback, ``--resume.optimizer=WORD`` an option of the strategy. The
+    configuration that a run saves has them, so that it does the same when it is used again.
+
+    Raises:
+        ConfigurationError: a flag has no value, is there twice, or the verb trains nothing.
+    """
+    rest = list[str]()
+    found: dict[str, list[str]] = {flag: [] for flag in NEEDS}
+    left = iter(words)
+    for word in left:
+        flag, equals, value = word.partition("=")
+        if flag not in found:
+            rest.append(word)
+            continue
+        value = value if equals else next(left, "")
+        if not value or value.startswith("--"):
+            raise ConfigurationError(f"{flag} needs {NEEDS[flag]}")
+        found[flag].append(value)
+    for flag, values in found.items():
+        if values and verb != "fit":
+            raise ConfigurationError(f"{flag} {MEANS[flag].format(verb=verb)}")
+        if len(values) > 1:
+            raise ConfigurationError(f"{flag} is there {len(values)} times ({', '.join(values)}); give it once.")
+    # Last, so that no other word replaces the list of callbacks, or the strategy, after them.
+    rest += [f"--trainer.strategy.checkpoints.resume_optimizer={word}" for word in found[RESUME]]
+    for folder in found[EXPORT]:
+        rest.append("--trainer.callbacks+=" + json.dumps({"class_path": CALLBACK, "init_args": {"folder": folder}}))
+    return rest
