@@ -174,7 +174,7 @@ def test_layers_that_keep_their_dtype_write(monkeypatch: pytest.MonkeyPatch) -> 
     train(model, replace(OPTIONS, modules=("mlp.gate_up",)))
     assert shapes == [(32, 160)] * (2 * LAYERS * (STEPS - 1))
     remove_low_precision(model)
-    assert all(getattr(module, "between", None) is None for module in model.modules())
+    assert all(getattr(module, "fusion", None) is None for module in model.modules())
 
 
 def test_an_elided_output() -> None:
