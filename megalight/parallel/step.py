@@ -28,7 +28,7 @@ from megalight.parallel.mesh import TOKEN_AXES, ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.pipeline.agenda import Timetable
 from megalight.parallel.pipeline.carry import Carry
-from megalight.parallel.pipeline.executor import Executor
+from megalight.parallel.pipeline.executor import Executor, ScheduleExecutor
 from megalight.types import Loss, Totals, WithResults, inverse, mean
 
 # Sums over micro-batches, pipeline stages and ranks with different data: the same numbers on every rank.
@@ -275,7 +275,9 @@ class StepDriver:
         self.running = 0
         self.timetable = Timetable(model.options.pipeline, model.layout, model.mesh)
         messages = model.options.pipeline.messages
-        self.executor = Executor(model.chunks, model.layout, model.mesh, model.device, varying_carry, messages)
+        self.executor: ScheduleExecutor = Executor(
+            model.chunks, model.layout, model.mesh, model.device, varying_carry, messages
+        )
         self.totals = GlobalTotals(model.mesh, model.device)
         self.token_shares = model.options.token_multiple(model.mesh)
         self.side_losses = AttachedSideLosses(model.device)

@@ -29,7 +29,7 @@ from megalight.strategies.step import Stepper
 from megalight.strategies.tower_steps import LanguageStepper, Relay, TowerStepper
 from megalight.strategies.user_module import STEPS, options_for, own_steps
 from megalight.towers.batch_split import Division
-from megalight.towers.colocated import Around
+from megalight.towers.colocated import ColocatedExecutor
 from megalight.towers.disjoint import FeatureReceiver, TowerRunner
 from megalight.towers.layout import check_tower, divided, part_of, tower_layout
 
@@ -407,8 +407,8 @@ class MegatronTowersBesideStrategy(TowersStrategy):
         assert isinstance(module, VLMModule) and model.grafted is not None
         stepper = super().make_stepper(module, model, before_backward)
         step = stepper.step
-        around = Around(module.config, model.grafted, model, step.executor, self.precision.step_context)
-        step.executor = around  # type: ignore[assignment]  # it has the same methods
+        around = ColocatedExecutor(module.config, model.grafted, model, step.executor, self.precision.step_context)
+        step.executor = around
         module.arrivals = around
         return stepper
 

@@ -32,7 +32,7 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.pipeline.agenda import Agenda
 from megalight.parallel.pipeline.carry import Carry, CarryEntry
-from megalight.parallel.pipeline.executor import Executor, ForwardStep, LossStep, Objective
+from megalight.parallel.pipeline.executor import ForwardStep, LossStep, Objective, ScheduleExecutor
 from megalight.parallel.run_engine import engine_over
 from megalight.parallel.step import StepDriver
 from megalight.towers.batch_split import balanced, end_to_end, take
@@ -62,7 +62,7 @@ class TowerPass:
     arrived: Tensor | None = None
 
 
-class Around:
+class ColocatedExecutor(ScheduleExecutor):
     """Runs a tower around the schedule of a language model; it takes the place of the schedule's executor.
 
     Args:
@@ -78,7 +78,7 @@ class Around:
         config: VLMConfig,
         tower: ParallelModel,
         language: ParallelModel,
-        executor: Executor,
+        executor: ScheduleExecutor,
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.config = config
@@ -357,8 +357,8 @@ class TowersBeside(Towers):
             self.language, LanguageTask(lambda batch: self._around(batch), self.language.token_multiple)
         )
         self._step.engine = self.engine
-        self._around = Around(self.config, self.tower, self.language, self._step.executor)
-        self._step.executor = self._around  # type: ignore[assignment]  # it has the same methods
+        self._around = ColocatedExecutor(self.config, self.tower, self.language, self._step.executor)
+        self._step.executor = self._around
 
     def forward_backward(self, micro_batches: Sequence[ImageTextBatch]) -> Tensor:
         """Run a step forward and backward; gradients are reduced. Return the mean loss, equal on all ranks.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,32 @@ class Flight:
     form: Form = ()
     loss: Loss | None = None
     weights: WeightGradients | None = None
+
+
+class ScheduleExecutor(Protocol):
+    """Runs the schedule of a step: :class:`Executor`, or what runs another model before and after it."""
+
+    def prepare(self, micro_batches: Sequence[Any]) -> Hashable:
+        """Prepare a run of these micro-batches; all ranks call it together. Graphs of steps are kept by the result."""
+        ...
+
+    def train(
+        self,
+        agenda: Agenda,
+        micro_batches: Sequence[Any],
+        forward_step: ForwardStep,
+        loss_step: LossStep,
+        objective: Objective,
+        units: Units | None = None,
+    ) -> list[Loss]:
+        """Run forward and backward of every micro-batch; return the losses on the last stage, else nothing."""
+        ...
+
+    def forward(
+        self, agenda: Agenda, micro_batches: Sequence[Any], forward_step: ForwardStep, units: Units | None = None
+    ) -> list[Carry]:
+        """Run forward passes without gradients; return the carries on the last stage, else nothing."""
+        ...
 
 
 class Executor:
