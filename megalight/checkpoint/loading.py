@@ -257,7 +257,7 @@ class Checkpoint:
         self.path = path
         root = publish.resolve(path)
         # Locked before anything is read: another process might remove the checkpoint while it is.
-        lock = publish.reading(root)
+        lock = publish.lock_for_reading(root)
         # A save may put another folder in its place meanwhile. Parts of both would be neither checkpoint.
         self._root: PathLike = root if lock is None else Pinned.folder(Path(root), lock)
         # Also when the object is dropped without `release`: a lock that stays would keep

@@ -282,10 +282,10 @@ def write(path: str | os.PathLike[str], staged: Staged, *, process_group: Proces
     """
     ranks = Ranks(process_group)
     path = publish.absolute(path)
-    started: list[publish.Unfinished] = []
+    started: list[publish.Save] = []
 
     def begin() -> PathLike:
-        started.append(publish.begin(path))
+        started.append(publish.Save(path))
         folder: PathLike = started[0].folder
         return folder
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megalight.checkpoint.disk import publish
+from megalight.checkpoint.disk import storage
 
 CALLS = ("write", "fsync", "rename", "mkdir", "rmdir", "unlink", "open")
 
@@ -23,7 +23,7 @@ class Faults:
         self.interfere: Callable[..., Any] | None = None
         for name in CALLS:
             monkeypatch.setattr(os, name, self._counted(name, getattr(os, name)))
-        monkeypatch.setattr(publish, "_swap", self._counted("_swap", publish._swap))
+        monkeypatch.setattr(storage, "_swap", self._counted("_swap", storage._swap))
 
     def _counted(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:

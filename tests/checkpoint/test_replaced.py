@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megalight import checkpoint
+from megalight.checkpoint.disk import storage
 from megalight.errors import CheckpointError
 from tests.checkpoint.simple import save, step_of, tensors, views
 
@@ -18,7 +19,7 @@ def test_all_values_are_of_the_checkpoint_that_was_opened(
     swaps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not swaps:
-        monkeypatch.setattr(checkpoint.disk.publish, "_swap", lambda one, other: False)
+        monkeypatch.setattr(storage, "_swap", lambda one, other: False)
     path = tmp_path / "last.ckpt"
     save(path, 1)
     opened = checkpoint.open(path)
@@ -40,10 +41,10 @@ def test_all_values_are_of_the_checkpoint_that_was_opened(
 
 def test_without_a_lock_it_is_an_error_and_never_a_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in the moment between the rename of a save and its end, if that lasts."""
-    monkeypatch.setattr(checkpoint.disk.publish, "ATTEMPTS", 2)
+    monkeypatch.setattr(storage, "ATTEMPTS", 2)
     path = tmp_path / "last.ckpt"
     save(path, 1)
-    lock = checkpoint.disk.publish.locked(path)
+    lock = storage.locked(path)
     assert lock is not None
     opened = checkpoint.open(path)
     os.close(lock)
@@ -56,19 +57,19 @@ def test_without_a_lock_it_is_an_error_and_never_a_mixture(tmp_path: Path, monke
 
 def test_a_removal_leaves_a_newer_one_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the lock of the folder that was there, and another run has put a new one in its place."""
-    path, opened, real = tmp_path / "last.ckpt", list[checkpoint.Checkpoint](), checkpoint.disk.publish.locked
+    path, opened, real = tmp_path / "last.ckpt", list[checkpoint.Checkpoint](), storage.locked
     save(path, 1)
 
     def replaced(root: Path) -> int | None:
         lock = real(root)
         if not opened:
             with monkeypatch.context() as patch:
-                patch.setattr(checkpoint.disk.publish, "locked", real)
+                patch.setattr(storage, "locked", real)
                 save(path, 2)
             opened.append(checkpoint.open(path))
         return lock
 
-    monkeypatch.setattr(checkpoint.disk.publish, "locked", replaced)
+    monkeypatch.setattr(storage, "locked", replaced)
     assert not checkpoint.remove(path)
     values = tensors(-1)
     opened[0].fill(checkpoint.targets_of(views(values)))

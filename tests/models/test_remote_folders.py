@@ -12,7 +12,7 @@ import torch
 
 from megalight import checkpoint
 from megalight.checkpoint.disk import publish
-from megalight.checkpoint.disk.remote import Address
+from megalight.checkpoint.disk.address import Address
 from megalight.cli.main import main
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import CheckpointError, StorageError

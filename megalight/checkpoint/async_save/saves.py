@@ -118,7 +118,7 @@ class PendingSave:
     path: PathLike
     begun: float
     waited: float
-    partial: publish.Unfinished | None
+    partial: publish.Save | None
     report: SaveReport | None = None
 
     @property
@@ -192,7 +192,7 @@ class Background:
         # Staging and handing over happen at one moment on all ranks: the checkpoint is of one step.
         assert self.pending is None, "finish the save under way first"
         target, begun, ranks, aborts = publish.absolute(path), time.time(), self._ranks, self._aborts
-        started: list[publish.Unfinished] = []
+        started: list[publish.Save] = []
 
         def begin() -> PathLike:
             if str(target).startswith("memory://"):
@@ -200,7 +200,7 @@ class Background:
                     f"{path} is memory of this process, which its worker process does not see. Save without "
                     "async_save, or to other storage."
                 )
-            started.append(publish.begin(target))
+            started.append(publish.Save(target))
             folder: PathLike = started[0].folder
             return folder
 

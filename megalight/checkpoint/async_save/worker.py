@@ -19,8 +19,9 @@ from pathlib import Path
 
 from megalight.checkpoint.disk import index
 from megalight.checkpoint.disk.files import FileRecord, PathLike, blocks, dump_json, parse_json, write_all, write_file
-from megalight.checkpoint.disk.publish import delete, locked, machine, publish
+from megalight.checkpoint.disk.publish import delete, publish
 from megalight.checkpoint.disk.rank_files import RankFiles, Seal, WrittenFiles, write_part
+from megalight.checkpoint.disk.storage import locked, machine
 from megalight.errors import CheckpointError
 
 # How workers report that their parts are written: one file per rank beside the data, gone before the seal.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from functools import singledispatch
 from pathlib import Path, PosixPath
 from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megalight.checkpoint.disk.address import Address, ObjectReader
 from megalight.checkpoint.disk.files import (
     BLOCK,
     MAX_HEADER,
@@ -56,10 +56,9 @@ class LocalReader:
         os.close(self._descriptor)
 
 
-@singledispatch
-def opened(path: Any) -> DataFileReader:
+def opened(path: PathLike) -> DataFileReader:
     """Open a file for reading."""
-    return LocalReader(path)
+    return ObjectReader(path) if isinstance(path, Address) else LocalReader(path)
 
 
 class OpenFile:

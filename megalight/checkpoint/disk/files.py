@@ -10,12 +10,13 @@ import struct
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial, singledispatch
+from functools import partial
 from math import prod
 from typing import Any, Protocol, Self
 
 import numpy as np
 
+from megalight.checkpoint.disk.address import Address
 from megalight.errors import CheckpointError
 
 # A checksum that costs less than a copy: row and column sums of 64-bit words, sealed with BLAKE2.
@@ -95,8 +96,8 @@ _NAME = re.compile(r"[A-Za-z0-9_\-+=@,][A-Za-z0-9_.\-+=@, ]*")
 class PathLike(Protocol):
     """Where a folder or file is: what a local ``Path`` and an address of remote storage have in common.
 
-    What differs between the two (how a file is made, how a checkpoint is published) are functions that
-    :mod:`megalight.checkpoint.disk.remote` registers for addresses.
+    It is a ``Path`` or an :class:`~megalight.checkpoint.disk.address.Address`. What only one of them needs, such as
+    ``fsync``, is decided in :func:`located`, :func:`created` and :func:`sync_directory`.
     """
 
     @property
@@ -193,13 +194,15 @@ def checked_name(name: str) -> str:
     return name
 
 
-@singledispatch
 def located(root: Any, name: str) -> Any:
     """The place of a regular file inside a checkpoint; links that lead elsewhere are refused.
 
     Raises:
         CheckpointError: bad name, missing, not a regular file, or reached through a link.
     """
+    if isinstance(root, Address):
+        # No request: a store has no links, and reading a missing object raises an error.
+        return root / checked_name(name)
     path, above = root, []
     for part in checked_name(name).split("/"):
         path = path / part
@@ -219,10 +222,9 @@ def write_all(descriptor: int, data: bytes | memoryview) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-@singledispatch
-def created(path: Any) -> AbstractContextManager[Write]:
+def created(path: PathLike) -> AbstractContextManager[Write]:
     """Make a new file, and its folder. At the end of the context, all that was written is safe."""
-    return _created(path)
+    return path.upload() if isinstance(path, Address) else _created(path)
 
 
 @contextmanager
@@ -245,9 +247,10 @@ def write_file(path: PathLike, data: bytes) -> FileRecord:
     return FileRecord(len(data), checksum(data))
 
 
-@singledispatch
-def sync_directory(path: Any) -> None:
-    """Bring a folder's entries to the disk."""
+def sync_directory(path: PathLike) -> None:
+    """Bring a folder's entries to the disk. An object is safe when it has been sent."""
+    if isinstance(path, Address):
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

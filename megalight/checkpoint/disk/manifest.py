@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import singledispatch
 from typing import Any
 
+from megalight.checkpoint.disk.address import Address
 from megalight.checkpoint.disk.files import (
     FileRecord,
     PathLike,
@@ -119,18 +119,35 @@ def _parse(value: Any, what: str) -> Manifest:
         raise CheckpointError(f"{what} is malformed: {type(error).__name__}: {error}.") from error
 
 
-@singledispatch
-def check_files(root: Any, manifest: Manifest) -> None:
+def check_files(root: PathLike, manifest: Manifest) -> None:
     """Every listed file is there with its size. Contents are verified where they are read.
 
     Raises:
         CheckpointError: one is missing, of another size, or no regular file.
     """
-    # Sizes only: one call per file finds what was cut off, at the price of a listing.
+    # Sizes only: they show what was cut off. One listing of a store, or one call per file on a disk.
+    listed = root.sizes() if isinstance(root, Address) else None
     for name, record in manifest.files.items():
-        size = located(root, name).stat().st_size
+        if listed is not None and name not in listed:
+            raise CheckpointError(f"checkpoint {root} is torn: {name} is missing.")
+        size = located(root, name).stat().st_size if listed is None else listed[name]
         if size != record.size:
             raise CheckpointError(f"checkpoint {root} is torn: {name} has {size} bytes, {record.size} were saved.")
+
+
+def complete(root: PathLike) -> Manifest | None:
+    """The manifest of a folder with all its files, or None. Read once: another process may remove the folder meanwhile.
+
+    Raises:
+        StorageError, OSError: its storage does not answer.
+    """
+    try:
+        manifest = read(root)
+        check_files(root, manifest)
+    # Removed meanwhile, or of others. A disk that fails is neither: a run must not start from scratch for it.
+    except (CheckpointError, FileNotFoundError, NotADirectoryError, PermissionError):
+        return None
+    return manifest
 
 
 def _guess(root: PathLike) -> str:

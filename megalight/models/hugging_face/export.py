@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from megalight.checkpoint.boxes import dtype_name
 from megalight.checkpoint.disk.files import PathLike, TensorEntry, sync_directory, write_file
-from megalight.checkpoint.disk.publish import Unfinished, absolute, begin_folder, check_new, delete
+from megalight.checkpoint.disk.publish import Save, absolute, begin_folder, check_new, delete
 from megalight.checkpoint.disk.rank_files import naming, write_tensors
 from megalight.checkpoint.foreign.transformers_folder import (
     CONFIG,
@@ -86,7 +86,7 @@ def export(
         values = _weights(model.family).with_unread(values, kept)
     files = _files(whole)
     beside = files_beside(model, values)
-    started: list[Unfinished] = []
+    started: list[Save] = []
 
     def begin() -> PathLike:
         # Only another folder of transformers is replaced, and nothing else of the user.

@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 from megalight import checkpoint as folders
 from megalight.checkpoint.async_save.saves import PendingSave
-from megalight.checkpoint.disk.publish import changed, place
+from megalight.checkpoint.disk.publish import forget_listings, place
 from megalight.checkpoint.json_values import encode
 from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.run import STATE
@@ -389,7 +389,7 @@ class FolderCheckpoints(MeshStrategy):
 
     def _tell(self, event: str, path: str) -> None:
         """Call a method of the callbacks that have it, on all ranks."""
-        changed(place(path))
+        forget_listings(place(path))
         trainer = _lightning.trainer_of(self.lightning_module)
         for callback in () if trainer is None else trainer.callbacks:  # type: ignore[attr-defined]
             getattr(callback, event, _ignored)(trainer, self.lightning_module, path)

@@ -48,7 +48,7 @@ def raising(error: BaseException) -> Callable[..., Any]:
 FAILURES: dict[str, tuple[object, str, Exception]] = {
     "memory": (SharedMemory, "reserve", OSError(errno.ENOMEM, "Cannot allocate memory")),
     "device": (saving, "_copied", torch.OutOfMemoryError("out of memory")),
-    "disk": (saves.publish, "begin", OSError(errno.EIO, "Input/output error")),
+    "disk": (saves.publish, "Save", OSError(errno.EIO, "Input/output error")),
     "process": (saves, "SaveWorker", OSError(errno.EAGAIN, "Resource temporarily unavailable")),
 }
 

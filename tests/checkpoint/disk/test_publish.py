@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from megalight import checkpoint
-from megalight.checkpoint.disk import files, manifest, publish
+from megalight.checkpoint.disk import files, manifest, publish, storage
 from megalight.errors import CheckpointError
 from tests.checkpoint import simple
 from tests.checkpoint.faults import Faults
@@ -35,7 +35,7 @@ def test_replacing_survives_a_kill_at_any_call(
     swap: bool, faults: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not swap:
-        monkeypatch.setattr(publish, "_swap", lambda *_: False)
+        monkeypatch.setattr(storage, "_swap", lambda *_: False)
     path = tmp_path / "last.ckpt"
     simple.save(path, 1)
     deaths, seen = 0, set()
@@ -210,8 +210,8 @@ def test_killed_at_many_random_moments(tmp_path: Path) -> None:
 
 
 def test_a_save_under_way_is_left_alone(tmp_path: Path) -> None:
-    busy = publish.Partial(tmp_path / "busy.ckpt")
-    (tmp_path / f"dead.ckpt.partial-{publish._token()}0123abcd").mkdir()
+    busy = publish.Save(tmp_path / "busy.ckpt")
+    (tmp_path / f"dead.ckpt.partial-{storage._token()}0123abcd").mkdir()
     simple.save(tmp_path / "a.ckpt", 1)
     assert names(tmp_path) == {"a.ckpt", busy.folder.name}
     busy.discard()
@@ -222,7 +222,7 @@ def test_a_sealed_folder_is_read_only_when_its_save_is_dead(tmp_path: Path) -> N
     """A living save renames it next, and readers would lose it by its temporary name."""
     path = tmp_path / "a.ckpt"
     simple.save(path, 1)
-    partial = publish.Partial(tmp_path / "b.ckpt")
+    partial = publish.Save(tmp_path / "b.ckpt")
     shutil.copytree(path, partial.folder, dirs_exist_ok=True)
     assert not checkpoint.is_complete(tmp_path / "b.ckpt")
     assert checkpoint.latest(tmp_path) == path
@@ -231,7 +231,7 @@ def test_a_sealed_folder_is_read_only_when_its_save_is_dead(tmp_path: Path) -> N
 
 
 def test_without_locks_only_leftovers_of_the_same_path_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publish.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOLCK, "no locks")))
+    monkeypatch.setattr(storage.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOLCK, "no locks")))
     for name in ("a.ckpt.partial-0123456789abcdef", "b.ckpt.partial-0123456789abcdef"):
         (tmp_path / name).mkdir()
     simple.save(tmp_path / "a.ckpt", 1)
@@ -241,13 +241,13 @@ def test_without_locks_only_leftovers_of_the_same_path_go(tmp_path: Path, monkey
 def test_a_folder_of_another_machine_is_no_leftover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lock may be one that this machine does not see."""
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(publish, "machine", lambda: "another")
-        partial = publish.Partial(tmp_path / "b.ckpt")
+        elsewhere.setattr(storage, "machine", lambda: "another")
+        partial = publish.Save(tmp_path / "b.ckpt")
         partial.release()  # as it looks from here
     (partial.folder / "data").mkdir()
     simple.save(tmp_path / "a.ckpt", 1)
     assert names(tmp_path) == {"a.ckpt", partial.folder.name}
-    old = time.time() - publish.ABANDONED_SECONDS - 60
+    old = time.time() - storage.ABANDONED_SECONDS - 60
     os.utime(partial.folder, (old, old))
     simple.save(tmp_path / "a.ckpt", 2)
     assert names(tmp_path) == {"a.ckpt", partial.folder.name}  # somebody has written inside since
@@ -310,14 +310,14 @@ def test_a_folder_that_goes_while_it_is_locked_leaves_no_descriptor(
     """Another run removes it between the lock and the look at what is locked."""
     folder = tmp_path / "a.ckpt"
     folder.mkdir()
-    locked = publish.locked
+    locked = storage.locked
 
     def vanishing(root: Path) -> int | None:
         found = locked(root)
         os.rmdir(root)
         return found
 
-    monkeypatch.setattr(publish, "locked", vanishing)
+    monkeypatch.setattr(storage, "locked", vanishing)
     before = len(os.listdir("/proc/self/fd"))
-    assert publish.removed(folder)
+    assert publish.remove(folder)
     assert len(os.listdir("/proc/self/fd")) == before

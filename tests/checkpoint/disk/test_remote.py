@@ -21,11 +21,11 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from megalight import checkpoint
 from megalight.checkpoint.async_save import worker
 from megalight.checkpoint.async_save.saves import KINDS, Background, Kind
-from megalight.checkpoint.disk import publish, remote
+from megalight.checkpoint.disk import object_store, publish, storage
+from megalight.checkpoint.disk.address import Address
 from megalight.checkpoint.disk.files import FileRecord, write_file
 from megalight.checkpoint.disk.latest_checkpoint import newest_in
 from megalight.checkpoint.disk.rank_files import WrittenFiles
-from megalight.checkpoint.disk.remote import Address
 from megalight.checkpoint.inspection.diff import diff
 from megalight.checkpoint.inspection.inspect import describe
 from megalight.checkpoint.inspection.verify import verify
@@ -207,14 +207,14 @@ def test_a_kill_between_parts_loses_nothing(folder: Address, monkeypatch: pytest
 
 def test_leftovers_of_others_go_after_a_day(folder: Address, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(publish, "machine", lambda: "another")
+        elsewhere.setattr(storage, "machine", lambda: "another")
         assert killed_at(4, lambda: simple.save(folder / "a.ckpt", 1), monkeypatch)
     left = names(folder)
     assert left
     simple.save(folder / "b.ckpt", 1)
     assert names(folder) == sorted(left + one("b.ckpt"))  # it may be under way
     now = time.time()
-    monkeypatch.setattr(remote.time, "time", lambda: now + publish.ABANDONED_SECONDS + 60)
+    monkeypatch.setattr(object_store.time, "time", lambda: now + storage.ABANDONED_SECONDS + 60)
     simple.save(folder / "b.ckpt", 2)
     assert names(folder) == one("b.ckpt")
 
@@ -241,7 +241,7 @@ def test_leftovers_do_not_pile_up(folder: Address, monkeypatch: pytest.MonkeyPat
 def test_a_save_that_ends_meanwhile_is_no_leftover(folder: Address, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process publishes it and ends while another looks for leftovers."""
     simple.save(folder / "a.ckpt", 1)
-    (save,) = remote._saves(folder / "a.ckpt")
+    (save,) = object_store._saves(folder / "a.ckpt")
     manifest = save / "manifest.json"
     contents = manifest.read_bytes()
     manifest.store.rm_file(manifest.key)  # not published yet
@@ -251,7 +251,7 @@ def test_a_save_that_ends_meanwhile_is_no_leftover(folder: Address, monkeypatch:
             write_file(manifest, contents)
         return found == save
 
-    monkeypatch.setattr(remote, "_dead", ended)
+    monkeypatch.setattr(object_store, "_dead", ended)
     simple.save(folder / "b.ckpt", 1)
     assert simple.step_of(folder / "a.ckpt") == 1
 
@@ -265,11 +265,11 @@ def test_a_save_of_the_same_path_may_end_meanwhile(
     path = folder / "a.ckpt"
     for step in (1, 2):
         simple.save(folder / f"{step}", step)
-        (save,) = remote._saves(folder / f"{step}")
+        (save,) = object_store._saves(folder / f"{step}")
         path.store.mv(save.key, f"{path.key}/{save.name}", recursive=True)
     other = path / save.name
     manifest = other / "manifest.json"
-    contents, sealed, asked = manifest.read_bytes(), remote._sealed, 0
+    contents, sealed, asked = manifest.read_bytes(), object_store._sealed, 0
     answers = {"_dead": lambda save: asked >= at and save == other, "_sealed": sealed}
 
     def ends(found: Address) -> bool:
@@ -281,11 +281,11 @@ def test_a_save_of_the_same_path_may_end_meanwhile(
         return answer
 
     for name, answer in {**answers, question: ends}.items():
-        monkeypatch.setattr(remote, name, answer)
+        monkeypatch.setattr(object_store, name, answer)
     for at in range(1, 9):
         manifest.store.rm_file(manifest.key)  # not published yet
         asked = 0
-        remote._clean(path)
+        publish.recover(path)
         if asked < at:
             break
         assert simple.step_of(path) == 2
@@ -297,14 +297,14 @@ def test_a_removal_leaves_what_another_run_is_writing(folder: Address, monkeypat
     path = folder / "a.ckpt"
     simple.save(path, 1)
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(publish, "machine", lambda: "another")
-        partial = remote.RemotePartial(path)
+        elsewhere.setattr(storage, "machine", lambda: "another")
+        partial = publish.Save(path)
     write_file(partial.folder / "data/0-0.safetensors", b"half")
     assert checkpoint.remove(path)
     assert names(folder) == ["a.ckpt/*/data/0-0.safetensors"]
     assert not checkpoint.is_complete(path)
     now = time.time()
-    monkeypatch.setattr(remote.time, "time", lambda: now + publish.ABANDONED_SECONDS + 60)
+    monkeypatch.setattr(object_store.time, "time", lambda: now + storage.ABANDONED_SECONDS + 60)
     assert checkpoint.remove(path)
     assert not path.exists()
 
@@ -313,8 +313,8 @@ def test_a_removal_leaves_what_another_run_is_writing(folder: Address, monkeypat
 def test_a_save_under_way_costs_others_one_question(folder: Address, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not one for each of its files, which are many on many ranks."""
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(publish, "machine", lambda: "another")
-        partial = remote.RemotePartial(folder / "a.ckpt")
+        elsewhere.setattr(storage, "machine", lambda: "another")
+        partial = publish.Save(folder / "a.ckpt")
     for rank in range(50):
         write_file(partial.folder / f"data/{rank}-0.safetensors", b"half")
     asked, ask = [], Address.ask
@@ -380,7 +380,7 @@ def test_a_published_save_is_not_discarded(folder: Address) -> None:
     """An abort, or the death of a worker, may come after the manifest, when what was before is gone."""
     path = folder / "a.ckpt"
     simple.save(path, 1)
-    partial = remote.RemotePartial(path)
+    partial = publish.Save(path)
     saved = publish.resolve(path)
     path.store.mv(saved.key, partial.folder.key, recursive=True)
     partial.discard()
@@ -422,7 +422,7 @@ WRITER = """
 import sys
 from megalight.checkpoint.disk import publish
 from megalight.checkpoint.disk.files import write_file
-partial = publish.begin(publish.place(sys.argv[1]))
+partial = publish.Save(publish.place(sys.argv[1]))
 write_file(partial.folder / "data/0-0.safetensors", b"half")
 print(partial.folder, flush=True)
 sys.stdin.read()
@@ -447,13 +447,13 @@ def test_a_save_of_another_run_is_no_leftover_while_it_lives(objects: Address) -
 @pytest.mark.parametrize("folder", ["memory"], indirect=True)
 def test_a_save_of_another_machine_is_a_leftover_after_a_day(folder: Address, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(publish, "machine", lambda: "another")
+        elsewhere.setattr(storage, "machine", lambda: "another")
         assert killed_at(4, lambda: simple.save(folder / "a.ckpt", 1), monkeypatch)
     left = names(folder)
     simple.save(folder / "a.ckpt", 1)
     assert names(folder) == sorted(left + one("a.ckpt"))
     now = time.time()
-    monkeypatch.setattr(remote.time, "time", lambda: now + publish.ABANDONED_SECONDS + 60)
+    monkeypatch.setattr(object_store.time, "time", lambda: now + storage.ABANDONED_SECONDS + 60)
     simple.save(folder / "a.ckpt", 2)
     assert names(folder) == one("a.ckpt")
 
@@ -464,7 +464,7 @@ def test_listings_that_others_keep_are_dropped(objects: Address) -> None:
     theirs = get_filesystem(str(objects))
     assert len(theirs.ls(str(objects))) == 1
     simple.save(objects / "b.ckpt", 2)
-    publish.changed(objects / "b.ckpt")
+    publish.forget_listings(objects / "b.ckpt")
     assert len(theirs.ls(str(objects))) == 2
 
 
@@ -530,7 +530,7 @@ def test_a_save_deletes_what_was_copied_there(folder: Address, tmp_path: Any, mo
 def test_a_copied_one_that_is_newer_stays(folder: Address, tmp_path: Any) -> None:
     """Two people at one path: what was saved last is the checkpoint."""
     path = folder / "a.ckpt"
-    partial = remote.RemotePartial(path)
+    partial = publish.Save(path)
     simple.save(folder / "b.ckpt", 1)
     folder.store.mv(publish.resolve(folder / "b.ckpt").key, partial.folder.key, recursive=True)
     simple.save(tmp_path / "a.ckpt", 2)
