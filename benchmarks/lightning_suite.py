@@ -119,7 +119,7 @@ def as_file(path: Any) -> dict[str, Any]:
 
     saved = checkpoint.open(path)
     entries = dict(saved.common)
-    sharded, whole = entries.pop("optimizer", None), entries.pop("ordinary_optimizers", None)
+    sharded, whole = entries.pop("optimizer", None), entries.pop("unsharded_optimizers", None)
     if sharded is not None:
         whole = [{"state": {}, "param_groups": [{**group["options"], "params": []} for group in sharded["groups"]]}]
     names = [name for name in saved.tensors if name.startswith("model.")]

@@ -1,4 +1,4 @@
-"""Boxes of row-major tensors, read from files: several threads at a time, and little more than the box's own bytes."""
+"""Boxes of row-major tensors, read from files by several threads: little more than the bytes of the box is read."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from torch import Tensor
 from megalight.checkpoint.disk.datafile import OpenFile
 from megalight.checkpoint.disk.files import BLOCK, CODES
 from megalight.errors import CheckpointError
-
-# Tensors as bytes in host memory.
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -38,7 +36,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def host_memory(nbytes: int) -> Tensor:
-    """Host memory as ``uint8``; page-locked where there is a GPU, for fast copies."""
+    """Host memory as ``uint8``; pinned if there is a GPU, for fast copies."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
 
 
@@ -56,7 +54,7 @@ JOB = 64
 GAP = 4096
 """Bytes between two parts of a box that are worth a read of their own; smaller gaps are read and dropped."""
 
-_BEGINNING = threading.Lock()
+_STARTING = threading.Lock()
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -72,17 +70,17 @@ def in_threads(work: Callable[[str, Sequence[T]], R], by_file: Iterable[tuple[st
     # Tensors that are read one by one make one job each. To start a thread takes longer than many of them.
     if len(jobs) <= 1:
         return [work(*job) for job in jobs]
-    with ThreadPoolExecutor(THREADS, initializer=_begin) as pool:
+    with ThreadPoolExecutor(THREADS, initializer=_start_thread) as pool:
         running = [pool.submit(work, *job) for job in jobs]
     return [job.result() for job in running]
 
 
-def _begin() -> None:
+def _start_thread() -> None:
     """Let PyTorch prepare a new thread, one thread at a time.
 
     In a forked process PyTorch renews its own pool when the first thread asks, and fails if another asks meanwhile.
     """
-    with _BEGINNING:
+    with _STARTING:
         torch.get_num_threads()
 
 
@@ -154,7 +152,7 @@ def read_box(
 
 
 def _run(size: Sequence[int], lengths: Sequence[int]) -> tuple[int, int]:
-    """Elements that lie end to end in a box, and the smallest gap between two such runs."""
+    """Length of the contiguous runs of a box, in elements, and the smallest gap between two runs."""
     run = inner = 1
     for extent, length in zip(reversed(size), reversed(lengths), strict=True):
         run, inner = run * length, inner * extent
@@ -177,7 +175,7 @@ def _runs(size: Sequence[int], lengths: Sequence[int], run: int) -> Iterator[int
 def _read_runs(
     file: OpenFile, place: int, dtype: torch.dtype, size: Sequence[int], lengths: Sequence[int], run: int
 ) -> Tensor:
-    """The runs of a box, and nothing between them, end to end in the file's buffer."""
+    """The runs of a box, concatenated in the file's buffer."""
     width = run * dtype.itemsize
     position = 0
     for first in _runs(size, lengths, run):

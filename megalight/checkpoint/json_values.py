@@ -1,7 +1,7 @@
 """Nested Python values to JSON and back, exactly, with no code execution: counters, schedules, random states, settings.
 
 Values that JSON cannot express are tagged: ``{"$tuple": [...]}``, ``{"$dict": [[key, value], ...]}`` for keys that are
-not strings, ``{"$tensor": "0"}`` for tensors, which go to a safetensors file beside.
+not strings, ``{"$tensor": "0"}`` for tensors, which go to a safetensors file of the same name.
 """
 
 from __future__ import annotations
@@ -174,6 +174,6 @@ def files(name: str, value: Any, what: str) -> dict[str, bytes]:
 def read(root: PathLike, name: str, records: dict[str, FileRecord]) -> Any:
     """The verified tree ``name`` of a checkpoint."""
     text = read_file(root, f"{name}.json", records[f"{name}.json"])
-    beside = f"{name}.safetensors"
-    data = read_file(root, beside, records[beside]) if beside in records else None
+    file = f"{name}.safetensors"
+    data = read_file(root, file, records[file]) if file in records else None
     return loads(text, data, f"{root}/{name}")

@@ -1,4 +1,9 @@
-"""Open and load: nothing is used before it has been verified, and nothing changes before all ranks agree."""
+"""Open and load a checkpoint: nothing is used before it is verified, and nothing changes before all ranks agree.
+
+:func:`open` verifies manifest, index and sizes. :meth:`Checkpoint.fill` then compares names and shapes with those that
+all ranks ask for (:func:`compare`), and lets torch's Distributed Checkpoint (DCP) plan the reads. Its storage layer is
+:class:`CheckpointReader`, which verifies every block of the plan before it reads into the tensors' memory.
+"""
 
 from __future__ import annotations
 
@@ -41,185 +46,37 @@ from megalight.checkpoint.view import views_to_fill
 from megalight.errors import CheckpointError, MissingCheckpointError, nearest
 from megalight.parallel.source import Filled, Source, Target, TensorMetadata
 
-# DCP's storage layer, reading: what a rank's views need, verified, then straight into their memory.
-
-
-class CheckpointReader(StorageReader):
-    """Reads the parts of a checkpoint that a rank's views need, after verifying them.
-
-    Verification is part of DCP's planning, so that a torn file fails all ranks before any tensor has changed.
-    """
-
-    def __init__(self, directory: PathLike, tensors: dict[str, TensorInfo], records: dict[str, FileRecord]) -> None:
-        self.directory = directory
-        self.records = records
-        self.tensors = tensors
-        self.chunks = {
-            MetadataIndex(info.name, chunk.offset): (info, chunk) for info in tensors.values() for chunk in info.chunks
-        }
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing is kept between loads."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index in DCP's terms."""
-        return Metadata(
-            {
-                name: TensorStorageMetadata(
-                    TensorProperties(dtype=getattr(torch, info.dtype)),
-                    torch.Size(info.shape),
-                    [ChunkStorageMetadata(torch.Size(c.offset), torch.Size(c.size)) for c in info.chunks],
-                )
-                for name, info in self.tensors.items()
-            }
-        )
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to set up."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Verify every block that the plan will read."""
-        wanted: dict[str, dict[tuple[int, int, str], str]] = {}
-        for item in plan.items:
-            info, chunk = self.chunks[item.storage_index]
-            width = CODES[info.dtype][1]
-            first, last = hull(chunk.size, item.storage_offsets, item.lengths)
-            # Whole blocks, as a checksum covers one. A block that no box touches is not read.
-            for number, (start, stop) in enumerate(blocks(prod(chunk.size) * width)):
-                if start < last * width and first * width < stop:
-                    place = (chunk.start + start, chunk.start + stop, chunk.sums[number])
-                    wanted.setdefault(chunk.file, {})[place] = info.name
-
-        def verify(name: str, places: Sequence[tuple[int, int, str]]) -> None:
-            with DataFile(self.directory, name, self.records) as file:
-                file.verify(())
-                for place in places:
-                    try:
-                        file.block(*place)
-                    except CheckpointError as error:
-                        raise CheckpointError(f"{error} They belong to {wanted[name][place]!r}.") from error
-
-        # Verified here, in DCP's planning: an error on one rank stops all of them before memory changes.
-        in_threads(verify, ((name, sorted(places)) for name, places in sorted(wanted.items())))
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the views' memory."""
-        by_file: dict[str, list[ReadItem]] = {}
-        for item in plan.items:
-            by_file.setdefault(self.chunks[item.storage_index][1].file, []).append(item)
-
-        def read(name: str, items: Sequence[ReadItem]) -> None:
-            with DataFile(self.directory, name, self.records, host_buffer().numpy()) as file:
-                for item in items:
-                    info, chunk = self.chunks[item.storage_index]
-                    target = planner.resolve_tensor(item).detach()
-                    # Straight into the memory of the view, whatever its device and strides.
-                    read_box(file, chunk.start, getattr(torch, info.dtype), chunk.size, item.storage_offsets, target)
-                    planner.commit_tensor(item, target)
-
-        in_threads(read, sorted(by_file.items()))
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """DCP does not choose this reader by path; :func:`megalight.checkpoint.open` opens folders."""
-        return False
-
-
-# What a source holds against what all ranks ask for: names and shapes, before anything is read.
-
-
 SHOWN = 5
 """Tensors that a message names."""
-
-
-def compare(
-    ranks: Ranks,
-    where: str,
-    stored: Mapping[str, TensorMetadata],
-    asked: Mapping[str, tuple[int, ...]],
-    *,
-    strict: bool,
-    prefix: str,
-    label: Callable[[str], str] = repr,
-    lenient: str = "strict=False",
-    remedy: str = "",
-) -> Filled:
-    """Check that names and shapes agree; see :meth:`megalight.parallel.source.Source.fill`.
-
-    Args:
-        ranks: who asks, all together.
-        where: the source, for messages.
-        stored: what it holds.
-        asked: canonical name -> global shape, on this rank.
-        strict: see there.
-        prefix: see there.
-        label: what messages call a tensor.
-        lenient: what a user sets to accept other names.
-        remedy: what a user does instead, if it is known why they differ.
-
-    Raises:
-        CheckpointError: on every rank, when they differ on any.
-    """
-
-    def advice(effect: str) -> str:
-        return remedy or f"Is it of another model? {lenient} {effect}."
-
-    def check() -> list[str]:
-        # Sorted, so that every run names the same tensors.
-        missing = sorted(asked.keys() - stored.keys())
-        if strict and missing:
-            meant = "" if remedy else nearest(missing[0], stored)
-            raise CheckpointError(
-                f"{_some(missing, label)} not in {where}.{meant} {advice('leaves such tensors as they are')}"
-            )
-        known = sorted(asked.keys() & stored.keys())
-        differ = [name for name in known if tuple(stored[name].shape) != tuple(asked[name])]
-        if differ:
-            lines = "; ".join(f"{label(n)}: {list(stored[n].shape)} and {list(asked[n])}" for n in differ[:SHOWN])
-            more = f" and {len(differ) - SHOWN} more" if len(differ) > SHOWN else ""
-            raise CheckpointError(
-                f"shapes in {where} and in this model differ: {lines}{more}. {remedy or 'Is it of another model?'}"
-            )
-        return list(asked)
-
-    # All ranks together: one that fails alone would leave the others in a collective.
-    everyone = ranks.together(f"loading {where}", check)
-
-    # On rank 0, which knows what all ranks ask for: a rank of a pipeline asks for its own layers only.
-    def leftover() -> tuple[str, ...]:
-        # As sets: a source that is read tensor by tensor comes here as often as it has names.
-        others = stored.keys() - {name for names in everyone for name in names}
-        return tuple(sorted(name for name in others if name.startswith(prefix)) if prefix else sorted(others))
-
-    unexpected = ranks.first(f"loading {where}", leftover)
-    if strict and unexpected:
-        raise CheckpointError(
-            f"{where} holds {_some(unexpected, label)} that this model does not ask for. "
-            f"{advice('ignores such tensors')}"
-        )
-    # Missing ones are a rank's own; unexpected ones are known of all ranks only.
-    return Filled(tuple(sorted(asked.keys() - stored.keys())), unexpected)
-
-
-def _some(names: Collection[str], label: Callable[[str], str]) -> str:
-    shown = ", ".join(label(name) for name in list(names)[:SHOWN])
-    return shown if len(names) <= SHOWN else f"{shown} and {len(names) - SHOWN} more"
 
 
 ATTEMPTS = 3
 """How many times a missing folder is opened again: another one may have taken its place at that moment."""
 
 
+def open(path: str | os.PathLike[str]) -> Checkpoint:
+    """Open a checkpoint: manifest, index and sizes of all files are verified; tensors when they are loaded.
+
+    Raises:
+        CheckpointError: missing, unfinished, torn, foreign, or of a later version; the message names the latest
+            good checkpoint in the same folder, if there is one.
+    """
+    path = publish.absolute(path)
+    with _naming_another(path):
+        try:
+            for _ in range(ATTEMPTS if isinstance(path, Path) else 0):
+                with suppress(FileNotFoundError, NotADirectoryError):
+                    return Checkpoint(path)
+            return Checkpoint(path)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            # Removed at any moment since its name was seen: where there are no locks, nothing keeps it.
+            raise MissingCheckpointError(f"checkpoint {path} was removed while it was opened.") from error
+
+
 class SavedCheckpoint(Source, Protocol):
-    """A checkpoint of training, whoever wrote it: a source of tensors with what was saved beside them."""
+    """A checkpoint of training, in any format: a source of tensors, with the plain values that were saved with them."""
 
     @property
     def path(self) -> object:
@@ -364,25 +221,167 @@ class Checkpoint:
         return read_file(self._root, name, self.manifest.files[name])
 
 
-def open(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open a checkpoint: manifest, index and sizes of all files are verified; tensors when they are loaded.
+def compare(
+    ranks: Ranks,
+    where: str,
+    stored: Mapping[str, TensorMetadata],
+    asked: Mapping[str, tuple[int, ...]],
+    *,
+    strict: bool,
+    prefix: str,
+    label: Callable[[str], str] = repr,
+    lenient: str = "strict=False",
+    remedy: str = "",
+) -> Filled:
+    """Check that names and shapes agree; see :meth:`megalight.parallel.source.Source.fill`.
+
+    Args:
+        ranks: who asks, all together.
+        where: the source, for messages.
+        stored: what it holds.
+        asked: canonical name -> global shape, on this rank.
+        strict: see there.
+        prefix: see there.
+        label: what messages call a tensor.
+        lenient: what a user sets to accept other names.
+        remedy: what a user does instead, if it is known why they differ.
 
     Raises:
-        CheckpointError: missing, unfinished, torn, foreign, or of a later version; the message names the newest good
-            checkpoint beside it, if there is one.
+        CheckpointError: on every rank, when they differ on any.
     """
-    path = publish.absolute(path)
-    with _naming_another(path):
-        try:
-            for _ in range(ATTEMPTS if isinstance(path, Path) else 0):
-                with suppress(FileNotFoundError, NotADirectoryError):
-                    return Checkpoint(path)
-            return Checkpoint(path)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            if isinstance(error, CheckpointError):
-                raise
-            # Removed at any moment since its name was seen: where there are no locks, nothing keeps it.
-            raise MissingCheckpointError(f"checkpoint {path} was removed while it was opened.") from error
+
+    def advice(effect: str) -> str:
+        return remedy or f"Is it of another model? {lenient} {effect}."
+
+    def check() -> list[str]:
+        # Sorted, so that every run names the same tensors.
+        missing = sorted(asked.keys() - stored.keys())
+        if strict and missing:
+            meant = "" if remedy else nearest(missing[0], stored)
+            raise CheckpointError(
+                f"{_some(missing, label)} not in {where}.{meant} {advice('leaves such tensors as they are')}"
+            )
+        known = sorted(asked.keys() & stored.keys())
+        differ = [name for name in known if tuple(stored[name].shape) != tuple(asked[name])]
+        if differ:
+            lines = "; ".join(f"{label(n)}: {list(stored[n].shape)} and {list(asked[n])}" for n in differ[:SHOWN])
+            more = f" and {len(differ) - SHOWN} more" if len(differ) > SHOWN else ""
+            raise CheckpointError(
+                f"shapes in {where} and in this model differ: {lines}{more}. {remedy or 'Is it of another model?'}"
+            )
+        return list(asked)
+
+    # All ranks together: one that fails alone would leave the others in a collective.
+    everyone = ranks.together(f"loading {where}", check)
+
+    # On rank 0, which knows what all ranks ask for: a rank of a pipeline asks for its own layers only.
+    def leftover() -> tuple[str, ...]:
+        # As sets: a source that is read tensor by tensor comes here as often as it has names.
+        others = stored.keys() - {name for names in everyone for name in names}
+        return tuple(sorted(name for name in others if name.startswith(prefix)) if prefix else sorted(others))
+
+    unexpected = ranks.first(f"loading {where}", leftover)
+    if strict and unexpected:
+        raise CheckpointError(
+            f"{where} holds {_some(unexpected, label)} that this model does not ask for. "
+            f"{advice('ignores such tensors')}"
+        )
+    # Missing ones are a rank's own; unexpected ones are known of all ranks only.
+    return Filled(tuple(sorted(asked.keys() - stored.keys())), unexpected)
+
+
+class CheckpointReader(StorageReader):
+    """Reads the parts of a checkpoint that a rank's views need, after verifying them.
+
+    Verification is part of DCP's planning, so that a torn file fails all ranks before any tensor has changed.
+    """
+
+    def __init__(self, directory: PathLike, tensors: dict[str, TensorInfo], records: dict[str, FileRecord]) -> None:
+        self.directory = directory
+        self.records = records
+        self.tensors = tensors
+        self.chunks = {
+            MetadataIndex(info.name, chunk.offset): (info, chunk) for info in tensors.values() for chunk in info.chunks
+        }
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing is kept between loads."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The index in DCP's terms."""
+        return Metadata(
+            {
+                name: TensorStorageMetadata(
+                    TensorProperties(dtype=getattr(torch, info.dtype)),
+                    torch.Size(info.shape),
+                    [ChunkStorageMetadata(torch.Size(c.offset), torch.Size(c.size)) for c in info.chunks],
+                )
+                for name, info in self.tensors.items()
+            }
+        )
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to set up."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Verify every block that the plan will read."""
+        wanted: dict[str, dict[tuple[int, int, str], str]] = {}
+        for item in plan.items:
+            info, chunk = self.chunks[item.storage_index]
+            width = CODES[info.dtype][1]
+            first, last = hull(chunk.size, item.storage_offsets, item.lengths)
+            # Whole blocks, as a checksum covers one. A block that no box touches is not read.
+            for number, (start, stop) in enumerate(blocks(prod(chunk.size) * width)):
+                if start < last * width and first * width < stop:
+                    place = (chunk.start + start, chunk.start + stop, chunk.sums[number])
+                    wanted.setdefault(chunk.file, {})[place] = info.name
+
+        def verify(name: str, places: Sequence[tuple[int, int, str]]) -> None:
+            with DataFile(self.directory, name, self.records) as file:
+                file.verify(())
+                for place in places:
+                    try:
+                        file.block(*place)
+                    except CheckpointError as error:
+                        raise CheckpointError(f"{error} They belong to {wanted[name][place]!r}.") from error
+
+        # Verified here, in DCP's planning: an error on one rank stops all of them before memory changes.
+        in_threads(verify, ((name, sorted(places)) for name, places in sorted(wanted.items())))
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill the views' memory."""
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.chunks[item.storage_index][1].file, []).append(item)
+
+        def read(name: str, items: Sequence[ReadItem]) -> None:
+            with DataFile(self.directory, name, self.records, host_buffer().numpy()) as file:
+                for item in items:
+                    info, chunk = self.chunks[item.storage_index]
+                    target = planner.resolve_tensor(item).detach()
+                    # Straight into the memory of the view, whatever its device and strides.
+                    read_box(file, chunk.start, getattr(torch, info.dtype), chunk.size, item.storage_offsets, target)
+                    planner.commit_tensor(item, target)
+
+        in_threads(read, sorted(by_file.items()))
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """DCP does not choose this reader by path; :func:`megalight.checkpoint.open` opens folders."""
+        return False
+
+
+def _some(names: Collection[str], label: Callable[[str], str]) -> str:
+    shown = ", ".join(label(name) for name in list(names)[:SHOWN])
+    return shown if len(names) <= SHOWN else f"{shown} and {len(names) - SHOWN} more"
 
 
 @contextmanager
@@ -410,7 +409,7 @@ def _close(descriptor: int | None) -> None:
 
 @contextmanager
 def _naming_another(path: PathLike) -> Iterator[None]:
-    """Let errors of a checkpoint end with the newest finished one beside it."""
+    """Let errors of a checkpoint name the latest finished one in the same folder."""
     try:
         yield
     except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""All ranks of a save or load act as one: either all go on, or all raise the same error."""
+"""All ranks of a save or load act as one: either all continue, or all raise the same error."""
 
 from __future__ import annotations
 

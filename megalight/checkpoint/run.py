@@ -1,4 +1,8 @@
-"""What a rank of a training run saves and resumes from: weights, masters, optimizer state, random states."""
+"""What a rank of a training run saves and resumes from: weights, master weights, optimizer state, random states.
+
+:class:`TrainingRun` collects them for a save and restores them, for every strategy. :class:`PlainRun` gives a plain
+torch loop ``save`` and ``load`` on the same folders.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +45,7 @@ WIDE = ("float32", "float64")
 OWN = ("model", "optimizer")
 """First parts of names in a checkpoint that no further state may have."""
 STATE = "optimizer."
-"""Names of the optimizer's tensors begin with this, and go on with the state's own and the weight's."""
+"""Prefix of the optimizer's tensors; the names of the state and of the weight follow."""
 ADAMS = ("Adam", "AdamW")
 """Classes whose states are those of Adam."""
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)}
@@ -56,7 +60,7 @@ class TrainingRun:
         streams: random streams of the run.
         engine: None outside of training; then there is no optimizer state.
         optimizer: on the engine's shards.
-        extra: name -> one flat tensor per engine shard, kept beside the optimizer's state.
+        extra: name -> one flat tensor per engine shard, saved with the optimizer's state.
         peers: all ranks that hold other parameters of the model; None: those of the pipeline.
 
     Raises:
@@ -82,11 +86,11 @@ class TrainingRun:
     def contents(self, *, optimizer: bool, only: Container[str] | None = None) -> Contents:
         """What is to be saved.
 
-        Parameters that are held as codes are shown by their masters, in the type that they have outside training.
-        Sharded parameters are shown by this rank's shards.
+        Quantized parameters are represented by their master weights, in the dtype that they have outside training.
+        Sharded parameters are represented by this rank's shards.
 
         Args:
-            optimizer: with masters that are copies, optimizer state, and what is kept per shard beside it.
+            optimizer: with master weights that are copies, optimizer state, and ``extra``.
             only: canonical names of the weights to save; None: all.
         """
         tensors, flat = self._weights()
@@ -94,7 +98,7 @@ class TrainingRun:
             tensors = {name: t for name, t in tensors.items() if self.model.specs[name].pieces[0].name in only}
             # a bucket holds parameters that are trained, or frozen ones
             flat = [b for b in flat if any(piece.name in only for spec, _ in b.shard.slots for piece in spec.pieces)]
-        # Codes need their scales to mean anything, so masters are written in their place.
+        # Quantized values mean nothing without their scales, so master weights are written in their place.
         weights = [bucket.weights.to(bucket.layout.kind.param_dtype) for bucket in flat]
         states = [State("", weights, [bucket.shard for bucket in flat])] if flat else []
         if optimizer:
@@ -111,7 +115,7 @@ class TrainingRun:
         return state
 
     def weight_targets(self) -> list[Target]:
-        """Where weights are read into: parameters and buffers, masters of what is held as codes, and shards."""
+        """Where weights are read into: parameters and buffers, masters of quantized parameters, and shards."""
         tensors, flat = self._weights()
         parts = shard_targets([bucket.weights for bucket in flat], [bucket.shard for bucket in flat])
         return [*parameter_targets(tensors.items(), self.model.specs), *parts]
@@ -148,15 +152,15 @@ class TrainingRun:
             same_groups = zip(*(found for found, _ in stages), strict=True)
             groups = [next((g for g in same if g["tensors"] or g["scalars"]), same[0]) for same in same_groups]
         found = {"class": type(optimizer).__name__, "groups": groups, MAGNITUDES: histories}
-        apart = self._apart(held, groups)
+        own_counters = self._own_counters(held, groups)
         if peers is not None:
             every: list[Any] = [None] * peers.size()
-            dist.all_gather_object(every, apart, group=peers)
-            apart = {name: numbers for some in every for name, numbers in some.items()}
-        return {**found, PARAMETERS: apart} if apart else found
+            dist.all_gather_object(every, own_counters, group=peers)
+            own_counters = {name: numbers for some in every for name, numbers in some.items()}
+        return {**found, PARAMETERS: own_counters} if own_counters else found
 
     @staticmethod
-    def _apart(
+    def _own_counters(
         held: Sequence[tuple[FlatShard, Mapping[str, Any]]], groups: Sequence[Mapping[str, Any]]
     ) -> dict[str, dict[str, Any] | None]:
         """The counters of parameters that had no gradient in some steps, where they differ from those of the group.
@@ -164,15 +168,15 @@ class TrainingRun:
         Returns:
             by canonical name; None: a parameter that was never stepped, and has no state.
         """
-        apart: dict[str, dict[str, Any] | None] = {}
+        own_counters: dict[str, dict[str, Any] | None] = {}
         for shard, states in held:
             usual = groups[shard.group]
             numbers = {name: value for name, value in states.items() if name not in usual["tensors"]}
             stepped = usual["scalars"] or usual["tensors"]
             if _history(numbers if states else None) != _history(usual["scalars"] if stepped else None):
                 names = (piece.name for spec, _ in shard.slots for piece in spec.pieces)
-                apart.update(dict.fromkeys(names, numbers if states else None))
-        return apart
+                own_counters.update(dict.fromkeys(names, numbers if states else None))
+        return own_counters
 
     def resume(self, saved: SavedCheckpoint) -> None:
         """Read masters, optimizer state, group options, and what ranks keep on their own. Weights are read before.
@@ -202,7 +206,7 @@ class TrainingRun:
         if missing:
             raise CheckpointError(
                 f"{saved.path} lacks {len(missing)} optimizer tensors that this run needs: {missing[0]}."
-                f"{_way_out(saved)}"
+                f"{_advice(saved)}"
             )
         # Not strict: weights are in the checkpoint too, and were read before.
         saved.fill(targets_of(views), strict=False)
@@ -281,8 +285,8 @@ class TrainingRun:
         return self.engine, self.optimizer
 
     def _weights(self) -> tuple[dict[str, Tensor], list[FlatParameters]]:
-        """The tensors that hold weights themselves, and the buckets whose parameters are codes or sharded."""
-        flat: dict[int, FlatParameters] = {}  # by id: a sharded bucket may hold codes
+        """The tensors that hold weights themselves, and the buckets whose parameters are quantized or sharded."""
+        flat: dict[int, FlatParameters] = {}  # by id: a sharded bucket may be quantized
         if self.engine is not None:
             flat |= {id(bucket): bucket for bucket in self.engine.buckets if bucket.is_quantized}
         if self.model.shards is not None:
@@ -292,7 +296,7 @@ class TrainingRun:
         return whole, list(flat.values())
 
     def _states(self) -> Iterator[State]:
-        """Masters that are copies, element-wise optimizer states, and what is kept per shard beside them."""
+        """Master weights that are copies, element-wise optimizer states, and ``extra``."""
         engine, optimizer = self._training
         copies = [bucket.shard for bucket in engine.buckets if not bucket.master_is_own_params]
         # Masters in the parameters' own memory are the weights, and are saved as such.
@@ -311,15 +315,16 @@ class TrainingRun:
         sharding = getattr(optimizer, SHARDING, None)
         return engine.shards if sharding is None else cast(list[FlatShard], sharding.shards)
 
-    def _make_states(self, groups: list[dict[str, Any]], apart: Mapping[str, Mapping[str, Any] | None]) -> None:
+    def _make_states(self, groups: list[dict[str, Any]], own_counters: Mapping[str, Mapping[str, Any] | None]) -> None:
         """Give the optimizer the options and counters that were saved, and room for its tensors.
 
         Args:
-            apart: by canonical name the counters of parameters that have others than their group; None: no state.
+            own_counters: by canonical name the counters of parameters that have others than their group; None: no
+            state.
         """
         optimizer = self._training[1]
         if (sharding := getattr(optimizer, SHARDING, None)) is not None:
-            sharding.restart(lambda name: _history(apart.get(name, {})))
+            sharding.restart(lambda name: _history(own_counters.get(name, {})))
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
             group.update(saved["options"])
         for shard in self._shards:
@@ -327,7 +332,7 @@ class TrainingRun:
                 groups[shard.group],
                 next((spec.pieces[0].name for spec, _ in shard.slots if spec.pieces), ""),
             )
-            if (numbers := apart.get(first, saved["scalars"])) is None:
+            if (numbers := own_counters.get(first, saved["scalars"])) is None:
                 continue
             states = optimizer.state[shard.master]
             # State of earlier steps in this process would be mixed with what was saved.
@@ -349,7 +354,7 @@ def _flat(value: Any, master: Tensor) -> bool:
 
 
 def _readable(optimizer: Optimizer, master: Tensor) -> Mapping[str, Any]:
-    """Return the state of a master. An optimizer that holds codes has ``readable_state``, which returns numbers."""
+    """Return the state of a master. A quantized optimizer has ``readable_state``, which dequantizes."""
     read = getattr(optimizer, "readable_state", None)
     return cast(Mapping[str, Any], optimizer.state.get(master, {}) if read is None else read(master))
 
@@ -373,10 +378,10 @@ def _add_magnitudes(past: dict[str, Tensor], state: Mapping[str, Any] | None) ->
         past.setdefault(name, values)
 
 
-def _way_out(saved: SavedCheckpoint) -> str:
+def _advice(saved: SavedCheckpoint) -> str:
     if saved.scheme != DP_RESHARDABLE:
         return (
-            " Parameters that were frozen in that run have no such state. Freeze the same ones, or begin another run "
+            " Parameters that were frozen in that run have no such state. Freeze the same ones, or start another run "
             "with its weights alone (--model.weights)."
         )
     return (
@@ -388,9 +393,6 @@ def _way_out(saved: SavedCheckpoint) -> str:
 def _found(name: str, saved: SavedCheckpoint) -> str:
     """Masters go by the weights' own names where the run that saved them needed no copies."""
     return name.removeprefix(MASTER) if name.startswith(MASTER) and name not in saved.tensors else name
-
-
-# Checkpoints of a plain torch loop: all of a run in one folder, which any layout can load.
 
 
 class PlainRun:
@@ -410,7 +412,7 @@ class PlainRun:
         """Write weights, optimizer state and random states as one folder, from all ranks; any layout can load it.
 
         Args:
-            values: plain values to keep along (``step=100``); :meth:`load` returns them.
+            values: plain values to save with it (``step=100``); :meth:`load` returns them.
         """
         # Weights may still be gathered, and would be read half-way.
         self.engine.sync_parameters()
@@ -420,7 +422,7 @@ class PlainRun:
         saving.save(path, views, common=common, rank_state=run.rank_state(), scheme=FULLY_RESHARDABLE)
 
     def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """Go on from a folder that :meth:`save` wrote under any layout; return the values that were kept along.
+        """Resume from a folder that :meth:`save` wrote under any layout; return the values that were saved with it.
 
         Raises:
             CheckpointError: missing, torn, of another model or another optimizer.
@@ -432,7 +434,7 @@ class PlainRun:
         # Before optimizer state is read: masters from the checkpoint then replace these.
         self.engine.refresh_masters()
         run.resume(saved)
-        # Codes are cast from the masters, which are final now.
+        # Quantized weights are cast from the masters, which are final now.
         self.engine.recast()
         return dict(saved.common.get("values", {}))
 

@@ -1,7 +1,7 @@
 """Schemes: in which form the tensors of a run are written.
 
 A scheme turns what a rank holds into the views that are saved, and, on load, into the views that are filled. Its name
-stands in the manifest: a checkpoint is read by the scheme that wrote it.
+is in the manifest: a checkpoint is read by the scheme that wrote it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Contents:
     Attributes:
         tensors: local parameters and buffers by local name.
         specs: local name -> what it holds of which canonical tensors.
-        mesh_of: local name -> the grid of ranks over which the tensor is split.
+        mesh_of: local name -> the mesh over which the tensor is split.
         states: flat states.
     """
 

@@ -139,7 +139,7 @@ def views_of_parameters(
     """Views of local parameters (or buffers), by ``prefix`` + canonical name.
 
     Args:
-        mesh: the grid of ranks, or a function from a local name to it.
+        mesh: the mesh of ranks, or a function from a local name to it.
 
     Ranks along a parameter's data axes hold the same; each writes an equal share of what they all hold.
 
@@ -207,7 +207,7 @@ def views_of_pieces(tensors: Iterable[Tensor], shards: Iterable[FlatSource], *, 
     """
     held = []
     for tensor, shard in zip(tensors, shards, strict=True):
-        # Flat tensors lie end to end, so a piece is one box.
+        # Flat tensors are concatenated, so a piece is one box.
         flat = tensor.detach().view(-1)
         for piece, first, last, start in shard.intervals():
             box = Box((first,), flat[start : start + last - first], piece.owner)
@@ -306,8 +306,8 @@ def views_to_fill(targets: Iterable[Target]) -> dict[str, View]:
 def _share(held: Sequence[_HeldBox], replicas: tuple[int, ...], place: int) -> Iterator[_HeldBox]:
     """Let each of the ranks that all hold these boxes write an equal, contiguous part of them.
 
-    Imagine the boxes to be written end to end, and cut the line into equal parts, at whole rows. Only the boxes that
-    this rank's two ends fall into are cut.
+    The boxes to be written are concatenated and cut into equal parts, at whole rows. Only the boxes at this rank's two
+    ends are cut.
     """
     total = sum(item.box.data.numel() for item in held if item.box.write)
     low, high = total * place // len(replicas), total * (place + 1) // len(replicas)

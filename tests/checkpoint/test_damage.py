@@ -349,5 +349,5 @@ def test_missing_and_single_file_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nothing is there"):
         checkpoint.open(tmp_path / "a.ckpt")
     (tmp_path / "b.ckpt").write_bytes(b"PK")
-    with pytest.raises(CheckpointError, match=r"single file\..* goes on from it"):
+    with pytest.raises(CheckpointError, match=r"single file\..* resumes from it"):
         checkpoint.open(tmp_path / "b.ckpt")

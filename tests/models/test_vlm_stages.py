@@ -63,7 +63,7 @@ def test_stages_follow_each_other(tmp_path: Path) -> None:
     stage(1, 2, str(first), ALL_BUT_THE_PROJECTOR)
     told = stage(1, 3, str(second), ("*.tower.*",), resume=str(first))
     assert "optimizer tensors that this run needs" in told
-    assert "Freeze the same ones, or begin another run with its weights alone (--model.weights)." in told
+    assert "Freeze the same ones, or start another run with its weights alone (--model.weights)." in told
     expected = stage(1, 1, str(alone), ("*.tower.*",), weights=str(first))
     found = stage(2, 1, str(second), ("*.tower.*",), weights=str(first), layout=SP)
     assert found == pytest.approx(expected, rel=1e-9)

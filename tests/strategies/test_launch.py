@@ -145,7 +145,7 @@ def test_the_main_process_saves_what_it_was_handed_back(started: Any, how: str, 
     saved = checkpoint.open(path)
     towers = part == "towers"
     assert saved.common["global_step"] == (1 if towers else STEPS)
-    assert not {"optimizer", "ordinary_optimizers", "lr_schedulers"} & saved.common.keys()  # no run may resume without
+    assert not {"optimizer", "unsharded_optimizers", "lr_schedulers"} & saved.common.keys()  # no run may resume without
     if not towers:
         assert saved.file("pid.txt") != str(run.json("after.json")["pid"]).encode()  # a worker has written it
     module = VLMModule(CONFIG) if towers else training.WithData(training.CONFIGS["gqa"])

@@ -1,7 +1,9 @@
-"""Saves beside training: a step waits for the copy to host memory only, and a worker process per rank writes.
+"""Asynchronous saves: a step waits for the copy to host memory only, and a worker process per rank writes the files.
 
-One save is under way at a time, so checkpoints appear in the order of their saves. All collectives are on the host and
-in the thread that trains; the workers of all ranks meet through the checkpoint's own folder.
+:class:`Background` stages a save into shared memory (:mod:`~megalight.checkpoint.async_save.shared_memory`) and hands
+it to a :class:`SaveWorker`, the trainer's side of a process (:mod:`~megalight.checkpoint.async_save.worker`). One save
+is in progress at a time, so checkpoints appear in the order of their saves. All collectives are on the host and in the
+thread that trains; the workers of all ranks meet through the checkpoint's own folder.
 """
 
 from __future__ import annotations
@@ -31,9 +33,6 @@ from megalight.checkpoint.saving import HostCopies, Staged, seal_of, stage
 from megalight.checkpoint.view import View
 from megalight.errors import CheckpointError
 
-# A worker (:mod:`~megalight.checkpoint.async_save.worker`) as the process that has started it sees it.
-
-
 log = logging.getLogger(__name__)
 
 BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -42,114 +41,24 @@ END_SECONDS = 10.0
 """How long a killed worker may take to be gone. One that waits for storage that does not answer stays until it does."""
 
 
-class SaveWorker:
-    """The process that writes for this rank."""
-
-    def __init__(self, memory: SharedMemory) -> None:
-        self._connection, theirs = Pipe()
-        fds = (theirs.fileno(), memory.descriptor)
-        package = str(Path(__file__).parents[3])
-        path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
-        # not -m: messages name their classes by module, and that of a script is another one here
-        code = "from megalight.checkpoint.async_save.worker import main; main()"
-        # -P: files in the current folder must not take the place of modules
-        command = [sys.executable, "-P", "-c", code, *map(str, fds), str(os.getpid())]
-        # checksums use the core that they run on; threads of libraries would take those of the trainer
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        # a child inherits which signals are blocked, so that none ends it, from its first moment on
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
-        try:
-            self.process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, env=environment)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        # This end belongs to the worker. As long as it is open here, the worker's death would go unnoticed.
-        theirs.close()
-
-    def give(self, job: Job) -> None:
-        """Let it do a job.
-
-        Raises:
-            OSError: it is dead.
-        """
-        self._connection.send(job)
-
-    def report(self) -> SaveReport | None:
-        """What came of the job; None while it is under way. A dead worker has failed."""
-        try:
-            # A report counts even if the worker has died since.
-            if self._connection.poll():
-                report: SaveReport = self._connection.recv()
-                return report
-        except (EOFError, OSError):
-            return SaveReport(f"the worker process died (exit code {self.process.wait()}).", time.time())
-        return None
-
-    def end(self) -> None:
-        """Kill it, whatever it does, and wait until it is gone."""
-        self.process.kill()
-        # the connection closes with this object: another thread may be looking into it for a report
-        try:
-            self.process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            log.warning("the killed worker process %d has not ended: its storage does not answer", self.process.pid)
-
-
 Kind: TypeAlias = Literal["persistent", "per_save"]
 """How long a worker lives: as long as the run, or for one save."""
 
 KINDS: tuple[Kind, ...] = ("persistent", "per_save")
 PERIOD_SECONDS = 0.01
 LIMIT_SECONDS = 600.0
-"""How long a save may go on after training has failed."""
-
-
-@dataclass
-class PendingSave:
-    """A save that is under way.
-
-    Attributes:
-        path: where the checkpoint will be.
-        begun: when it began, in seconds since 1970.
-        waited: seconds that training stood still for it.
-        partial: its folder, on rank 0.
-        report: how this rank's worker ended; None before.
-    """
-
-    path: PathLike
-    begun: float
-    waited: float
-    partial: publish.Save | None
-    report: SaveReport | None = None
-
-    @property
-    def seconds(self) -> float:
-        """How long it took until this rank's worker was done: on rank 0, until it was published."""
-        return 0.0 if self.report is None else self.report.at - self.begun
-
-    @property
-    def failed(self) -> bool:
-        """Whether this rank's worker has failed."""
-        return self.report is not None and self.report.error is not None
-
-
-def _give_after(copies: HostCopies, worker: SaveWorker, job: Job) -> None:
-    """Let a worker do a job when the copies have arrived. What fails here shows as its death."""
-    try:
-        copies.wait()
-        worker.give(job)
-    except Exception:  # of a GPU, which training meets too, or of a worker that was ended
-        worker.process.kill()
+"""How long a save may continue after training has failed."""
 
 
 class Background:
-    """Saves of one rank that go on beside training. All ranks have one, and call its methods in the same order.
+    """The asynchronous saves of one rank. All ranks have one, and call its methods in the same order.
 
     Args:
         kind: whether one worker serves the whole run, or each save starts its own.
         process_group: who saves; a group whose collectives work on the host. None: the default group.
 
     Attributes:
-        pending: the save under way, or None. It is None on all ranks or on none.
+        pending: the save in progress, or None. It is None on all ranks or on none.
     """
 
     def __init__(self, kind: Kind = "persistent", process_group: ProcessGroup | None = None) -> None:
@@ -164,7 +73,7 @@ class Background:
         self._lock = threading.RLock()
 
     def prepare(self, nbytes: int) -> None:
-        """Make the memory for saves in a thread: page-locked memory takes longer to make than to fill.
+        """Allocate the memory for saves in a thread: pinned memory takes longer to allocate than to fill.
 
         Args:
             nbytes: of a save on this rank; see :func:`megalight.checkpoint.saving.size_of`.
@@ -172,12 +81,12 @@ class Background:
         self._own_memory().prepare(nbytes)
 
     def fence(self) -> None:
-        """Let what is queued on the GPU from now on come after the copies of the save under way."""
+        """Let GPU work that is queued from now on wait for the copies of the save in progress."""
         if self._copies is not None:
             self._copies.fence()
 
     def save(self, path: str | os.PathLike[str], views: Mapping[str, View], **values: Any) -> None:
-        """Begin to save ``path``: copy what this rank writes, and return while its worker writes it.
+        """Start to save ``path``: copy what this rank writes, and return while its worker writes it.
 
         Args:
             path: as for :func:`megalight.checkpoint.save`.
@@ -190,7 +99,7 @@ class Background:
                 starts over. Also, on this rank alone, after an :meth:`abort` that came when all ranks had begun.
         """
         # Staging and handing over happen at one moment on all ranks: the checkpoint is of one step.
-        assert self.pending is None, "finish the save under way first"
+        assert self.pending is None, "finish the save in progress first"
         target, begun, ranks, aborts = publish.absolute(path), time.time(), self._ranks, self._aborts
         started: list[publish.Save] = []
 
@@ -241,12 +150,12 @@ class Background:
         raise CheckpointError(f"saving {path} was aborted while it began.")
 
     def ready(self) -> bool:
-        """Whether the save under way has come to its end. A collective of all ranks, on the host."""
+        """Whether the save in progress has ended. A collective of all ranks, on the host."""
         pending = self.pending
         return pending is not None and self._news(pending)
 
     def settle(self) -> PendingSave:
-        """Wait until the save under way is published, on all ranks together.
+        """Wait until the save in progress is published, on all ranks together.
 
         Raises:
             CheckpointError: on every rank, when any failed. Nothing is left behind, and what was there before stays.
@@ -292,17 +201,18 @@ class Background:
         return None if failed else pending
 
     def abort(self) -> None:
-        """Kill this rank's worker at once and forget the save under way. No collective: an in-process restarter calls
-        it, in any thread. Callers that wait in :meth:`settle` or begin in :meth:`save` get an error. What was published
-        stays; what was not leaves a folder that the next save cleans away.
+        """Kill this rank's worker at once and drop the save in progress.
+
+        No collective: an in-process restarter calls it, in any thread. A call of :meth:`settle` or :meth:`save` in
+        another thread raises an error. A published checkpoint stays; a folder that was not published is left to the
+        next save, which deletes it.
         """
         with self._lock:
             self._aborts += 1
             pending = self.pending
         if pending is not None and pending.report is None:
-            pending.report = SaveReport(
-                "it was aborted.", time.time()
-            )  # before the worker's death, which is no news then
+            # Before the worker dies, so that its death is not reported.
+            pending.report = SaveReport("it was aborted.", time.time())
         self._end_worker()
         self._clear(discard=True)
 
@@ -355,7 +265,7 @@ class Background:
             threading.Thread(target=_give_after, args=(staged.copies, worker, job), daemon=True).start()
 
     def _news(self, pending: PendingSave) -> bool:
-        """Whether a save has come to its end, on any rank."""
+        """Whether a save has ended, on any rank."""
         ranks = self._ranks
         # parts that are written end nothing: rank 0's worker publishes when it has all of them
         return ranks.any(self._ended(pending) and (ranks.rank == 0 or pending.failed))
@@ -389,3 +299,93 @@ class Background:
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.end()
+
+
+@dataclass
+class PendingSave:
+    """A save in progress.
+
+    Attributes:
+        path: where the checkpoint will be.
+        begun: when it started, in seconds since 1970.
+        waited: seconds that training waited for it.
+        partial: its folder, on rank 0.
+        report: how this rank's worker ended; None before.
+    """
+
+    path: PathLike
+    begun: float
+    waited: float
+    partial: publish.Save | None
+    report: SaveReport | None = None
+
+    @property
+    def seconds(self) -> float:
+        """How long it took until this rank's worker was done: on rank 0, until it was published."""
+        return 0.0 if self.report is None else self.report.at - self.begun
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank's worker has failed."""
+        return self.report is not None and self.report.error is not None
+
+
+class SaveWorker:
+    """The process that writes for this rank, as the trainer that started it sees it."""
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self._connection, theirs = Pipe()
+        fds = (theirs.fileno(), memory.descriptor)
+        package = str(Path(__file__).parents[3])
+        path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+        # not -m: messages name their classes by module, and that of a script is another one here
+        code = "from megalight.checkpoint.async_save.worker import main; main()"
+        # -P: files in the current folder must not take the place of modules
+        command = [sys.executable, "-P", "-c", code, *map(str, fds), str(os.getpid())]
+        # checksums use the core that they run on; threads of libraries would take those of the trainer
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        # a child inherits which signals are blocked, so that none ends it, from its first moment on
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
+        try:
+            self.process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, env=environment)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        # This end belongs to the worker. As long as it is open here, the worker's death would go unnoticed.
+        theirs.close()
+
+    def give(self, job: Job) -> None:
+        """Let it do a job.
+
+        Raises:
+            OSError: it is dead.
+        """
+        self._connection.send(job)
+
+    def report(self) -> SaveReport | None:
+        """The result of the job; None while it is in progress. A dead worker has failed."""
+        try:
+            # A report counts even if the worker has died since.
+            if self._connection.poll():
+                report: SaveReport = self._connection.recv()
+                return report
+        except (EOFError, OSError):
+            return SaveReport(f"the worker process died (exit code {self.process.wait()}).", time.time())
+        return None
+
+    def end(self) -> None:
+        """Kill it, whatever it does, and wait until it is gone."""
+        self.process.kill()
+        # the connection closes with this object: another thread may be looking into it for a report
+        try:
+            self.process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            log.warning("the killed worker process %d has not ended: its storage does not answer", self.process.pid)
+
+
+def _give_after(copies: HostCopies, worker: SaveWorker, job: Job) -> None:
+    """Let a worker do a job when the copies have arrived. What fails here shows as its death."""
+    try:
+        copies.wait()
+        worker.give(job)
+    except Exception:  # of a GPU, which training meets too, or of a worker that was ended
+        worker.process.kill()

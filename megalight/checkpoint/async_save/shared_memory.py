@@ -1,4 +1,4 @@
-"""Host memory that a worker process sees too. It is kept between saves, because to make it costs more than to copy."""
+"""Host memory that trainer and worker process share. It is kept between saves: allocating takes longer than copying."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class SharedMemory:
-    """Memory behind a file descriptor; page-locked where there is a GPU.
+    """Memory behind a file descriptor; pinned if there is a GPU.
 
     Attributes:
         descriptor: of a file without a name, which a child process maps too.
@@ -31,17 +31,17 @@ class SharedMemory:
 
     @property
     def address(self) -> int:
-        """Where the memory begins in this process."""
+        """Where the memory starts in this process."""
         return self._memory.data_ptr()
 
     def prepare(self, nbytes: int) -> None:
-        """Make the memory in a thread, so that a later :meth:`reserve` finds it."""
+        """Allocate the memory in a thread, so that a later :meth:`reserve` finds it."""
         assert self._making is None
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
         def make() -> None:
             if device is not None:
-                torch.cuda.set_device(device)  # a thread begins with the first one
+                torch.cuda.set_device(device)  # a thread starts on device 0
             with suppress(OSError):  # the save itself reports that there is none
                 self._grow(nbytes)
 
@@ -64,14 +64,14 @@ class SharedMemory:
             making.join()
 
     def _grow(self, nbytes: int) -> None:
-        # Kept while it is large enough: locking the pages of new memory takes longer than a save.
+        # Kept while it is large enough: pinning new memory takes longer than a save.
         if nbytes > self._memory.numel() or not self._memory.numel():
             size = max(nbytes, mmap.PAGESIZE)
             # without it, memory that is not there would be a fatal signal at the first write
             allocate = getattr(os, "posix_fallocate", lambda file, _, size: os.ftruncate(file, size))
             allocate(self.descriptor, 0, size)
             memory = torch.from_numpy(np.frombuffer(mmap.mmap(self.descriptor, size), np.uint8))
-            # Only now, as the old memory serves on where there is no more. Page-locked memory must not be freed.
+            # Only now, as the old memory serves on where there is no more. Pinned memory must not be freed.
             self._unpin()
             self._memory = memory
             self._pin()
@@ -92,7 +92,7 @@ class SharedMemory:
         if not self._pinned:
             with suppress(RuntimeError):
                 torch.zeros(1, device="cuda")  # takes CUDA's error, or the next kernel of training would report it
-            log.warning("memory for saves cannot be page-locked (%s), so copies from the GPU are slower", status)
+            log.warning("memory for saves cannot be pinned (%s), so copies from the GPU are slower", status)
 
     def _unpin(self) -> None:
         if self._pinned:

@@ -1,7 +1,14 @@
-"""A process that writes one rank's part of checkpoints while its trainer goes on. It starts quickly: no torch.
+"""The worker process of asynchronous saves: it writes one rank's part of a checkpoint while its trainer trains.
 
 The trainer sends a :class:`Job` for each save and gets a :class:`SaveReport`. The worker of rank 0 also waits for the
-other ranks' parts, seals the folder and publishes it. A worker ends when its trainer does, however that ends.
+other ranks' parts, seals the folder and publishes it. A worker stops when its trainer does, however that ends.
+
+Workers tell each other that their parts are written by one file per rank in the folder, which is deleted before the
+seal. The worker locks ``parts/<rank>.json.writing`` as long as it lives. ``parts/<rank>.json`` says what it has
+written, or why it could not. Both start with a line that names the machine: some file systems have locks that other
+machines do not see, so a missing lock proves a death on the same machine only. Object stores have no locks: there only
+the last file is written, and its trainer notices the death of a worker. No torch in here, so that a worker starts
+quickly.
 """
 
 from __future__ import annotations
@@ -24,14 +31,6 @@ from megalight.checkpoint.disk.rank_files import RankFiles, Seal, WrittenFiles, 
 from megalight.checkpoint.disk.storage import locked, machine
 from megalight.errors import CheckpointError
 
-# How workers report that their parts are written: one file per rank beside the data, gone before the seal.
-#
-# The worker locks ``parts/<rank>.json.writing`` as long as it lives. ``parts/<rank>.json`` says what it has written,
-# or why it could not. Both begin with a line that names the machine: some file systems have locks that other machines
-# do not see, so a missing lock proves a death on the same machine only. Remote storage has no locks: there only the
-# last file is written, and its trainer notices the death of a worker. No torch in here.
-
-
 FOLDER = "parts"
 STARTUP_SECONDS = 120.0
 """A worker that has not shown itself after this time will not come."""
@@ -41,8 +40,89 @@ WATCHED = 16
 """Ranks that are looked at per period: each look asks the storage three times, which many ranks write to."""
 
 
+WORKER_PERIOD_SECONDS = 0.1
+"""Time between two looks at the trainer."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One save, as one worker sees it.
+
+    Attributes:
+        folder: the checkpoint while it is written.
+        part: what this rank writes.
+        starts: where each piece starts in the shared memory, in bytes.
+        ranks: how many ranks write.
+        seal: for rank 0: how the checkpoint is sealed.
+    """
+
+    folder: PathLike
+    part: RankFiles
+    starts: tuple[int, ...]
+    ranks: int
+    seal: Seal | None
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """How a job ended.
+
+    Attributes:
+        error: None if the part is written and, on rank 0, the checkpoint published.
+        at: when, in seconds since 1970.
+    """
+
+    error: str | None
+    at: float
+
+
+def main() -> None:
+    """Serve a trainer. Arguments: descriptors of the connection and of the memory, and the trainer's process."""
+    connection, memory, parent = map(int, sys.argv[1:])
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    serve(Connection(connection), memory)
+
+
+def serve(connection: Connection, memory: int) -> None:
+    """Do jobs until the trainer closes the connection."""
+    while True:
+        try:
+            job: Job = connection.recv()
+        except (EOFError, OSError):
+            # The trainer is gone or done: there is nothing more to write.
+            return
+        error = None
+        try:
+            perform(job, memory)
+        except Exception as failure:
+            error = _text(failure)
+        connection.send(SaveReport(error, time.time()))
+
+
+def perform(job: Job, memory: int) -> None:
+    """Write this rank's part from shared memory; on rank 0, seal and publish the checkpoint.
+
+    Raises:
+        CheckpointError: another rank failed.
+        OSError: the storage failed.
+    """
+    told = announcement(job.folder, job.part.rank)
+    try:
+        # not closed here: a failed write still refers to it, and its error must be the one that is reported
+        view = memoryview(mmap.mmap(memory, 0, access=mmap.ACCESS_READ))
+        told.tell(write_part(job.folder, job.part, _pieces(job, view)))
+    except Exception as error:
+        told.tell(_text(error))
+        raise
+    finally:
+        told.close()
+    if job.seal is not None:
+        job.seal.close(job.folder, collect(job.folder, job.ranks))
+        publish(job.folder, job.seal.path)
+
+
 def announcement(folder: PathLike, rank: int) -> Announcement:
-    """Begin to report the part of a rank to the others."""
+    """Start to report the part of a rank to the others."""
     return LockedAnnouncement(folder, rank) if isinstance(folder, Path) else Announcement(folder, rank)
 
 
@@ -162,64 +242,6 @@ def _parse(path: PathLike, rank: int) -> WrittenFiles:
     return WrittenFiles(records, tensors, archives)
 
 
-WORKER_PERIOD_SECONDS = 0.1
-"""Time between two looks at the trainer."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """One save, as one worker sees it.
-
-    Attributes:
-        folder: the checkpoint while it is written.
-        part: what this rank writes.
-        starts: where each piece begins in the shared memory, in bytes.
-        ranks: how many ranks write.
-        seal: for rank 0: how the checkpoint is sealed.
-    """
-
-    folder: PathLike
-    part: RankFiles
-    starts: tuple[int, ...]
-    ranks: int
-    seal: Seal | None
-
-
-@dataclass(frozen=True)
-class SaveReport:
-    """How a job ended.
-
-    Attributes:
-        error: None if the part is written and, on rank 0, the checkpoint published.
-        at: when, in seconds since 1970.
-    """
-
-    error: str | None
-    at: float
-
-
-def perform(job: Job, memory: int) -> None:
-    """Write this rank's part from shared memory; on rank 0, seal and publish the checkpoint.
-
-    Raises:
-        CheckpointError: another rank failed.
-        OSError: the storage failed.
-    """
-    told = announcement(job.folder, job.part.rank)
-    try:
-        # not closed here: a failed write still refers to it, and its error must be the one that is reported
-        view = memoryview(mmap.mmap(memory, 0, access=mmap.ACCESS_READ))
-        told.tell(write_part(job.folder, job.part, _pieces(job, view)))
-    except Exception as error:
-        told.tell(_text(error))
-        raise
-    finally:
-        told.close()
-    if job.seal is not None:
-        job.seal.close(job.folder, collect(job.folder, job.ranks))
-        publish(job.folder, job.seal.path)
-
-
 def _pieces(job: Job, memory: memoryview) -> Iterator[Iterator[memoryview]]:
     for piece, begin in zip(job.part.pieces, job.starts, strict=True):
         yield (memory[begin + start : begin + stop] for start, stop in blocks(piece.entry.nbytes))
@@ -229,33 +251,10 @@ def _text(error: Exception) -> str:
     return str(error) if isinstance(error, CheckpointError) else repr(error)
 
 
-def serve(connection: Connection, memory: int) -> None:
-    """Do jobs until the trainer closes the connection."""
-    while True:
-        try:
-            job: Job = connection.recv()
-        except (EOFError, OSError):
-            # The trainer is gone or done: there is nothing more to write.
-            return
-        error = None
-        try:
-            perform(job, memory)
-        except Exception as failure:
-            error = _text(failure)
-        connection.send(SaveReport(error, time.time()))
-
-
 def _end_with(parent: int) -> None:
-    """End this process when its trainer is gone, even in the midst of a write."""
+    """Stop this process when its trainer is gone, even during a write."""
     # A parent that has died is replaced by another process: the number changes.
     while os.getppid() == parent:
         time.sleep(WORKER_PERIOD_SECONDS)
     # At once: the trainer's own end must not wait for a write that nobody will publish.
     os._exit(1)
-
-
-def main() -> None:
-    """Serve a trainer. Arguments: descriptors of the connection and of the memory, and the trainer's process."""
-    connection, memory, parent = map(int, sys.argv[1:])
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    serve(Connection(connection), memory)

@@ -1,4 +1,8 @@
-"""Files of tensors, read in parts, and verified where their checksums are known. No torch in here."""
+"""Files of tensors, read in parts, and verified where their checksums are known. No torch in here.
+
+:class:`DataFile` is a data file of a checkpoint, :class:`OpenFile` any other file of tensors. :class:`Pinned` is the
+path of an open folder, which is read to its end even if a save renames it.
+"""
 
 from __future__ import annotations
 
@@ -183,9 +187,6 @@ class DataFile(OpenFile):
         data = bytearray(length)
         self.read(start, memoryview(data))
         return bytes(data)
-
-
-# A folder that is read to its end, whatever its name means by then.
 
 
 DESCRIPTORS = Path("/proc/self/fd")

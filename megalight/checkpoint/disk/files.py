@@ -1,4 +1,9 @@
-"""Files of a checkpoint folder: durable writes, checked names, JSON and safetensors headers. No torch in here."""
+"""Files of a checkpoint folder: checksums, durable writes, checked names, JSON, safetensors headers. No torch in here.
+
+The checksum costs less than a copy: row and column sums of 64-bit words, sealed with BLAKE2. A table of words is
+determined by its row and column sums up to changes of at least four words that cancel exactly, so flips, swaps, lost
+pages and truncation show. It protects against accidents, not against forgery.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +23,6 @@ import numpy as np
 
 from megalight.checkpoint.disk.address import Address
 from megalight.errors import CheckpointError
-
-# A checksum that costs less than a copy: row and column sums of 64-bit words, sealed with BLAKE2.
-#
-# A table of words is determined by its row and column sums up to changes of at least four words that cancel exactly,
-# so flips, swaps, lost pages and truncation show. It guards against accidents, not against forgers.
-
 
 BLOCK = 4 << 20
 """Bytes that share one checksum: a reader that needs part of a chunk reads and verifies whole blocks."""
@@ -164,7 +163,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor in a safetensors file. ``start`` counts from the beginning of the file."""
+    """One tensor in a safetensors file. ``start`` counts from the start of the file."""
 
     key: str
     dtype: str
@@ -195,7 +194,7 @@ def checked_name(name: str) -> str:
 
 
 def located(root: Any, name: str) -> Any:
-    """The place of a regular file inside a checkpoint; links that lead elsewhere are refused.
+    """The place of a regular file inside a checkpoint; a link that leads elsewhere raises an error.
 
     Raises:
         CheckpointError: bad name, missing, not a regular file, or reached through a link.
@@ -303,7 +302,7 @@ def parse_json(data: bytes, what: str) -> Any:
 
 
 def pack_header(entries: Iterable[TensorEntry], metadata: dict[str, str]) -> tuple[bytes, list[TensorEntry]]:
-    """The safetensors header (with its length) for tensors laid end to end, and the entries with their ``start``."""
+    """The safetensors header (with its length) for concatenated tensors, and the entries with their ``start``."""
     table: dict[str, Any] = {"__metadata__": metadata}
     position = 0
     placed: list[TensorEntry] = []
@@ -313,7 +312,7 @@ def pack_header(entries: Iterable[TensorEntry], metadata: dict[str, str]) -> tup
         placed.append(TensorEntry(entry.key, entry.dtype, entry.shape, position))
         position = stop
     text = json.dumps(table, separators=(",", ":")).encode()
-    # The data begins at a multiple of 8, as the format's own writer has it.
+    # The data starts at a multiple of 8, as the format's own writer has it.
     text += b" " * (-len(text) % 8)
     base = 8 + len(text)
     header = struct.pack("<Q", len(text)) + text
@@ -321,7 +320,7 @@ def pack_header(entries: Iterable[TensorEntry], metadata: dict[str, str]) -> tup
 
 
 def parse_header(data: bytes | memoryview, size: int, what: str) -> list[TensorEntry]:
-    """The tensors of a safetensors file of ``size`` bytes that begins with ``data`` (which must hold the header).
+    """The tensors of a safetensors file of ``size`` bytes that starts with ``data`` (which must hold the header).
 
     Raises:
         CheckpointError: the header is no safetensors header, lies about sizes, overlaps or leaves gaps.

@@ -1,4 +1,4 @@
-"""The newest finished checkpoint in a folder of runs."""
+"""The latest finished checkpoint in a folder of runs, at any depth."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEPTH = 6
 
 
 def newest_in(path: str | os.PathLike[str]) -> PathLike:
-    """Return the newest finished checkpoint in a folder of runs. Any other path stays as it is.
+    """Return the latest finished checkpoint in a folder of runs. Any other path stays as it is.
 
     Args:
         path: a checkpoint, or a folder that holds some at any depth.
@@ -37,7 +37,7 @@ def newest_in(path: str | os.PathLike[str]) -> PathLike:
 
 
 def another(path: PathLike) -> str:
-    """Return a sentence that names another checkpoint, in a folder of runs or beside it, for an error; or nothing.
+    """Return a sentence for an error that names another checkpoint, in a folder of runs or beside ``path``; or nothing.
 
     Args:
         path: what is no finished checkpoint, or a damaged one.
@@ -56,7 +56,7 @@ def another(path: PathLike) -> str:
 
 
 def newest_first(places: Iterable[PathLike]) -> list[PathLike]:
-    """Return all finished checkpoints in folders of runs."""
+    """Return all finished checkpoints in folders of runs, the latest first."""
     found = {each for place in places for each in _finished(place)}
     return [path for _, path in sorted(found, key=_age, reverse=True)]
 

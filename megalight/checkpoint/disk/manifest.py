@@ -38,7 +38,7 @@ FSDP_DTENSOR = "fsdp_dtensor"
 """The scheme of canonical tensors in files of torch's Distributed Checkpoint; see there."""
 
 RUN = frozenset({"lightning_logs", "checkpoints", "hparams.yaml", "run.yaml"})
-"""What the folder of a run may hold, beside checkpoints."""
+"""What the folder of a run may hold besides checkpoints."""
 _SEAL = '{"checksum":"%s",\n'
 
 
@@ -48,7 +48,7 @@ class Manifest:
 
     Attributes:
         files: every other file in the folder, by relative name.
-        saved_at: nanoseconds since 1970, and later than any checkpoint beside it had when it was saved, even when
+        saved_at: nanoseconds since 1970, and later than that of any checkpoint that was in the same folder, even if
             the clock went back.
         world_size: ranks that saved it.
         versions: of the software that saved it.
@@ -155,7 +155,7 @@ def _guess(root: PathLike) -> str:
         return f"nothing is there.{hub_hint(root)}"
     if root.is_file():
         return (
-            "it is a single file. If one of Lightning's own strategies wrote it, `megalight fit --ckpt_path` goes on "
+            "it is a single file. If one of Lightning's own strategies wrote it, `megalight fit --ckpt_path` resumes "
             "from it in any layout, and saves a checkpoint of ours."
         )
     try:

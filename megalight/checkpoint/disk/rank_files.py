@@ -1,7 +1,7 @@
 """What one rank writes of a checkpoint, and how it is written and sealed. No torch in here.
 
-A save writes parts in the trainer's own process. A save beside training (:mod:`megalight.checkpoint.async_save`) writes
-them in a worker process, by the same functions.
+A synchronous save writes parts in the trainer's own process. An asynchronous save
+(:mod:`megalight.checkpoint.async_save`) writes them in a worker process, by the same functions.
 """
 
 from __future__ import annotations
@@ -119,9 +119,9 @@ class Seal:
             records |= _torch_files().write_metadata(
                 folder, tensors, [each for part in parts for each in part.archives]
             )
-        # Later than any checkpoint beside it, even if the clock went back: the newest one must sort last.
-        newest = publish.latest(self.path.parent)
-        floor = manifests.read(publish.resolve(newest)).saved_at + 1 if newest else 0
+        # Later than any checkpoint in the same folder, even if the clock went back: the latest one must sort last.
+        latest = publish.latest(self.path.parent)
+        floor = manifests.read(publish.resolve(latest)).saved_at + 1 if latest else 0
         saved_at = max(time.time_ns(), floor)
         manifest = manifests.Manifest(records, saved_at, self.world_size, self.versions, self.scheme)
         try:

@@ -1,8 +1,11 @@
-"""Pickles, which torch's Distributed Checkpoint uses: the only file that may touch them.
+"""Pickles, which torch's Distributed Checkpoint uses: the only file that reads them.
 
-A pickle names the classes and functions that it wants to be called. Here none of them is looked up: each becomes a
-:class:`Record` of what it would have been called with. So a hostile pickle is no more than a strange list of names, and
-:mod:`opcodes` sees to it that it takes no more memory than its bytes are worth.
+A pickle names classes and functions to be called. Here none of them is looked up: each becomes a :class:`Record` of its
+arguments. So a hostile pickle is no more than a list of names.
+
+:func:`check` looks at the instructions before any of them runs: none may ask for more memory than the pickle has bytes.
+Python's unpickler in C allocates what an instruction claims before it looks for the bytes: a pickle of 20 bytes that
+stores an object as number 4,294,967,295 takes 64 GiB. Opcodes and arguments are those of ``pickletools``.
 """
 
 from __future__ import annotations
@@ -18,14 +21,8 @@ from typing import IO, Any, Self
 from megalight.checkpoint.disk.files import CODES, MAX_JSON, PathLike
 from megalight.errors import CheckpointError
 
-# The instructions of a pickle, checked before any of them is run: none may ask for more memory than the pickle has.
-#
-# Python's unpickler in C makes room for what an instruction claims before it looks for the bytes: a pickle of 20
-# bytes that stores an object as number 4,294,967,295 takes 64 GiB. Codes and arguments are those of ``pickletools``.
-
-
 SIZES = {ord(each.code): each.arg.n if each.arg else 0 for each in pickletools.opcodes}
-"""Bytes of each instruction's argument; below zero where the argument begins with its length."""
+"""Bytes of each instruction's argument; below zero if the argument starts with its length."""
 
 LENGTHS: dict[int, Callable[[bytes], int]] = {
     pickletools.TAKEN_FROM_ARGUMENT1: lambda field: field[0],

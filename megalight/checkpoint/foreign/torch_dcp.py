@@ -1,4 +1,10 @@
-"""Folders of torch's Distributed Checkpoint (DCP), which other libraries write: their tensors, read by boxes."""
+"""Folders of torch's Distributed Checkpoint (DCP): those of others, read by boxes, and our own, written for torch.
+
+:class:`TorchFolder` reads. The format ``fsdp_dtensor`` (:func:`write_data`, :func:`write_metadata`) writes files that
+torch reads, with our index beside theirs: each chunk is stored as ``torch.save`` stores a tensor, its elements inside a
+small zip archive. The index says where the elements are, so that Megalight reads them alone, and unpickles nothing.
+``.metadata`` is DCP's own index, a pickle: it is written for torch, and never read here.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +58,7 @@ class Archive:
         file: name of the file.
         start: first byte of the archive in the file.
         length: bytes of the archive.
-        offset: where the tensor begins in the whole one, per dim, as the metadata says.
+        offset: where the tensor starts in the whole one, per dim, as the metadata says.
         shape: its shape.
     """
 
@@ -68,7 +74,7 @@ class Shard:
     """A box of a tensor, and the archive that has it.
 
     Attributes:
-        offset: where it begins in the tensor, per dim.
+        offset: where it starts in the tensor, per dim.
         size: its extent, per dim.
         archive: the archive.
         first: the element of the archive's tensor, flattened, from which on the box lies row-major.
@@ -224,13 +230,6 @@ def _tensor(key: str, stored: pickles.Record, places: dict[Any, pickles.Record],
     if sum(prod(shard.size) for shard in shards) < prod(shape):
         raise CheckpointError(f"{what}: {key} of shape {list(shape)} is not complete: shards are missing.")
     return TorchTensor(shape, dtype, tuple(shards))
-
-
-# The format ``fsdp_dtensor`` on disk: files that torch's own Distributed Checkpoint (DCP) reads, beside our index.
-#
-# Each chunk is stored as ``torch.save`` stores a tensor: its elements inside a small zip archive. The index says
-# where the elements lie, so that Megalight reads them alone, and unpickles nothing. ``.metadata`` is DCP's own index,
-# a pickle: it is written for torch, and never read here.
 
 
 def write_data(

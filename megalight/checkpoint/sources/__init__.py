@@ -1,1 +1,1 @@
-"""Checkpoints as sources of values: combined, widened, streamed tensor by tensor, and rewritten in another format."""
+"""Checkpoints as sources of tensors: combined, in full precision, streamed, and rewritten in another format."""

@@ -1,6 +1,6 @@
-"""Sources made of other sources: a mean, one laid over another, one that is watched; and one made of tensors.
+"""Sources made of other sources: their mean, one over another, one without some tensors, one in full precision.
 
-Those made of other sources hold as much memory as is filled at a time.
+Each takes as much memory as is filled at a time. :class:`TensorSource` is a source of tensors in memory.
 """
 
 from __future__ import annotations
@@ -17,6 +17,13 @@ from megalight.checkpoint.loading import SavedCheckpoint, compare
 from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.sources.flat import canonical
 from megalight.parallel.source import Filled, FillRequest, Renamed, Source, Target, TensorMetadata, Wrapped
+
+log = logging.getLogger(__name__)
+
+MASTER = "optimizer.master."
+"""Prefix of master weights that are copies; the name of the weight follows."""
+
+WIDE = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -73,24 +80,24 @@ class Overlaid(Wrapped):
 
 @dataclass(frozen=True)
 class Joined(Wrapped):
-    """A source with the tensors of another one beside its own. Names that both have are read from ``beside``."""
+    """The union of two sources. Names that both have are read from ``other``."""
 
-    beside: Source
+    other: Source
 
     @property
     def tensors(self) -> Mapping[str, TensorMetadata]:
         """The available tensors."""
-        return {**self.source.tensors, **self.beside.tensors}
+        return {**self.source.tensors, **self.other.tensors}
 
     def before(self, request: FillRequest) -> FillRequest:
         """See :meth:`~megalight.parallel.source.Wrapped.before`."""
-        held = self.beside.tensors
+        held = self.other.tensors
         return replace(request, targets=[box for box in request.targets if box.name not in held])
 
     def after(self, request: FillRequest, passed: FillRequest, filled: Filled) -> Filled:
         """See :meth:`~megalight.parallel.source.Wrapped.after`."""
-        held = self.beside.tensors
-        other = replace(request, targets=[box for box in request.targets if box.name in held]).to(self.beside)
+        held = self.other.tensors
+        other = replace(request, targets=[box for box in request.targets if box.name in held]).to(self.other)
         return Filled(filled.missing, (*filled.unexpected, *other.unexpected))
 
 
@@ -147,18 +154,15 @@ class _TensorInMemory:
     dtype: str
 
 
-# A source without some of its tensors.
-
-
 @dataclass(frozen=True)
 class Without(Wrapped):
     """A source in which tensors with certain names are not seen, nor missed by a strict fill.
 
     Attributes:
-        beginnings: what names of the hidden tensors begin with.
+        prefixes: prefixes of the hidden tensors.
     """
 
-    beginnings: tuple[str, ...]
+    prefixes: tuple[str, ...]
 
     @property
     def tensors(self) -> dict[str, TensorMetadata]:
@@ -168,25 +172,19 @@ class Without(Wrapped):
     def before(self, request: FillRequest) -> FillRequest:
         """See :meth:`~megalight.parallel.source.Wrapped.before`."""
         # Read into memory that nobody keeps: a strict source wants all of its tensors to be asked for.
-        aside = [
+        hidden = [
             Target(name, stored.shape, (0,) * len(stored.shape), torch.empty(stored.shape))
             for name, stored in self.source.tensors.items()
             if request.strict and self._hides(name)
         ]
-        return replace(request, targets=[*request.targets, *aside])
+        return replace(request, targets=[*request.targets, *hidden])
 
     def after(self, request: FillRequest, passed: FillRequest, filled: Filled) -> Filled:
         """See :meth:`~megalight.parallel.source.Wrapped.after`."""
         return Filled(filled.missing, tuple(name for name in filled.unexpected if not self._hides(name)))
 
     def _hides(self, name: str) -> bool:
-        return name.startswith(self.beginnings)
-
-
-# A source whose names need not agree with those of the model that it fills.
-
-
-log = logging.getLogger(__name__)
+        return name.startswith(self.prefixes)
 
 
 @dataclass(frozen=True)
@@ -237,20 +235,11 @@ def report(where: str, label: Callable[[str], str], missing: Sequence[str], extr
         log.warning("%d tensors of %s are not in this model and are skipped: %s", len(extra), where, ", ".join(extra))
 
 
-# The weights of a checkpoint in full precision: masters take the place of the rounded parameters that were saved.
-
-
-MASTER = "optimizer.master."
-"""Names of masters that are copies begin with this, and go on with the weight's own."""
-
-WIDE = (torch.float32, torch.float64)
-
-
 @dataclass(frozen=True)
 class FullPrecision(Wrapped):
-    """A checkpoint as a :class:`~megalight.parallel.source.Source` of weights.
+    """A checkpoint as a :class:`~megalight.parallel.source.Source` of weights in full precision.
 
-    Boxes in float32 or wider are read from the masters where the checkpoint has them, all others from the weights.
+    Boxes in float32 or wider are read from the master weights if the checkpoint has them, all others from the weights.
     """
 
     source: SavedCheckpoint

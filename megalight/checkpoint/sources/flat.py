@@ -1,4 +1,4 @@
-"""Optimizer state that was saved as it lay in flat shards, seen as canonical tensors: what conversions read."""
+"""Optimizer state that was saved as flat shards (``dp_reshardable``), as canonical tensors: what conversions read."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from megalight.checkpoint.view import View, views_of_source
 from megalight.parallel.source import Source
 
 WEIGHTS = "model."
-"""Names of weights begin with this, those of states do not."""
+"""Prefix of weights; names of optimizer state have others."""
 
 
 def rewrite(

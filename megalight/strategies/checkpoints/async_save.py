@@ -1,7 +1,7 @@
-"""Saves beside training, and what waits for them: links to a checkpoint, removals of others, callbacks.
+"""Asynchronous saves of a run, and what waits for them: links to a checkpoint, removals of others, callbacks.
 
 Lightning removes an old checkpoint and links to a new one right after it has asked for the new one. Both wait here
-until the new one is published, so that there is something complete to resume from at every moment.
+until the new one is published, so that a run can resume from a complete checkpoint at every moment.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ log = logging.getLogger(__name__)
 
 
 class SavesBeside:
-    """The saves of a run whose worker processes write them.
+    """The asynchronous saves of a run.
 
     Args:
         kind: see :data:`megalight.checkpoint.async_save.saves.Kind`.
-        skip: leave a save out while another is under way. False: wait for the other.
+        skip: skip a save while another is in progress. False: wait for the other.
         group: a group of all ranks that works on the host.
         zero: whether this is rank 0, which publishes, links and removes.
         remove: removes a checkpoint now.
@@ -56,14 +56,14 @@ class SavesBeside:
         self._asked = 0
         self._published = 0
         self._number = 0
-        self._under_way = 0
+        self._in_progress = 0
         self._late = ""
 
     def begin(self, path: str, views: Any, **values: Any) -> bool:
-        """Begin a save, on all ranks. False: it was left out, because another is under way.
+        """Start a save, on all ranks. False: it was skipped, because another is in progress.
 
         Raises:
-            CheckpointError: on all ranks, if this one cannot begin, or the one before failed.
+            CheckpointError: on all ranks, if this one cannot start, or the previous one failed.
         """
         # An error of the save before comes up now, on all ranks, and not in the middle of the next one.
         self.check()
@@ -79,19 +79,19 @@ class SavesBeside:
         self.background.save(path, views, **values)
         # The path is written again, so what was to be removed there must stay.
         self._removals.pop(path, None)
-        self._under_way, self._late = self._number, late
+        self._in_progress, self._late = self._number, late
         return True
 
     def prepare(self, nbytes: int) -> None:
-        """Make the memory for a save of ``nbytes`` on this rank, beside training."""
+        """Allocate the memory for a save of ``nbytes`` on this rank, in a thread."""
         self.background.prepare(nbytes)
 
     def fence(self) -> None:
-        """Let updates that are queued from now on come after the copies of the save under way."""
+        """Let updates that are queued from now on wait for the copies of the save in progress."""
         self.background.fence()
 
     def check(self) -> None:
-        """At a step boundary, on all ranks: take note of a save that has come to its end.
+        """At a step boundary, on all ranks: complete a save that has ended.
 
         Raises:
             CheckpointError: on all ranks, if it failed.
@@ -100,7 +100,7 @@ class SavesBeside:
             self._settled(self.background.settle())
 
     def finish(self) -> None:
-        """Wait for the save under way, on all ranks.
+        """Wait for the save in progress, on all ranks.
 
         Raises:
             CheckpointError: on all ranks, if it failed.
@@ -109,26 +109,26 @@ class SavesBeside:
             self._settled(self.background.settle())
 
     def finish_alone(self) -> None:
-        """Wait for the save under way after training has failed, when other ranks may be gone."""
+        """Wait for the save in progress after training has failed, when other ranks may be gone."""
         pending = self.background.settle_alone()
         if pending is not None:
             self._follow(pending)
 
     def abort(self) -> None:
-        """Forget the save under way, at once and on this rank alone. What it was to replace stays."""
+        """Drop the save in progress, at once and on this rank alone. What it was to replace stays."""
         self.background.abort()
         self._links.clear()
         self._removals.clear()
 
     def remove(self, path: str) -> None:
-        """Remove a checkpoint; if the newest one is not published yet, when it is."""
+        """Remove a checkpoint, after the latest one is published."""
         if self._published >= self._asked:
             self._remove(path)
         else:
             self._removals[path] = self._asked
 
     def link(self, path: str, link: str) -> None:
-        """Let ``link`` lead to the checkpoint ``path`` as soon as that is published."""
+        """Link to the checkpoint ``path`` as soon as that is published."""
         pending = self.background.pending
         if pending is not None and str(pending.path) == os.path.abspath(path):
             self._links.append((path, link))
@@ -145,10 +145,9 @@ class SavesBeside:
         self._written(str(pending.path))
 
     def _follow(self, pending: PendingSave) -> None:
-        """What follows a publication on this rank alone."""
-        # a save that was left out since then is forgotten, but what it was to replace stays until a later one
-        # Up to the save that was published. One that was asked for later has not replaced anything.
-        self._published = self._asked = self._under_way
+        """Do what follows a publication on this rank alone."""
+        # Up to the save that was published. A save that was skipped since then has not replaced anything.
+        self._published = self._asked = self._in_progress
         for path, link in self._links:
             relink(path, link)
         due = [path for path, number in self._removals.items() if number <= self._published]
@@ -158,12 +157,12 @@ class SavesBeside:
         self._links.clear()
         # Rank 0 tells, after links and removals are done.
         if self._zero:
-            told = "saved %s in %.2f s; training waited %.2f s for it%s"
-            rank_zero_info(told, pending.path, pending.seconds, pending.waited, self._late)
+            message = "saved %s in %.2f s; training waited %.2f s for it%s"
+            rank_zero_info(message, pending.path, pending.seconds, pending.waited, self._late)
 
 
 def relink(path: str, link: str) -> None:
-    """Let a link lead to a checkpoint beside it. It exists at every moment, if it did before."""
+    """Make a link to a checkpoint in the same folder. It exists at every moment, if it did before."""
     place = Path(link)
     # Named by the process, so that two runs in one folder do not take each other's link.
     temporary = place.with_name(f"{place.name}.link-{os.getpid()}")

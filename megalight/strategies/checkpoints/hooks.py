@@ -33,50 +33,11 @@ from megalight.strategies.checkpoints.saving import Edits, edits_of, save, views
 from megalight.strategies.mesh_strategy import MeshStrategy
 from megalight.strategies.refusals import check_checkpoint_io
 
-# Hyperparameters in checkpoints: the plain data that ``save_hyperparameters`` collected.
-
-
 log = logging.getLogger(__name__)
 log.addFilter(only_first)
 
 ENTRIES = ("hyper_parameters", "datamodule_hyper_parameters")
 """Lightning's entries with hyperparameters."""
-
-
-def keep_plain(checkpoint: dict[str, Any], told: set[str]) -> dict[str, Any]:
-    """Return the checkpoint dictionary without hyperparameters that cannot be stored.
-
-    Objects (a loss function, a tokenizer, a config class) cannot be stored: a file must not run code when it is loaded.
-
-    Args:
-        told: names with a warning already. New names are added.
-    """
-    kept = dict(checkpoint)
-    for entry in ENTRIES:
-        if entry in kept:
-            values = {name: value for name, value in kept[entry].items() if _is_plain(value)}
-            _tell(sorted(kept[entry].keys() - values.keys() - told), told)
-            kept[entry] = values
-    return kept
-
-
-def _is_plain(value: Any) -> bool:
-    try:
-        encode(value, [])
-    except CheckpointError:
-        return False
-    return True
-
-
-def _tell(names: list[str], told: set[str]) -> None:
-    if names:
-        told.update(names)
-        log.warning(
-            "checkpoints leave out the hyperparameters %s: they are not plain values (numbers, strings, lists, dicts). "
-            "Exclude them with save_hyperparameters(ignore=%s) to silence this.",
-            ", ".join(names),
-            names,
-        )
 
 
 STATES_OF_WORKERS = ("optimizer_states", "lr_schedulers")
@@ -91,8 +52,8 @@ class FolderCheckpoints(MeshStrategy):
         _resumed: the checkpoint from which the run resumes, or None.
         _left_out: names of hyperparameters that are not saved, after a warning.
         _given: the ``state_dict`` that hooks of a save were given. None after the save.
-        _in_fit: whether saves may go on beside training, and :meth:`end_saving` will follow.
-        _beside: the saves beside training. None before the second step and the first save, and outside of ``fit``.
+        _in_fit: whether saves may be asynchronous, and :meth:`end_saving` will follow.
+        _async_saves: the asynchronous saves. None before the second step and the first save, and outside of ``fit``.
         _only_updates_write: whether nothing but the optimizer's update writes masters and states during ``fit``.
     """
 
@@ -101,7 +62,7 @@ class FolderCheckpoints(MeshStrategy):
     _left_out: set[str]
     _given: dict[str, Any] | None = None
     _in_fit: bool = False
-    _beside: SavesBeside | None = None
+    _async_saves: SavesBeside | None = None
     _only_updates_write: bool = False
 
     @property
@@ -162,18 +123,18 @@ class FolderCheckpoints(MeshStrategy):
         path, given, self._given = self.broadcast(str(filepath)), self._given, None
         edits = Edits() if given is None else edits_of(given, checkpoint.get("state_dict", given))
         edits.check(self)
-        beside = self._saves_beside()
+        saves = self._make_async_saves()
         # The next step reads masters and states no earlier than it writes them, so these are copied during its passes.
         deferred: dict[str, Any] = {"later": _is_state} if self._only_updates_write and self._is_training else {}
-        write = folders.save if beside is None else partial(beside.begin, **deferred)
+        write = folders.save if saves is None else partial(saves.begin, **deferred)
         # States of the optimizer are saved by shard, so it must step on shards while it is read.
         with self._sharded():
             save(self, keep_plain(checkpoint, self._left_out), path, edits, write)
-        if beside is None:
-            self._tell("on_checkpoint_written", path)
+        if saves is None:
+            self._notify("on_checkpoint_written", path)
         # After training no step follows that could take note of the end.
         elif not self._is_training:
-            beside.finish()
+            saves.finish()
 
     def begin_saving(self, trainer: pl.Trainer) -> None:
         """Note the hyperparameters, which are saved, and check the callbacks that save.
@@ -189,54 +150,54 @@ class FolderCheckpoints(MeshStrategy):
             return
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
-                told = self.checkpoints.check_callback(callback.save_last, callback.save_top_k)
-                if told and self.is_global_zero:
-                    log.warning(told)
+                warning = self.checkpoints.check_callback(callback.save_last, callback.save_top_k)
+                if warning and self.is_global_zero:
+                    log.warning(warning)
                 _lightning.link_by(callback, self._link)
 
     def check_saves(self) -> None:
-        """At a step boundary: take note of a save beside training that has come to its end.
+        """At a step boundary: complete an asynchronous save that has ended.
 
         Raises:
             CheckpointError: on all ranks, if it failed.
         """
-        if self._beside is not None:
-            self._beside.check()
+        if self._async_saves is not None:
+            self._async_saves.check()
         elif self.checkpoints.async_save is not None and self.engine is not None and self._has_stepped:
             # States exist now, so the size of a save is known.
-            beside = self._saves_beside()
-            assert beside is not None
-            beside.prepare(size_of(views(self, self._saves_states, Edits())))
+            saves = self._make_async_saves()
+            assert saves is not None
+            saves.prepare(size_of(views(self, self._saves_states, Edits())))
 
     def fence_saves(self) -> None:
-        """Let the update that follows come after the copies of the save under way. The host does not wait."""
-        if self._beside is not None:
-            self._beside.fence()
+        """Let the next update wait for the copies of the save in progress. The host does not wait."""
+        if self._async_saves is not None:
+            self._async_saves.fence()
 
     def finish_saves(self) -> None:
-        """Wait until the save beside training is published. All ranks call it together.
+        """Wait until the asynchronous save is published. All ranks call it together.
 
         Raises:
             CheckpointError: on all ranks, if it failed.
         """
-        if self._beside is not None:
-            self._beside.finish()
+        if self._async_saves is not None:
+            self._async_saves.finish()
 
     @property
     def save_under_way(self) -> PendingSave | None:
-        """The save beside training that is not published yet, if there is one."""
-        return None if self._beside is None else self._beside.background.pending
+        """The asynchronous save that is not published yet, if there is one."""
+        return None if self._async_saves is None else self._async_saves.background.pending
 
     def abort_saves(self) -> None:
-        """Kill the worker process of this rank at once and forget its save; what is published stays.
+        """Kill the worker process of this rank at once and drop its save; published checkpoints stay.
 
         No collective: an in-process restarter calls it on each rank, in any thread. The next save starts a new worker.
         """
-        if self._beside is not None:
-            self._beside.abort()
+        if self._async_saves is not None:
+            self._async_saves.abort()
 
     def end_saving(self, failed: bool) -> None:
-        """Wait for the save under way, end the worker process and free its memory.
+        """Wait for the save in progress, stop the worker process and free its memory.
 
         Args:
             failed: training has failed, so other ranks may be gone: wait for what this rank's worker does.
@@ -246,13 +207,13 @@ class FolderCheckpoints(MeshStrategy):
         trainer = _lightning.trainer_of(self.lightning_module)
         for callback in () if trainer is None else trainer.checkpoint_callbacks:
             _lightning.link_by(callback, None)
-        beside, self._beside = self._beside, None
-        if beside is None:
+        saves, self._async_saves = self._async_saves, None
+        if saves is None:
             return
         try:
-            beside.finish_alone() if failed else beside.finish()
+            saves.finish_alone() if failed else saves.finish()
         finally:
-            beside.close()
+            saves.close()
 
     @property
     def _is_training(self) -> bool:
@@ -273,23 +234,23 @@ class FolderCheckpoints(MeshStrategy):
         assert self.lightning_module is not None
         return bool(self.lightning_module.trainer.global_step > 0)
 
-    def _saves_beside(self) -> SavesBeside | None:
+    def _make_async_saves(self) -> SavesBeside | None:
         kind = self.checkpoints.async_save
         # Lightning calls `on_fit_end` after the teardown: nobody would finish that save, or end its worker.
-        if self._beside is None and kind is not None and self._in_fit:
+        if self._async_saves is None and kind is not None and self._in_fit:
             group = self.host_group() if self.world_size > 1 else None
-            written = partial(self._tell, "on_checkpoint_written")
+            written = partial(self._notify, "on_checkpoint_written")
             skip = self.checkpoints.when_busy == "skip"
-            self._beside = SavesBeside(kind, skip, group, self.is_global_zero, self._remove, written)
-        return self._beside
+            self._async_saves = SavesBeside(kind, skip, group, self.is_global_zero, self._remove, written)
+        return self._async_saves
 
     def _link(self, trainer: pl.Trainer, path: str, link: str) -> None:
         """In place of ModelCheckpoint's own: link when the checkpoint is published."""
-        beside = self._saves_beside()
-        assert beside is not None
+        saves = self._make_async_saves()
+        assert saves is not None
         mine = self.is_global_zero and os.path.abspath(path) != os.path.abspath(link)
         # Together: callbacks read the link next, on all ranks.
-        Ranks().together(f"linking {link}", lambda: beside.link(path, link) if mine else None)
+        Ranks().together(f"linking {link}", lambda: saves.link(path, link) if mine else None)
 
     @contextmanager
     def _sharded(self) -> Iterator[None]:
@@ -307,7 +268,7 @@ class FolderCheckpoints(MeshStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Open a folder or a file. Tensors are read later, directly into the parameters."""
-        # The save under way may be the one that is loaded.
+        # The save in progress may be the one that is loaded.
         self.finish_saves()
         # Names of files may hold metrics that differ between ranks. Those of rank 0 were written.
         checkpoint_path = self.broadcast(checkpoint_path)
@@ -322,7 +283,7 @@ class FolderCheckpoints(MeshStrategy):
         ((self._resumed, entries),) = read
         if self.is_global_zero and (newer := newer_than_last(str(checkpoint_path))) is not None:
             log.warning(
-                "%s is older than %s, which is finished too; give its path to go on from it", checkpoint_path, newer
+                "%s is older than %s, which is finished too; give its path to resume from it", checkpoint_path, newer
             )
         return entries
 
@@ -350,10 +311,10 @@ class FolderCheckpoints(MeshStrategy):
         """Read masters, moments and random states."""
         assert self._resumed is not None
         if self.engine is None:
-            self._resumed.read_ordinary(self, self.optimizers)
+            self._resumed.read_unsharded(self, self.optimizers)
         else:
             self._resumed.read_optimizer(self)
-            # Masters have changed, and codes are cast from them.
+            # Master weights have changed, and quantized weights are cast from them.
             self.engine.recast()
         assert self.configured is not None and isinstance(checkpoint, dict)
         self.configured = self._resumed.settle(self, self.configured, checkpoint)
@@ -365,12 +326,12 @@ class FolderCheckpoints(MeshStrategy):
     def remove_checkpoint(self, filepath: Any) -> None:
         """Delete a folder atomically, unless another process reads it, or a file.
 
-        While a newer checkpoint is being written beside training, it stays until that one is published.
+        During an asynchronous save of a newer checkpoint, it stays until that one is published.
         """
         if not self.is_global_zero:
             return
-        if self._beside is not None:
-            self._beside.remove(str(filepath))
+        if self._async_saves is not None:
+            self._async_saves.remove(str(filepath))
         else:
             self._remove(str(filepath))
 
@@ -385,14 +346,50 @@ class FolderCheckpoints(MeshStrategy):
             # On rank 0 alone, which must not leave the others. What stays costs room only.
             log.warning("%s could not be removed; remove it yourself: %r", filepath, error)
             return
-        self._tell("on_checkpoint_removed", filepath)
+        self._notify("on_checkpoint_removed", filepath)
 
-    def _tell(self, event: str, path: str) -> None:
+    def _notify(self, event: str, path: str) -> None:
         """Call a method of the callbacks that have it, on all ranks."""
         forget_listings(place(path))
         trainer = _lightning.trainer_of(self.lightning_module)
         for callback in () if trainer is None else trainer.callbacks:  # type: ignore[attr-defined]
             getattr(callback, event, _ignored)(trainer, self.lightning_module, path)
+
+
+def keep_plain(checkpoint: dict[str, Any], warned: set[str]) -> dict[str, Any]:
+    """Return the checkpoint dictionary without hyperparameters that cannot be stored.
+
+    Objects (a loss function, a tokenizer, a config class) cannot be stored: a file must not run code when it is loaded.
+
+    Args:
+        warned: names with a warning already. New names are added.
+    """
+    kept = dict(checkpoint)
+    for entry in ENTRIES:
+        if entry in kept:
+            values = {name: value for name, value in kept[entry].items() if _is_plain(value)}
+            _warn_left_out(sorted(kept[entry].keys() - values.keys() - warned), warned)
+            kept[entry] = values
+    return kept
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        encode(value, [])
+    except CheckpointError:
+        return False
+    return True
+
+
+def _warn_left_out(names: list[str], warned: set[str]) -> None:
+    if names:
+        warned.update(names)
+        log.warning(
+            "checkpoints leave out the hyperparameters %s: they are not plain values (numbers, strings, lists, dicts). "
+            "Exclude them with save_hyperparameters(ignore=%s) to silence this.",
+            ", ".join(names),
+            names,
+        )
 
 
 def _is_state(name: str) -> bool:

@@ -25,21 +25,20 @@ class CheckpointOptions:
     """How checkpoints are written, and what a run that resumes takes from one.
 
     Attributes:
-        format: ``fully_reshardable``: any layout resumes from any other. ``dp_reshardable``: optimizer state as it lies
-            in flat shards; the split of the weights (tensor and expert parallelism) must stay the same.
+        format: ``fully_reshardable``: any layout resumes from any other. ``dp_reshardable``: optimizer state as in the
+            flat shards; the split of the weights (tensor and expert parallelism) must stay the same.
             ``fsdp_dtensor``: as the first, in files that ``torch.distributed.checkpoint.load`` reads. A run resumes
             from each, whatever it writes.
-        async_save: save beside training: a step waits for the copy to host memory only. ``persistent``: one worker
-            process per rank serves the whole run. ``per_save``: one for each save. None: training waits for the disk.
-        when_busy: with ``async_save``, what a save does while another is under way: ``wait`` for it, or ``skip``: this
-            one is left out. Saves at the end of training, before a load and by ``Preemption`` wait in any case.
-        resume_optimizer: which hyperparameters a run that resumes goes on with, where those of the checkpoint differ
-            from those that ``configure_optimizers`` sets. ``configured``: learning rate, weight decay, betas and all
-            others that have changed are those configured now, rates are those that the schedule of now has after the
-            steps so far, and a line in the log says old and new. ``saved``: all are those of the checkpoint, also the
-            schedule, if it is one of Megalight's. None: as under Lightning's own strategies those of the checkpoint,
-            with the functions of schedules as they are now; a warning names the difference. The ``megalight`` command
-            means ``configured``.
+        async_save: a step waits for the copy to host memory only. ``persistent``: one worker process per rank serves
+            the whole run. ``per_save``: one for each save. None: training waits for the disk.
+        when_busy: with ``async_save``, what a save does while another is in progress: ``wait`` for it, or ``skip`` this
+            one. Saves at the end of training, before a load and by ``Preemption`` always wait.
+        resume_optimizer: which hyperparameters a resumed run uses, if those of the checkpoint differ from those that
+            ``configure_optimizers`` sets. ``configured``: changed ones (learning rate, weight decay, betas, ...) are
+            the configured ones, the learning rate follows the configured schedule at the current step, and the log
+            shows old and new. ``saved``: all are those of the checkpoint, also the schedule, if it is one of
+            Megalight's. None: as under Lightning's own strategies those of the checkpoint, with the configured
+            functions of schedules; a warning names the difference. The ``megalight`` command means ``configured``.
 
     Raises:
         ConfigurationError: there is no such format, way to save, or choice.
@@ -74,12 +73,12 @@ class CheckpointOptions:
             )
         if self.when_busy == "skip" and self.async_save is None:
             raise ConfigurationError(
-                "checkpoints.when_busy='skip' does nothing without async_save, where no save is ever under way; choose "
+                "checkpoints.when_busy='skip' does nothing without async_save: no save is ever in progress; choose "
                 "async_save='persistent', or leave it out."
             )
 
     def check_callback(self, save_last: object, save_top_k: int) -> str:
-        """What to tell users of a ModelCheckpoint with these options, if anything.
+        """Return a warning for users of a ModelCheckpoint with these options, or nothing.
 
         Raises:
             ConfigurationError: ``last.ckpt`` would never be saved.
@@ -89,9 +88,9 @@ class CheckpointOptions:
         if self.when_busy == "skip":
             raise ConfigurationError(
                 "ModelCheckpoint(save_last=True) saves each checkpoint twice, and checkpoints.when_busy='skip' always "
-                "leaves the second out. Set save_last='link': last.ckpt then leads to the newest checkpoint."
+                "skips the second. Set save_last='link': last.ckpt then links to the latest checkpoint."
             )
         return (
             "ModelCheckpoint(save_last=True) saves each checkpoint twice, and with checkpoints.async_save the second "
-            "waits for the first. With save_last='link', last.ckpt leads to the newest checkpoint instead."
+            "waits for the first. With save_last='link', last.ckpt links to the latest checkpoint instead."
         )

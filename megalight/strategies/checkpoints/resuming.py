@@ -29,7 +29,7 @@ from megalight.parallel.source import Source
 from megalight.strategies import _lightning
 from megalight.strategies.checkpoints.saving import (
     CONFIGURED,
-    ORDINARY,
+    UNSHARDED,
     Edits,
     SavedWeights,
     holds_whole_model,
@@ -56,7 +56,7 @@ def open_saved(path: str, module: pl.LightningModule | None) -> SavedCheckpoint:
 
 
 def newer_than_last(path: str | os.PathLike[str]) -> PathLike | None:
-    """Return the newest checkpoint beside a ``last.ckpt`` if it was saved later, else None.
+    """Return the latest checkpoint beside a ``last.ckpt`` if it was saved later, else None.
 
     A run that is killed between two saves leaves them so, and Lightning's word ``last`` means the older one.
     """
@@ -64,26 +64,26 @@ def newer_than_last(path: str | os.PathLike[str]) -> PathLike | None:
     if last.name.startswith("last"):
         # Storage that fails now may serve what is read next, and a single file does not say when it was saved.
         with suppress(MegalightError, OSError):
-            newest = publish.latest(last.parent)
-            if newest is not None and _saved_at(newest) > _saved_at(last):
-                return newest
+            latest = publish.latest(last.parent)
+            if latest is not None and _saved_at(latest) > _saved_at(last):
+                return latest
     return None
 
 
 @contextmanager
 def newest_for_last(trainer: pl.Trainer | None) -> Iterator[None]:
-    """Let ``ckpt_path="last"`` mean the newest finished checkpoint beside a ``last.ckpt``, as the commands do.
+    """Let ``ckpt_path="last"`` mean the latest finished checkpoint beside a ``last.ckpt``, as the commands do.
 
     A path that is given itself stays.
     """
     with ExitStack() as stack:
         for callback in () if trainer is None else trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
-                stack.enter_context(_lightning.finding_last_by(callback, _newest_beside))
+                stack.enter_context(_lightning.finding_last_by(callback, _latest_beside))
         yield
 
 
-def _newest_beside(last: str | os.PathLike[str]) -> str | os.PathLike[str]:
+def _latest_beside(last: str | os.PathLike[str]) -> str | os.PathLike[str]:
     newer = newer_than_last(last)
     return last if newer is None else str(newer)
 
@@ -100,7 +100,7 @@ def base_of(module: pl.LightningModule, saved: SavedCheckpoint) -> Source:
     """
     source = module.initial_weights() if isinstance(module, MegalightModule) else None
     if source is None:
-        raise needs_base(saved, "give the module the folder that training began with (weights=...)")
+        raise needs_base(saved, "give the module the folder that training started from (weights=...)")
     return source
 
 
@@ -124,7 +124,7 @@ class Resumed:
         """Return the entries that Lightning restores itself, and ``state_dict`` for hooks."""
         common = dict(self.saved.common)
         common.pop("megalight", None)  # ours alone, and hooks see Lightning's entries
-        options, whole = common.pop("optimizer", None), common.pop(self._ordinary, None)
+        options, whole = common.pop("optimizer", None), common.pop(self._unsharded, None)
         states = whole if options is None else [options]
         if self.from_elsewhere:
             common = {**_lightning.entries_at(common["global_step"]), **common}
@@ -136,9 +136,9 @@ class Resumed:
         return {**common, "state_dict": self.weights, **({} if states is None else {"optimizer_states": states})}
 
     @property
-    def _ordinary(self) -> str:
+    def _unsharded(self) -> str:
         """The entry for optimizers of whole parameters. Lightning's files have all optimizers there."""
-        return STATES if isinstance(self.saved, SingleFile) else ORDINARY
+        return STATES if isinstance(self.saved, SingleFile) else UNSHARDED
 
     @property
     def from_elsewhere(self) -> bool:
@@ -231,13 +231,13 @@ class Resumed:
         checkpoint["lr_schedulers"] = states
         return now if which == "configured" else then
 
-    def read_ordinary(self, strategy: MeshStrategy, optimizers: Sequence[Optimizer]) -> None:
+    def read_unsharded(self, strategy: MeshStrategy, optimizers: Sequence[Optimizer]) -> None:
         """Read the states of optimizers of whole parameters, and random states.
 
         Raises:
             CheckpointError: it has other optimizers.
         """
-        states = self.saved.common.get(self._ordinary)
+        states = self.saved.common.get(self._unsharded)
         if states is None or len(states) != len(optimizers):
             kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
             raise CheckpointError(

@@ -1,4 +1,9 @@
-"""Write a run as one folder from all ranks: Lightning's entries and every canonical tensor."""
+"""Write a run as one folder from all ranks: Lightning's entries and every canonical tensor.
+
+A folder holds canonical tensors, so nobody needs the whole ``state_dict``. The user's ``on_save_checkpoint`` and
+``on_load_checkpoint`` may still edit ``checkpoint["state_dict"]`` (:class:`Edits`) if a rank holds the whole model.
+Elsewhere an edit raises an error: a rank's part is not what the user means to edit.
+"""
 
 from __future__ import annotations
 
@@ -22,25 +27,61 @@ from megalight.parallel.shard import ShardSpec
 from megalight.parallel.source import Target
 from megalight.strategies.mesh_strategy import MeshStrategy
 
-# Edits of ``checkpoint["state_dict"]`` in the user's ``on_save_checkpoint`` and ``on_load_checkpoint``.
-#
-# A folder holds canonical tensors, so nobody needs the whole ``state_dict``. Edits are honored where a rank holds the
-# whole model. Elsewhere they are refused: a rank's part is not what the user means to edit.
+NOT_STORED = ("state_dict", "optimizer_states")
+"""Lightning's entries that canonical tensors replace."""
+CONFIGURED = "configured"
+"""Key in our entry for the hyperparameters that a run started with."""
+UNSHARDED = "unsharded_optimizers"
+"""Entry with the states of optimizers of whole parameters, in torch's form."""
 
 
-def prefix_of(strategy: MeshStrategy) -> str:
-    """Return the prefix of canonical names that keys of the module's ``state_dict`` lack."""
-    return "" if isinstance(strategy.lightning_module, MegalightModule) else CANONICAL_PREFIX
+def save(strategy: MeshStrategy, entries: dict[str, Any], path: str, edits: Edits, write: Callable[..., Any]) -> None:
+    """Write a checkpoint, with optimizer state if Lightning's entries have it, and with the edits of hooks.
+
+    Args:
+        write: :func:`megalight.checkpoint.save`, or what starts the same save asynchronously.
+    """
+    common = {name: value for name, value in entries.items() if name not in NOT_STORED}
+    # The user's own on_save_checkpoint may have left it out, and no run could read the folder.
+    describe = getattr(strategy.lightning_module, "describe_model", None)
+    if describe is not None:
+        common.setdefault("model", describe())
+    common["megalight"] = {
+        "version": __version__,
+        "torch": version("torch"),
+        "lightning": version("lightning"),
+        "layout": strategy.description if strategy.handed_back is None else strategy.run.model.mesh.describe(),
+    }
+    if (sizes := strategy.micro_batches) is not None and sizes.result is not None:
+        common["megalight"]["micro_batches"] = asdict(sizes.result)
+    if "optimizer_states" in entries and strategy.configured is not None:
+        common["megalight"][CONFIGURED] = strategy.configured.entry()
+    # Optimizers of whole parameters are saved in torch's form, as no shard says where their state is.
+    resumable = "optimizer_states" in entries and strategy.engine is not None
+    if "optimizer_states" in entries and strategy.engine is None:
+        common[UNSHARDED] = entries["optimizer_states"]
+    if resumable:
+        common["optimizer"] = strategy.run.group_options()
+    write(
+        path,
+        views(strategy, resumable, edits),
+        common=common,
+        rank_state=strategy.run.rank_state(),
+        files=_files(strategy),
+        scheme=strategy.checkpoints.format,
+    )
 
 
-def holds_whole_model(strategy: MeshStrategy) -> bool:
-    """Return whether this rank's ``state_dict`` is that of the one-device model."""
-    if strategy.handed_back is not None:
-        return True
-    mesh = strategy.mesh
-    # Data and context parallelism are left out: their ranks hold the same model.
-    divided = strategy.holds_part or mesh.tp * mesh.size("ep") * mesh.size("etp") > 1
-    return not divided and (strategy.parallel_model is None or strategy.parallel_model.shards is None)
+def views(strategy: MeshStrategy, optimizer: bool, edits: Edits) -> dict[str, View]:
+    """Return this rank's views of a save.
+
+    Args:
+        optimizer: whether it has optimizer state.
+    """
+    saves_base = getattr(strategy.lightning_module, "saves_base", True)
+    only = None if saves_base else strategy.run.model.added  # without the base, save only adapters
+    contents = strategy.run.contents(optimizer=optimizer, only=only)
+    return checkpoint.SCHEMES[strategy.checkpoints.format](edits.of(contents, prefix_of(strategy)))
 
 
 @dataclass(frozen=True)
@@ -59,7 +100,7 @@ class Edits:
         return bool(self.changed or self.removed)
 
     def check(self, strategy: MeshStrategy) -> None:
-        """Refuse edits where a rank holds only a part of the model, or where other tensors would undo them.
+        """Check that a rank holds the whole model, and that no other tensors would undo the edits.
 
         Raises:
             ConfigurationError: the message says what to do.
@@ -75,7 +116,7 @@ class Edits:
                 "ModelTransform."
             )
         buckets = [] if strategy.engine is None else strategy.engine.buckets
-        # Masters are saved and loaded beside the weights, and would overwrite these in the next step.
+        # Master weights are saved and loaded too, and would overwrite these in the next step.
         if self.changed and not all(bucket.master_is_own_params for bucket in buckets):
             raise ConfigurationError(
                 f'a hook edited checkpoint["state_dict"] ({name}), but the optimizer keeps wider master weights, which '
@@ -94,11 +135,6 @@ class Edits:
         return replace(contents, tensors=tensors, specs=specs)
 
 
-def contents_device(tensors: Mapping[str, Tensor]) -> torch.device:
-    """Return the device of the first tensor, or the CPU."""
-    return next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
-
-
 def edits_of(given: Mapping[str, Any], found: Mapping[str, Any]) -> Edits:
     """Compare a ``state_dict`` with the one that hooks were given. Tensors are the same if the objects are.
 
@@ -114,6 +150,32 @@ def edits_of(given: Mapping[str, Any], found: Mapping[str, Any]) -> Edits:
                 "other values under a key of their own in the checkpoint."
             )
     return Edits(changed, frozenset(given.keys() - found.keys()))
+
+
+def write(edits: Edits, model: ParallelModel, prefix: str, strict: bool) -> None:
+    """Copy changed tensors into the model, after the others have been read.
+
+    Raises:
+        CheckpointError: shapes differ; or, if ``strict``, names do.
+    """
+    cut, tensors = len(CANONICAL_PREFIX) - len(prefix), model.tensors()
+    unknown = [key for key in edits.changed if key[cut:] not in tensors]
+    lost = [key for key in edits.removed if key[cut:] in tensors]
+    if strict and (unknown or lost):
+        raise CheckpointError(
+            f'on_load_checkpoint left a checkpoint["state_dict"] that does not fit the model: {lost or "nothing"} is '
+            f"missing, {unknown or 'none'} is not in the model. Set the module's strict_loading to False to allow it."
+        )
+    for key, value in edits.changed.items():
+        if key not in unknown:
+            target = tensors[key[cut:]]
+            if target.shape != value.shape:
+                raise CheckpointError(
+                    f'checkpoint["state_dict"][{key!r}] has shape {tuple(value.shape)} after on_load_checkpoint, and '
+                    f"the model has {tuple(target.shape)}."
+                )
+            # Into the same memory, as the parameter is a view of the engine's buffers.
+            target.detach().copy_(value)
 
 
 class SavedWeights(MutableMapping[str, Tensor]):
@@ -189,87 +251,24 @@ class SavedWeights(MutableMapping[str, Tensor]):
             )
 
 
-def write(edits: Edits, model: ParallelModel, prefix: str, strict: bool) -> None:
-    """Copy changed tensors into the model, after the others have been read.
-
-    Raises:
-        CheckpointError: shapes differ; or, if ``strict``, names do.
-    """
-    cut, tensors = len(CANONICAL_PREFIX) - len(prefix), model.tensors()
-    unknown = [key for key in edits.changed if key[cut:] not in tensors]
-    lost = [key for key in edits.removed if key[cut:] in tensors]
-    if strict and (unknown or lost):
-        raise CheckpointError(
-            f'on_load_checkpoint left a checkpoint["state_dict"] that does not fit the model: {lost or "nothing"} is '
-            f"missing, {unknown or 'none'} is not in the model. Set the module's strict_loading to False to allow it."
-        )
-    for key, value in edits.changed.items():
-        if key not in unknown:
-            target = tensors[key[cut:]]
-            if target.shape != value.shape:
-                raise CheckpointError(
-                    f'checkpoint["state_dict"][{key!r}] has shape {tuple(value.shape)} after on_load_checkpoint, and '
-                    f"the model has {tuple(target.shape)}."
-                )
-            # Into the same memory, as the parameter is a view of the engine's buffers.
-            target.detach().copy_(value)
+def prefix_of(strategy: MeshStrategy) -> str:
+    """Return the prefix of canonical names that keys of the module's ``state_dict`` lack."""
+    return "" if isinstance(strategy.lightning_module, MegalightModule) else CANONICAL_PREFIX
 
 
-NOT_STORED = ("state_dict", "optimizer_states")
-"""Lightning's entries that canonical tensors replace."""
-CONFIGURED = "configured"
-"""Our entry's entry with the hyperparameters that a run began with."""
-ORDINARY = "ordinary_optimizers"
-"""Entry with the states of optimizers of whole parameters, in torch's form."""
+def holds_whole_model(strategy: MeshStrategy) -> bool:
+    """Return whether this rank's ``state_dict`` is that of the single-device model."""
+    if strategy.handed_back is not None:
+        return True
+    mesh = strategy.mesh
+    # Data and context parallelism are left out: their ranks hold the same model.
+    divided = strategy.holds_part or mesh.tp * mesh.size("ep") * mesh.size("etp") > 1
+    return not divided and (strategy.parallel_model is None or strategy.parallel_model.shards is None)
 
 
-def save(strategy: MeshStrategy, entries: dict[str, Any], path: str, edits: Edits, write: Callable[..., Any]) -> None:
-    """Write a checkpoint, with optimizer state if Lightning's entries have it, and with the edits of hooks.
-
-    Args:
-        write: :func:`megalight.checkpoint.save`, or what begins the same save beside training.
-    """
-    common = {name: value for name, value in entries.items() if name not in NOT_STORED}
-    # The user's own on_save_checkpoint may have left it out, and no run could read the folder.
-    describe = getattr(strategy.lightning_module, "describe_model", None)
-    if describe is not None:
-        common.setdefault("model", describe())
-    common["megalight"] = {
-        "version": __version__,
-        "torch": version("torch"),
-        "lightning": version("lightning"),
-        "layout": strategy.description if strategy.handed_back is None else strategy.run.model.mesh.describe(),
-    }
-    if (sizes := strategy.micro_batches) is not None and sizes.result is not None:
-        common["megalight"]["micro_batches"] = asdict(sizes.result)
-    if "optimizer_states" in entries and strategy.configured is not None:
-        common["megalight"][CONFIGURED] = strategy.configured.entry()
-    # Optimizers of whole parameters are saved in torch's form, as no shard tells where their state lies.
-    resumable = "optimizer_states" in entries and strategy.engine is not None
-    if "optimizer_states" in entries and strategy.engine is None:
-        common[ORDINARY] = entries["optimizer_states"]
-    if resumable:
-        common["optimizer"] = strategy.run.group_options()
-    write(
-        path,
-        views(strategy, resumable, edits),
-        common=common,
-        rank_state=strategy.run.rank_state(),
-        files=_files(strategy),
-        scheme=strategy.checkpoints.format,
-    )
-
-
-def views(strategy: MeshStrategy, optimizer: bool, edits: Edits) -> dict[str, View]:
-    """Return this rank's views of a save.
-
-    Args:
-        optimizer: whether it has optimizer state.
-    """
-    saves_base = getattr(strategy.lightning_module, "saves_base", True)
-    only = None if saves_base else strategy.run.model.added  # without the base, save only adapters
-    contents = strategy.run.contents(optimizer=optimizer, only=only)
-    return checkpoint.SCHEMES[strategy.checkpoints.format](edits.of(contents, prefix_of(strategy)))
+def contents_device(tensors: Mapping[str, Tensor]) -> torch.device:
+    """Return the device of the first tensor, or the CPU."""
+    return next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
 
 
 def _files(strategy: MeshStrategy) -> dict[str, bytes]:

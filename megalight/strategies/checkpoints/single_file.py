@@ -1,4 +1,4 @@
-"""Go on from a single file, which Lightning's own strategies write: weights, optimizer and loops, in any layout."""
+"""Resume from a single file, which Lightning's own strategies write: weights, optimizer and loops, in any layout."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WAY_OUT = "Its weights alone can be loaded before fit: module.load_state_dict(to
 
 
 class SingleFile:
-    """A single file, with the interface of an opened folder (:class:`megalight.checkpoint.loading.SavedCheckpoint`).
+    """An opened single file, with the interface :class:`~megalight.checkpoint.loading.SavedCheckpoint`.
 
     Args:
         path: the file.
@@ -57,7 +57,7 @@ class SingleFile:
         entries = read(path)
         self._weights: Mapping[str, Tensor] = entries.pop(WEIGHTS)
         self.common: dict[str, Any] = entries
-        # Keys of parameters are those of the one-device module. They hold one or more canonical tensors.
+        # Keys of parameters are those of the single-device module. They hold one or more canonical tensors.
         self._parts, names = _parts_of(module)
         self._tied = {keys[0] for keys in names if len(keys) > 1}
         aliases = {key for keys in names for key in keys[1:]}
@@ -125,7 +125,7 @@ class SingleFile:
         if len(groups) != len(optimizer.param_groups):
             raise self._refused(f"{len(groups)} parameter groups, and this run has {len(optimizer.param_groups)}")
         known = []
-        apart: dict[str, Any] = {}
+        own_counters: dict[str, Any] = {}
         for number, (group, own) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
             options = {name: value for name, value in group.items() if name not in NOT_OPTIONS}
             # The file does not say its class, but the options tell Adam from SGD.
@@ -133,8 +133,8 @@ class SingleFile:
             if differ:
                 raise self._refused(f"another optimizer: only one of both has {', '.join(sorted(differ))}")
             keys = self._in_order([names[number] for names in members])
-            known.append({"options": options, **self._read_group(keys, group["params"], states, apart)})
-        self.common["optimizer"] = {"class": type(optimizer).__name__, "groups": known, PARAMETERS: apart}
+            known.append({"options": options, **self._read_group(keys, group["params"], states, own_counters)})
+        self.common["optimizer"] = {"class": type(optimizer).__name__, "groups": known, PARAMETERS: own_counters}
 
     def _in_order(self, named: Sequence[Sequence[str]]) -> list[str]:
         """Return keys of a group's parameters in the file's order; ``named``: canonical names of each rank's."""
@@ -148,12 +148,12 @@ class SingleFile:
         return sorted({keys[name] for names in named for name in names}, key=places.__getitem__)
 
     def _read_group(
-        self, keys: Sequence[str], numbers: Sequence[int], states: Mapping[int, Any], apart: dict[str, Any]
+        self, keys: Sequence[str], numbers: Sequence[int], states: Mapping[int, Any], own_counters: dict[str, Any]
     ) -> dict[str, Any]:
         """Add the states of a group's parameters, and return its counters and the dtypes of its tensors.
 
         Args:
-            apart: gets the counters of parameters that have others: those without a gradient in some steps.
+            own_counters: gets the counters of parameters that have others: those without a gradient in some steps.
         """
         # Frozen parameters may be in a group, and have no state.
         numbers = [number for number in numbers if number in states] if len(numbers) != len(keys) else numbers
@@ -167,7 +167,7 @@ class SingleFile:
             own = {name: value for name, value in state.items() if name in SCALARS}
             # A parameter that never had a gradient has no state.
             if first and (not state or history(own) != history(scalars)):
-                apart.update(dict.fromkeys((part.name for part in self._parts[key]), own if state else None))
+                own_counters.update(dict.fromkeys((part.name for part in self._parts[key]), own if state else None))
             for name in dtypes if state else ():
                 if state[name].shape != shape:
                     raise self._refused(f"{name} of shape {list(state[name].shape)} for {key}, which is {list(shape)}")

@@ -23,8 +23,8 @@ from megalight.strategies.user_module import root_of, seed_of
 def load_weights(module: pl.LightningModule, path: str | os.PathLike[str]) -> None:
     """Load the weights of a checkpoint, saved in any layout, into a module in this one process.
 
-    ``module.model`` is then the whole one-device model on the CPU, with the saved dtypes. Use it to generate, export,
-    evaluate or train further, under any strategy. It replaces a model that the module already has. A plain
+    ``module.model`` is then the whole single-device model on the CPU, with the saved dtypes. Use it to generate,
+    export, evaluate or train further, under any strategy. It replaces a model that the module already has. A plain
     LightningModule keeps its layers.
 
     Args:
@@ -64,7 +64,7 @@ def unsplit(module: MegalightModule, model: ParallelModel) -> bool:
         model: of that model; its mesh has one rank.
 
     Returns:
-        Whether it could be made: not if its weights are codes, or if it has other tensors than the module builds.
+        Whether it could be made: not if its weights are quantized, or if it has other tensors than the module builds.
     """
     before, multiple = module.model, module.token_multiple
     values = model.tensors()

@@ -1,4 +1,4 @@
-"""Shared memory of saves, page-locked for copies from a GPU."""
+"""Shared memory of saves, pinned for copies from a GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_memory_that_cannot_be_locked_is_no_error_of_training(caplog: pytest.Log
     memory.reserve(1 << 20)
     with caplog.at_level(logging.WARNING):
         memory._pin()  # CUDA refuses memory that is locked already
-    assert "cannot be page-locked" in caplog.text
+    assert "cannot be pinned" in caplog.text
     assert float(torch.ones(3, device="cuda").sum()) == 3
     memory._pinned = True
     memory.close()
