@@ -13,8 +13,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from megalight.cli.newest import newest_in
-
+from megalight.checkpoint.disk.latest_checkpoint import newest_in
 from megalight.data.chat.template import ChatTemplate
 from megalight.inference import TextGenerator
 
