@@ -19,7 +19,7 @@ import pytest
 from tests.support.source import PACKAGE, ROOT, Import, Source, sources, subpackage
 
 LEVELS = (
-    {"errors", "registry", "types", "imports", "first_rank"},
+    {"errors", "migration", "registry", "types", "imports", "first_rank"},
     {"ops", "data"},
     {"nn"},
     {"parallel"},

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
-from megalight.cli.other_names import ours
 from megalight.errors import nearest
+from megalight.migration import ours
 
 if TYPE_CHECKING:
     from yaml import MarkedYAMLError

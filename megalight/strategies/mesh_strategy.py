@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
 
 from megalight.checkpoint.run import TrainingRun
+from megalight.migration import check_arguments
 from megalight.optim.configured import Configured
 from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions
 from megalight.parallel.layout import Layout
@@ -23,7 +24,6 @@ from megalight.parallel.shard import ShardSpec
 from megalight.plugins.precision import MegatronPrecision
 from megalight.strategies.checkpoints.options import CheckpointOptions
 from megalight.strategies.collectives import Collectives
-from megalight.strategies.foreign_arguments import check_arguments
 from megalight.strategies.micro_batches import MicroBatchSize
 from megalight.strategies.refusals import check_not_compiled
 from megalight.strategies.user_module import check_steps, options_for, root_of

@@ -10,10 +10,10 @@ import pytest
 from megalight.cli import unknown_keys
 from megalight.cli.classes import class_in, members
 from megalight.cli.lightning import MegalightCLI
-from megalight.cli.other_names import MEGATRON, OURS
 from megalight.cli.trainer import MegalightTrainer
 from megalight.data.gpt.module import GPTDataModule
 from megalight.errors import ConfigurationError
+from megalight.migration import MEGATRON, OURS
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.module import GPTModule
 from megalight.strategies import MegatronStrategy
@@ -57,6 +57,22 @@ no-load-rng use-checkpoint-args eval-interval eval-iters log-interval log-throug
 wandb-exp-name profile seed distributed-backend distributed-timeout-minutes exit-duration-in-mins exit-signal-handler
 """
 """Flags of pretraining scripts that Megatron-LM publishes for GPT-3, Llama 3 in FP8, and Mixtral, and common ones."""
+
+
+REPORTS = """
+--use-nccl-ub --use-megatron-fsdp --window-size --window-attn-skip-freq --use-precision-aware-optimizer
+--use-flashinfer-fused-rope --use-custom-fsdp --teacher-model-config --softmax-type --recompute-modules
+--recompute-granularity --overlap-cpu-optimizer-d2h-h2d --optimizer-offload-fraction --optimizer-cpu-offload
+--moe-router-padding-for-quantization --moe-router-padding-for-fp8 --moe-router-fusion --moe-permute-fusion
+--moe-flex-dispatcher-backend --moe-expert-parallel-a2a-overlap --moe-enable-deepep --external-cuda-graph
+--dist-ckpt-optim-fully-reshardable --disable-symmetric-registration --data-parallel-sharding-strategy
+--cuda-graph-scope --cross-entropy-loss-fusion --ckpt-format
+external_cuda_graph moe_flex_dispatcher_backend softmax_type window_size use_nccl_ub fim_rate fim_spm_rate
+fim_split_sample fim_fragment_rate yarn_rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast
+yarn_beta_slow yarn_mscale yarn_mscale_all_dim correction_range_round_to_int num_experts kv_lora_rank
+position_embedding_type squared_relu
+"""
+"""Flags and options in the reports on Megatron-core of August to November 2025."""
 
 
 def exists(key: str) -> bool:
@@ -152,3 +168,14 @@ def test_a_flag_is_not_answered_with_a_key_that_the_model_does_not_have() -> Non
     with pytest.raises(ConfigurationError, match="unknown key 'num-experts'") as caught:
         unknown_keys.check("fit", ["--model=BertModule", "--num-experts=8"])
     assert "Here it is" not in str(caught.value)
+
+
+@pytest.mark.parametrize("flag", sorted({*REPORTS.split()}))
+def test_every_flag_of_the_reports_has_an_answer(flag: str) -> None:
+    name = flag.strip("-").replace("-", "_")
+    assert exists(OURS[name].split()[0].strip(","))
+
+
+def test_a_strategy_answers_flags_of_megatron() -> None:
+    with pytest.raises(ConfigurationError, match=r"Instead: data_parallel\.nccl_ub"):
+        MegatronStrategy(use_nccl_ub=True)  # type: ignore[call-arg]

@@ -10,8 +10,8 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStr
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from megalight.errors import ConfigurationError
+from megalight.migration import INSTEAD
 from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy, MegatronTowersStrategy
-from megalight.strategies.foreign_arguments import INSTEAD
 
 THEIRS = (DDPStrategy, FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, FullyShardedDataParallel)
 
