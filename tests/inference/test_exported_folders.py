@@ -13,7 +13,7 @@ from PIL import Image
 from megalight.cli.main import main
 from megalight.models.hugging_face.export import export
 from megalight.models.stored import open_model
-from tests.inference.test_pictures_transformers import FAMILIES, saved
+from tests.inference.test_images_transformers import FAMILIES, saved
 from tests.models.test_vlm_processors import PICTURES
 
 transformers = pytest.importorskip("transformers")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megalight.nn.moe.layer import beside
+from megalight.nn.moe.layer import on_side_stream
 from megalight.parallel.activation_offload import ActivationOffloading, chosen
 from megalight.parallel.host_memory import HostPool
 from tests.parallel.data_parallel.helpers import assert_close
@@ -81,7 +81,7 @@ class Forked(nn.Module):
         self.here, self.aside = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        aside = beside(self.aside, x)
+        aside = on_side_stream(self.aside, x)
         out: Tensor = self.here(x) + aside()
         return out
 

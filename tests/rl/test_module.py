@@ -28,7 +28,7 @@ from megalight.parallel.layout import Layout
 from megalight.rl import rollouts
 from megalight.rl.environment import PromptBatch, RLTask
 from megalight.rl.loss import PolicyLoss
-from megalight.rl.rollouts import _draw
+from megalight.rl.rollouts import _sample_seed
 from megalight.strategies import DataParallelOptions, MegatronStrategy
 from megalight.types import PackedSequences
 from tests.rl.helpers import CONFIG, END, LR, ROLLOUTS, Policy, environment, prompts_of
@@ -47,7 +47,7 @@ def answers_of(model: GPT, task: RLTask, seed: str, size: int) -> list[list[int]
     """Each drawn alone, without an engine."""
     found = []
     for sample in range(size):
-        generator = torch.Generator().manual_seed(_draw(seed, task.number, sample))
+        generator = torch.Generator().manual_seed(_sample_seed(seed, task.number, sample))
         found += generate(model, [task.prompt], max_new_tokens=ROLLOUTS.max_new_tokens, eos_id=END, generator=generator)
     return found
 

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from megalight.optim import Adam, shard_optimizer
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo, gather
 from megalight.parallel.data_parallel.buffers import FlatParameters
-from megalight.parallel.data_parallel.communication import Way
+from megalight.parallel.data_parallel.communication import Transport
 from megalight.parallel.data_parallel.fp8_parameters import FlatQuantized
 from megalight.parallel.data_parallel.gather import Pushes
 from megalight.parallel.graphs.fingerprint import Fingerprint
@@ -80,7 +80,7 @@ def _spoil(whole: Tensor, own: Tensor) -> None:
     torch.cuda._sleep(CYCLES)  # type: ignore[no-untyped-call]
 
 
-def _losses(warmup: int, way: Way = "plain") -> tuple[list[float], int]:
+def _losses(warmup: int, way: Transport = "plain") -> tuple[list[float], int]:
     """Losses of steps, and the number of those that were replayed, while every gather is late."""
     device = torch.device("cuda", dist.get_rank())
     torch.manual_seed(3)

@@ -85,7 +85,6 @@ def test_copies_run_beside_updates(fraction: float) -> None:
     model = _model()
     optimizer = Adam(model.parameters(), lr=1e-2)
     engine = _engine(model, fraction)
-    shard_optimizer(optimizer, engine)
     waited: list[int] = []
     arrive = engine.host.arrive
 
@@ -93,8 +92,8 @@ def test_copies_run_beside_updates(fraction: float) -> None:
         waited.append(len(engine.host._arrived))
         arrive(bucket)
 
-    for bucket in engine.host.buckets:
-        optimizer.before[bucket.shard.master] = lambda bucket=bucket: noted(bucket)
+    engine.host.arrive = noted
+    shard_optimizer(optimizer, engine)
     engine.zero_grad()
     with engine.micro_batches(1):
         model(torch.ones(8, WIDTH, device="cuda", dtype=torch.bfloat16)).float().sum().backward()

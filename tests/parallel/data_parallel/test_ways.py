@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megalight.errors import ConfigurationError
-from megalight.parallel.data_parallel.communication import TransportChoice, Way
+from megalight.parallel.data_parallel.communication import Transport, TransportChoice
 from megalight.parallel.peers import memory
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def test_what_was_named_is_refused_where_it_cannot_be_had(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(("way", "words"), [("plain", "'plain' was asked for"), ("auto", "NCCL has the buffers")])
 def test_nothing_is_asked_where_something_speaks_against_it(
-    way: Way, words: str, monkeypatch: pytest.MonkeyPatch
+    way: Transport, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "why_not", lambda device: None)
     assert words in str(TransportChoice("gathers", way, "nccl_ub='local': NCCL has the buffers").why_not(CPU))
