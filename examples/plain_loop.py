@@ -45,10 +45,10 @@ def global_batch(step: int) -> TokenBatch:
     return TokenBatch(ids[:, :-1], ids[:, 1:], torch.ones(8, CONFIG.max_sequence_length))
 
 
-def train(steps: int, **layout: Any) -> tuple[megalight.Training, list[float]]:
+def train(steps: int, dtype: torch.dtype | None = None, **layout: Any) -> tuple[megalight.Training, list[float]]:
     with torch.device("meta"):
         net = GPT(CONFIG)
-    model = megalight.parallelize(net, megalight.Layout(**layout), seed=1)
+    model = megalight.parallelize(net, megalight.Layout(**layout), dtype=dtype, seed=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     training = megalight.Training(model, optimizer, NextToken())
     replica, replicas = model.mesh.rank("dp"), model.mesh.dp

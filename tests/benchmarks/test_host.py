@@ -48,12 +48,15 @@ def test_a_layer_calls_few_functions() -> None:
 
 
 LIMITS = {
-    "dense bf16": (484, 64, 14),
+    "dense bf16": (488, 64, 14),
     "dense FP8": (973, 110, 30),
     "MoE bf16": (838, 118, 29),
     "MoE FP8": (1380, 216, 87),
 }
-"""Functions of Python, operators of torch and launches of one layer's forward and backward on the way of a GPU."""
+"""Functions of Python, operators of torch and launches of one layer's forward and backward on the way of a GPU.
+
+Of the weight gradient, only ``torch.addmm`` is replaced: the functions that call it count.
+"""
 
 
 @pytest.mark.skipif(has("triton"), reason="its kernels would be launched")

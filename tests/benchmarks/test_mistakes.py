@@ -14,8 +14,8 @@ def test_an_answer_is_an_error_on_one_screen():
 
 
 def test_slow_answers_are_named():
-    assert "None takes 3" in table([GOOD])
-    assert "Above 3 CPU seconds: a" in table([GOOD, replace(GOOD, cpu_seconds=9.0)])
+    assert "None takes 12" in table([GOOD])
+    assert "Above 12 CPU seconds: a" in table([GOOD, replace(GOOD, cpu_seconds=13.0)])
 
 
 def test_one_mistake_is_made(tmp_path):

@@ -124,7 +124,10 @@ def test_the_users_progress_bar_wins(words, bar):
         (["--model.config.size.hiden_size=8"], ["'model.config.size.hiden_size' (value '8')", "'hidden_size'"]),
         (["--model.config.size.hidden_size=x"], ["model.config.size.hidden_size = 'x'", "int"]),
         (["--model.config.size.hidden_size=5"], ["hidden_size is 5; it must be even. Use 6."]),
-        (["--trainer.strategy=tests.cli.samples.SampleStrateg"], ["SampleStrateg", "samples.SampleStrategy'?"]),
+        (
+            ["--trainer.strategy=tests.cli.samples.SampleStrateg"],
+            ["'tests.cli.samples.SampleStrateg' is no import path", "'SampleStrategy'?"],
+        ),
         (["--trainer.strategy=SampleStrateg"], ["'SampleStrateg'", "Did you mean 'SampleStrategy'?"]),
         (
             [SAMPLE_STRATEGY, "--trainer.strategy.tensor_paralel=2"],
