@@ -58,6 +58,7 @@ BYTES_PER_SECOND = 4.3e12
 OPERATIONS_PER_SECOND = 800e12
 TOLERANCE = 2e-2
 WARMUP = 6
+"""Calls before the first that is timed: kernels are compiled and chosen in them."""
 TIMED = 600.0
 """Total milliseconds of replays. Their number stays between 7 and 41."""
 NAMES = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "rotate_qkv", "gated", "activation",

@@ -354,9 +354,6 @@ VIDEO_TOKENS = ("<video>", "<|video_pad|>")
 """Tokens of published models that stand for videos."""
 
 
-VIDEO_SUFFIXES = ("mp4", "avi", "mov", "mkv", "webm", "mpg", "mpeg")
-
-
 def is_video(data: bytes) -> bool:
     """Return whether the bytes of a file begin as those of a video: MP4 and MOV, AVI, Matroska and WebM, MPEG."""
     boxes = data[4:8] in (b"ftyp", b"moov", b"mdat")
