@@ -169,10 +169,10 @@ class BackendRegistry(Generic[SpecT, FnT]):
     @property
     def names(self) -> list[str]:
         """The names of all backends, highest priority first."""
+        load_plugins()
         return [backend.name for backend in self._ordered()]
 
     def _ordered(self) -> list[Backend[SpecT, FnT]]:
-        load_plugins()
         # `sorted` is stable: of equal priorities, the one registered first wins, in every process alike.
         return sorted(self._backends.values(), key=lambda backend: -backend.priority)
 
@@ -181,6 +181,7 @@ class BackendRegistry(Generic[SpecT, FnT]):
 
         This imports the packages that plugins need.
         """
+        load_plugins()
         return [(backend, backend.why_not(spec)) for backend in self._ordered()]
 
     def select(self, spec: SpecT, name: str = "auto") -> Backend[SpecT, FnT]:
@@ -194,6 +195,8 @@ class BackendRegistry(Generic[SpecT, FnT]):
             BackendError: no backend can serve, or the named one cannot serve or does not exist.
         """
         name = self._preferred if name == "auto" else name
+        if name != "auto" and name not in self._backends:
+            load_plugins()  # `auto` needs none: it never chooses a plugin's backend
         for backend in self._ordered():
             asked = backend.name == name or (name == "auto" and backend.automatic(spec))
             if asked and backend.why_not(spec) is None:

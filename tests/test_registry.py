@@ -149,6 +149,7 @@ def test_plugins_add_backends(install: Callable[..., None]) -> None:
     other = Backend("other", lambda: "other", 60, lambda spec: asked.append(spec) or "no oven")
     install(Entry("bakery", lambda: lambda: [made.register(each) for each in (better, other)]))
     assert made.select(2).name == "fast", "nothing is switched on just by being installed"
+    assert not registry._loaded, "nor imported"
     assert not asked, "a plugin that nobody named is not even asked"
     assert made.select(2, "better").plugin == "bakery"
     assert made.select(2, "fast").plugin is None
