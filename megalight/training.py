@@ -24,9 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from megalight.checkpoint.run import PlainRun
-from megalight.errors import ConfigurationError
 from megalight.optim import shard_optimizer
-from megalight.parallel.coupling import check_same
 from megalight.parallel.data_parallel import DataParallelOptions, clip_coefficient
 from megalight.parallel.frozen_model import FrozenModel
 from megalight.parallel.groups import uses_backend
@@ -129,22 +127,16 @@ class Training(PlainRun):
         shard_optimizer(optimizer, self.engine)
         optimizer.register_step_post_hook(lambda *_: self._stepped())
         self.step = StepDriver(model, task, varying_carry=varying_carry, context=context)
-        self.step.engine = self.engine
-        self.step.share = self._share
-        # Frozen models compute in the dtype of the model that they serve.
-        dtype = next((parameter.dtype for parameter in model.parameters()), torch.get_default_dtype())
-        self.step.frozen = {
-            name: declared.build(name, model.mesh, dtype, model.device) for name, declared in (frozen or {}).items()
-        }
+        self.step.begin(self.engine)
+        self.step.build_frozen(frozen or {})
         self._fresh = True
-        self._compared = False
 
     def forward_backward(self, micro_batches: Sequence[Any], *, scale: float = 1.0, sync: bool = True) -> Outcome:
         """Forward and backward of this replica's micro-batches of one global batch; gradients are reduced.
 
         The gradient is that of the mean loss over all tokens of the global batch. All ranks of a replica
         (``model.mesh.rank("dp")``) pass the same micro-batches; under context parallelism each takes its share of them
-        by ``batch.context_share(rank, size, multiple)``.
+        by ``task.context_share(batch, rank, size)`` or, without it, ``batch.context_share(rank, size, multiple)``.
 
         Args:
             scale: multiplies the objective: ``1 / n`` where gradients of ``n`` global batches are added up.
@@ -157,7 +149,7 @@ class Training(PlainRun):
         if self._fresh:
             self._fresh = False
             self.engine.zero_grad()
-        return self.step.train(self._shares(micro_batches), scale, sync)
+        return self.step.train(micro_batches, scale, sync)
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale the gradients down to a global norm of ``max_norm`` at most; returns the norm before, on the device."""
@@ -170,7 +162,7 @@ class Training(PlainRun):
 
         Put the model in evaluation mode before (:meth:`ParallelModel.eval`).
         """
-        totals = self.step.evaluate("evaluate", self._shares(micro_batches))
+        totals = self.step.evaluate("evaluate", micro_batches)
         return {name: mean(total, count) for name, (total, count) in totals.items()}
 
     def sync_parameters(self) -> None:
@@ -182,26 +174,6 @@ class Training(PlainRun):
         if self._broadcast_buffers:
             self.model.broadcast_buffers()
         self._fresh = True
-
-    def _shares(self, micro_batches: Sequence[Any]) -> Sequence[Any]:
-        mesh = self.model.mesh
-        # Once: the comparison is a message over all ranks.
-        if not self._compared:
-            self._compared = True
-            check_same(micro_batches, mesh, self.model.device)
-        if mesh.cp == 1:
-            return micro_batches
-        missing = next((batch for batch in micro_batches if not hasattr(batch, "context_share")), None)
-        if missing is not None:
-            raise ConfigurationError(
-                f"a batch of type {type(missing).__name__} cannot be cut for context parallelism (cp={mesh.cp}); give "
-                "it a context_share(rank, size, multiple) method as megalight.types.TokenBatch has."
-            )
-        return micro_batches if self.step.frozen else [self._share(batch) for batch in micro_batches]
-
-    def _share(self, batch: Any) -> Any:
-        mesh = self.model.mesh
-        return batch if mesh.cp == 1 else batch.context_share(mesh.rank("cp"), mesh.cp, self.model.token_multiple)
 
 
 def _usual_device() -> torch.device:

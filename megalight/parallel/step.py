@@ -6,6 +6,7 @@ gradients scaled by these counts; reduce; and report means over the global batch
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from megalight.nn.side_losses import AttachedSideLosses, ZeroSideLosses, collect
 from megalight.parallel import coupling
 from megalight.parallel.collectives import all_reduce
 from megalight.parallel.data_parallel import DataParallelEngine
-from megalight.parallel.frozen_model import FrozenRun
+from megalight.parallel.frozen_model import FrozenModel, FrozenRun
 from megalight.parallel.mesh import TOKEN_AXES, ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.pipeline.agenda import Timetable
@@ -172,7 +173,8 @@ class TrainingTask(Protocol):
         """Return the number of tokens (or samples) in that sum: a 0-dim tensor. Called before any forward.
 
         A task may also have ``auxiliary_counts(batch)``, which does the same for auxiliary losses, and for side losses
-        of layers that give a count, by name.
+        of layers that give a count, by name; and ``context_share(batch, rank, size)``, which returns share ``rank`` of
+        ``size`` of every sequence, for context parallelism. Without it, batches have :func:`share_of_batch`'s method.
         """
 
 
@@ -227,8 +229,45 @@ def run_passes(key: Hashable, micro_batches: Sequence[Any], passes: Passes) -> A
     return passes(micro_batches)
 
 
+def share_of_batch(owner: str, batch: Any, rank: int, size: int, multiple: int, ahead: int = 0) -> Any:
+    """Return ``batch.context_share(rank, size, multiple)``.
+
+    Args:
+        owner: the task's class, for the message.
+        batch: a micro-batch.
+        rank: which share.
+        size: the number of shares.
+        multiple: numbers of tokens are padded to a multiple of it.
+        ahead: if it is not 0, the share also needs so many later tokens, and the method gets ``ahead``.
+
+    Raises:
+        ConfigurationError: the batch has no such method.
+        DataError: its sequences are too short to be divided.
+    """
+    share, more = getattr(batch, "context_share", None), {"ahead": ahead} if ahead else {}
+    if share is None or not _takes(share, (rank, size, multiple), more):
+        needed = ", ".join(("rank", "size", "multiple", *more))
+        raise ConfigurationError(
+            f"a batch of type {type(batch).__name__} cannot be cut for context parallelism (cp={size}); give it a "
+            f"context_share({needed}) method as megalight.types.TokenBatch has, or define "
+            f"{owner}.context_share(batch, rank, size)."
+        )
+    return share(rank, size, multiple, **more)
+
+
+def _takes(method: Any, given: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    try:
+        inspect.signature(method).bind(*given, **named)
+    except TypeError:
+        return False
+    return True
+
+
 class StepDriver:
-    """Runs training and evaluation steps of one model.
+    """Runs training and evaluation steps of one model, under Lightning and in a plain loop.
+
+    All ranks of a replica give the same micro-batches, of whole sequences. The first ones of a run are compared; frozen
+    models run on them; under context parallelism, each rank then takes its share.
 
     Args:
         model: split, with values.
@@ -237,14 +276,13 @@ class StepDriver:
             shapes; pipeline stages then announce them before every message.
         context: entered around the task's code in each micro-batch (autocast, for example).
         around: entered around all micro-batches of a training step, with whether the optimizer's update follows.
+        around_empty: entered around the task's code in an empty micro-batch, inside of ``context``.
         before_backward: called with each scalar before it is differentiated.
 
     Attributes:
         engine: reduces the gradients; needed for training.
         frozen: models that run before each schedule, by name. If there are any, ``forward_step`` and ``loss_step`` get
             :class:`~megalight.types.WithResults` instead of the micro-batch.
-        share: cuts this rank's share of the sequences out of a micro-batch that frozen models have seen whole.
-        around_empty: entered around the task's code in an empty micro-batch, inside of ``context``.
         runner: runs the passes of each training step; another runner may record and replay them.
         running: the number, in model order, of the pipeline stage whose code of the task runs, or ran last.
         token_shares: number of ranks that share the tokens of a layer's hidden states (sequence parallelism).
@@ -260,17 +298,17 @@ class StepDriver:
         varying_carry: bool = False,
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         around: Callable[[bool], AbstractContextManager[Any]] = nullcontext,
+        around_empty: Callable[[], AbstractContextManager[Any]] = nullcontext,
         before_backward: Callable[[Tensor], object] = lambda loss: None,
     ) -> None:
         self.model = model
         self.task = task
         self.context = context
         self.around = around
+        self.around_empty = around_empty
         self.before_backward = before_backward
         self.engine: DataParallelEngine | None = None
         self.frozen: Mapping[str, FrozenRun] = {}
-        self.share: Callable[[Any], Any] = lambda batch: batch
-        self.around_empty: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.runner: StepRunner = run_passes
         self.running = 0
         self.timetable = Timetable(model.options.pipeline, model.layout, model.mesh)
@@ -283,12 +321,40 @@ class StepDriver:
         self.side_losses = AttachedSideLosses(model.device)
         self.auxiliary = AttachedSideLosses(model.device)
         self._of_empty = ZeroSideLosses(self.side_losses)
+        self._compared = False
+
+    def begin(self, engine: DataParallelEngine | None) -> None:
+        """Begin a run, whose first batches are compared again. ``engine`` is None without training."""
+        self.engine = engine
+        self.runner = run_passes
+        self._compared = False
+
+    def build_frozen(self, declared: Mapping[str, FrozenModel], dtype: torch.dtype | None = None) -> None:
+        """Build the models that run beside without being trained, by name. All ranks call this together.
+
+        Args:
+            dtype: dtype of those that declare none; None: that of the trained model.
+        """
+        dtype = dtype or next((each.dtype for each in self.model.parameters()), torch.get_default_dtype())
+        mesh, device = self.model.mesh, self.model.device
+        self.frozen = {name: frozen.build(name, mesh, dtype, device) for name, frozen in declared.items()}
+
+    def check(self, batch: Any) -> None:
+        """Compare the first batch of a run over the ranks of a replica; all of them call this.
+
+        Raises:
+            DataError: on all of them, if any rank got another batch.
+        """
+        # Once per run, because the host waits for the result.
+        if not self._compared:
+            self._compared = True
+            coupling.check_same(batch, self.model.mesh, self.model.device)
 
     def train(self, micro_batches: Sequence[Any], scale: float = 1.0, sync: bool = True) -> Outcome:
         """Run forward and backward of this rank's share of a global batch.
 
         Args:
-            micro_batches: at least one. Ranks may have different numbers of them.
+            micro_batches: at least one. Replicas may have different numbers of them.
             scale: multiplies the objective (1 / number of steps whose gradients are added up).
             sync: reduce the gradients, because no further micro-batches follow before the optimizer's step.
         """
@@ -332,27 +398,41 @@ class StepDriver:
         return self._forward(self.joined(micro_batches, cut=False))[: len(micro_batches)]
 
     def joined(self, micro_batches: Sequence[Any], cut: bool = True) -> Sequence[Any]:
-        """Return this rank's micro-batches, with empty ones if data-parallel ranks communicate in a forward pass.
+        """Return what this rank runs: its shares of the micro-batches, with what frozen models made of them.
 
-        Frozen models run here, before the schedule, over all of them; the result then includes their results.
+        Empty ones are added if data-parallel ranks communicate in a forward pass.
 
         Args:
-            cut: micro-batches that frozen models have seen become this rank's shares.
+            cut: False: all ranks run whole sequences.
         """
+        if cut:
+            self.check([coupling.contents(micro_batch) for micro_batch in micro_batches])
         peers = self.model.coupling
         joined = micro_batches if peers is None else peers.fill_up(micro_batches)
-        if not self.frozen:
+        cut = cut and self.model.mesh.cp > 1
+        if not cut and not self.frozen:
             return joined
-        batches = [coupling.contents(micro_batch) for micro_batch in joined]
-        with self.context():
-            # In the same order on all ranks: each of these models exchanges tensors over all of them.
-            found = {name: model(batches) for name, model in self.frozen.items()}
-        rows = [{name: results[place] for name, results in found.items()} for place in range(len(batches))]
-        # Cut only now: frozen models run on whole sequences. Their results stay whole.
-        share = self.share if cut else lambda batch: batch
-        given = [WithResults(share(batch), results) for batch, results in zip(batches, rows, strict=True)]
+        given = batches = [coupling.contents(micro_batch) for micro_batch in joined]
+        if self.frozen:
+            with self.context():
+                # In the same order on all ranks: each of these models exchanges tensors over all of them.
+                found = {name: model(batches) for name, model in self.frozen.items()}
+        if cut:
+            # Only now: frozen models run on whole sequences. Their results stay whole.
+            given = [self._share(batch) for batch in batches]
+        if self.frozen:
+            rows = [{name: results[place] for name, results in found.items()} for place in range(len(batches))]
+            given = [WithResults(batch, results) for batch, results in zip(given, rows, strict=True)]
         empty = map(coupling.is_empty, joined)
         return [coupling.emptied(new) if none else new for new, none in zip(given, empty, strict=True)]
+
+    def _share(self, batch: Any) -> Any:
+        """Return this rank's share of the sequences of a micro-batch."""
+        mesh, share = self.model.mesh, getattr(self.task, "context_share", None)
+        if share is not None:
+            return share(batch, mesh.rank("cp"), mesh.cp)
+        owner = type(self.task).__name__
+        return share_of_batch(owner, batch, mesh.rank("cp"), mesh.cp, self.model.token_multiple)
 
     def _forward(self, micro_batches: Sequence[Any]) -> list[Carry]:
         agenda = self.timetable("forward_only", len(micro_batches))

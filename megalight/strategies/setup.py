@@ -25,7 +25,6 @@ from megalight.optim.sharded import sharding_of
 from megalight.parallel.apply import find_plan, styles_for
 from megalight.parallel.coupling import Coupling, emptied
 from megalight.parallel.data_parallel import DataParallelEngine
-from megalight.parallel.frozen_model import FrozenRun
 from megalight.parallel.initial_values import broadcast_values
 from megalight.parallel.mesh import TOKEN_AXES, ParallelMesh
 from megalight.parallel.model import ParallelModel
@@ -90,18 +89,11 @@ def keeps_random_state(module: pl.LightningModule, mesh: ParallelMesh) -> bool:
 
 def prepare(strategy: MeshStrategy, module: pl.LightningModule, step: StepDriver) -> None:
     """Give a step its frozen models, and let what runs on some ranks only know that."""
-    step.frozen = build_frozen(strategy, module)
+    if isinstance(module, MegalightModule):
+        # The step holds them, so they are no submodules of the user's module.
+        step.build_frozen(module.frozen_models(), strategy.precision.dtype)
     if (what := strategy.divides_steps) is not None:
         step.context = partial(strategy.part, what, step.context)
-
-
-def build_frozen(strategy: MeshStrategy, module: pl.LightningModule) -> dict[str, FrozenRun]:
-    """Build the frozen models. The strategy holds them, so they are no submodules of the user's module."""
-    if not isinstance(module, MegalightModule):
-        return {}
-    dtype, device = strategy.precision.dtype, strategy.root_device
-    declared = module.frozen_models().items()
-    return {name: frozen.build(name, strategy.mesh, dtype, device) for name, frozen in declared}
 
 
 def _split(strategy: MeshStrategy, module: pl.LightningModule, root: nn.Module) -> ParallelModel:

@@ -15,7 +15,7 @@ from torch import Tensor
 from megalight.errors import ConfigurationError
 from megalight.models.batch_size import Loaded, count_samples, loaded, split_batch
 from megalight.models.module import MegalightModule
-from megalight.parallel.coupling import check_same, contents, emptied, is_empty
+from megalight.parallel.coupling import contents, emptied, is_empty
 from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.step import StepDriver, run_passes
@@ -80,14 +80,12 @@ class Stepper:
             varying_carry=isinstance(module, MegalightModule) and module.varying_carry,
             context=precision.step_context,
             around=precision.step,
+            around_empty=partial(logs_of_empty, module),
             before_backward=before_backward,
         )
-        self.step.share = self._share
-        self.step.around_empty = partial(logs_of_empty, module)
         self.logs = StageLogs.of(model.mesh, model.device, self.step)
         self.has_gradients = False
         self._zero_due = False
-        self._compared = False
 
     def begin_window(self) -> None:
         """Begin an accumulation window: discard the gradients of the last one, before the first backward.
@@ -118,9 +116,7 @@ class Stepper:
 
     def begin(self, engine: DataParallelEngine | None) -> None:
         """Begin a run of Lightning's loops. ``engine`` is None outside ``fit``."""
-        self.step.engine = engine
-        self.step.runner = run_passes
-        self._compared = False
+        self.step.begin(engine)
         self.logs.forget()
 
     @property
@@ -248,34 +244,22 @@ class Stepper:
         return self.module
 
     def _split(self, batch: Any) -> tuple[list[int], Sequence[Any]]:
-        """Return the sizes of this rank's micro-batches in samples, and these: all of their tokens, or its share.
+        """Return the sizes of this rank's micro-batches in samples, and these.
 
         An empty batch has one empty micro-batch and no size, so that this rank still takes part in communication.
         """
         if is_empty(batch):
             # One micro-batch is enough: `joined` adds as many empty ones as others run.
             return [], [emptied(part) for part in self._split(contents(batch))[1][:1]]
-        mesh = self.model.mesh
-        # Once per run, because the host waits for the result.
-        if not self._compared:
-            self._compared = True
-            check_same(batch, mesh, self.model.device)
+        self.step.check(batch)  # before the cut, which may fail on one rank alone
         told = loaded(self.module._trainer)
-        sizes, parts = [samples := count_samples(batch, told)], [batch]
-        if (size := self.micro_batches.size) is not None:
-            split = getattr(self.module, "split_batch", None)  # a plain module may define it
-            parts = split_batch(batch, size, told) if split is None else split(batch, size)
-            of_part = Loaded(frozenset([size]), frozenset([samples % size]), told.form)
-            sizes = [count_samples(part, of_part) for part in parts]
-        # After the samples were counted, as a share of the tokens still counts as the whole sample.
-        if mesh.cp > 1 and not self.step.frozen:
-            parts = [self._share(part) for part in parts]
-        return sizes, parts
-
-    def _share(self, part: Any) -> Any:
-        """Return this rank's share of the sequences of a micro-batch."""
-        mesh = self.model.mesh
-        return part if mesh.cp == 1 else self._module.context_share(part, mesh.rank("cp"), mesh.cp)
+        samples, size = count_samples(batch, told), self.micro_batches.size
+        if size is None:
+            return [samples], [batch]
+        split = getattr(self.module, "split_batch", None)  # a plain module may define it
+        parts = split_batch(batch, size, told) if split is None else split(batch, size)
+        of_part = Loaded(frozenset([size]), frozenset([samples % size]), told.form)
+        return [count_samples(part, of_part) for part in parts], parts
 
 
 def _check_own(module: pl.LightningModule, method: str, batch: Any) -> None:

@@ -190,10 +190,6 @@ class TowerStepper(Stepper):
             return None
         return torch.cat([each.to(self.model.device) for each in found]) if _are_tensors(found) else found
 
-    def _share(self, part: Any) -> Any:
-        """Return the micro-batch as it is: ranks share the rows of images, not the text."""
-        return part
-
     def _split(self, batch: Any) -> tuple[list[int], Sequence[Any]]:
         """Return the sizes of the lane's micro-batches in samples, and for each those of its replicas side by side."""
         assert isinstance(self.module, VLMModule)

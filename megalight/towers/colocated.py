@@ -372,6 +372,4 @@ class TowersBeside(Towers):
         if not micro_batches:
             raise DataError("there are no micro-batches; give each replica at least one.")
         self._clear()
-        mesh, multiple = self.language.mesh, self.language.token_multiple
-        shares = [batch.context_share(mesh.rank("cp"), mesh.cp, multiple) for batch in micro_batches]
-        return self._step.train(shares).loss
+        return self._step.train(micro_batches).loss

@@ -10,7 +10,8 @@ import torch
 
 from megalight.errors import ConfigurationError
 from megalight.models.eagle.module import EagleModule
-from megalight.models.module import MegalightModule, share_of_batch
+from megalight.models.module import MegalightModule
+from megalight.parallel.step import share_of_batch
 from megalight.types import TokenBatch
 
 

@@ -16,7 +16,7 @@ from megalight.models.eagle.architecture import read_architecture, read_vocabula
 from megalight.models.eagle.base import BASE, Base, BaseModel, serve
 from megalight.models.eagle.config import EagleConfig
 from megalight.models.family.module import FamilyModule
-from megalight.models.module import Carry, share_of_batch
+from megalight.models.module import Carry
 from megalight.models.packing import IGNORED, pack
 from megalight.models.saved import Keys
 from megalight.nn import DistillationTarget
@@ -25,6 +25,7 @@ from megalight.optim import AdamConfig
 from megalight.parallel.frozen_model import FrozenModel
 from megalight.parallel.layout import Layout
 from megalight.parallel.source import Source
+from megalight.parallel.step import share_of_batch
 from megalight.types import Loss, TokenBatch, WithResults
 from megalight.types.batch import opened
 

@@ -15,13 +15,14 @@ from megalight.models.gpt.config import GPTConfig
 from megalight.models.gpt.flops import flops_per_token, weights_of_losses
 from megalight.models.gpt.model import MultiTokenTarget
 from megalight.models.hidden import keeping
-from megalight.models.module import Carry, share_of_batch
+from megalight.models.module import Carry
 from megalight.models.packing import IGNORED, masked_sum, pack, skips
 from megalight.models.saved import Keys
 from megalight.nn.moe import balance
 from megalight.ops.rows import put_rows
 from megalight.optim import AdamConfig
 from megalight.parallel.frozen_model import FrozenModel
+from megalight.parallel.step import share_of_batch
 from megalight.types import Loss, TokenBatch, WithResults
 from megalight.types.batch import opened
 
