@@ -147,13 +147,11 @@ class FullyShard(PlainRun):
         # Before any layer is cut: ranks must begin from the same values.
         broadcast_values(module, device)
         before = list(module.parameters())
-        self.model = ParallelModel(module, mesh)
-        self.model.place(device, dtype)
+        self.model = ParallelModel.build(module, mesh, device=device, dtype=dtype, seed=seed, fill=False)
         moved = {id(old): new for old, new in zip(before, module.parameters(), strict=True)}
         for group in optimizer.param_groups:
             # The optimizer may hold parameters that are not of this module; those stay.
             group["params"] = [moved.get(id(parameter), parameter) for parameter in group["params"]]
-        self.model.begin_from(seed)
         self.engine = engine_over([self.model], [group["params"] for group in optimizer.param_groups], options)
         # The optimizer of the user steps by itself, so the sums are completed in front of it. This hook comes first:
         # those of the shards send the sums to masters in host memory.

@@ -5,8 +5,8 @@ A model is built for one device and changed in a fixed order; docs/parallelism-o
 0. structural transforms (:class:`~megalight.parallel.transform.ModelTransform`),
 1. split by the plan (:class:`ParallelModel`): each rank's modules hold its part,
 2. cut into the stages of a pipeline (the same class),
-3. places: dtype and device of parameters that have no memory yet (:meth:`ParallelModel.place`),
-4. recompute (:meth:`ParallelModel.recompute`),
+3. places: dtype and device of parameters that have no memory yet, and the origin of their values,
+4. recompute and precision (both: :meth:`ParallelModel.prepare`),
 5. storage: that of the data-parallel engine of one training run (:mod:`megalight.parallel.run_engine`), or the
    parameters' own memory (:meth:`ParallelModel.fill`),
 6. values: drawn or read from a source; the same two functions write them directly into that storage.
@@ -88,7 +88,6 @@ class ParallelModel:
         made_after_split: local names of those that transforms made on this rank, and give their values themselves.
         origin: the origin of the values, before rounding; None after they may have changed.
         pending: the values are still to be drawn or read.
-        empty: parameters came without values.
         filled: values were drawn or read, once.
         shards: the modules whose parameters this rank holds a shard of; None: it holds all parameters whole.
         grafted: a part of the root that has a layout of its own, over the same ranks; None: there is none.
@@ -108,7 +107,7 @@ class ParallelModel:
         self.options = options or Layout()
         self.name = name
         self.origin: ValueOrigin | None = None
-        self.pending = self.empty = self.filled = False
+        self.pending = self.filled = False
         self._refusals: list[RemovableHandle] = []
         self.device = torch.device("meta")
         self.shards: Units | None = None
@@ -134,6 +133,7 @@ class ParallelModel:
             self.specs |= made
             self.made_after_split |= made.keys()
             self.made.append(frozenset(piece.name for spec in made.values() for piece in spec.pieces))
+        self._came_empty = not all(map(is_materialized, self.parameters()))
 
     @classmethod
     def build(
@@ -164,16 +164,41 @@ class ParallelModel:
             CheckpointError: the source holds another model.
         """
         model = cls(root, mesh, options, name=name)
-        model.place(device, dtype)
-        model.begin_from(seed, source)
+        model.prepare(device, dtype, seed=seed, source=source)
         if fill:
             model.fill()
             model.transform_values()
         else:
             model._refuse_to_run()
-        model.recompute(model.options.recompute)
-        model.check_device()
         return model
+
+    def prepare(
+        self,
+        device: torch.device | str,
+        dtype: torch.dtype | None = None,
+        *,
+        seed: int = 0,
+        source: Source | None = None,
+        convert: Callable[[ParallelModel], object] = lambda model: None,
+    ) -> None:
+        """Do all that follows the split and comes before storage and values. All ranks of the mesh call this together.
+
+        Args:
+            device: device of the parameters.
+            dtype: dtype of the floating-point parameters and buffers; None: unchanged.
+            seed: seed of the initial values, as in :meth:`begin_from`.
+            source: read after that.
+            convert: converts layers to the precision of a run.
+
+        Raises:
+            ConfigurationError, LayoutError, BackendError: as :meth:`recompute` and :meth:`check_device`.
+        """
+        self.place(device, dtype)
+        self.begin_from(seed, source)
+        # After the split, because it wraps the parallel layers.
+        self.recompute(self.options.recompute)
+        convert(self)
+        self.check_device()
 
     def graft(self, other: ParallelModel) -> None:
         """Take over the tensors of a model with another layout of the same ranks; its modules are in the root already.
@@ -182,6 +207,7 @@ class ParallelModel:
         before :meth:`place`.
         """
         self.grafted = other
+        self._came_empty |= other._came_empty
         self.specs = {**self.specs, **other.specs}
 
     def mesh_of(self, name: str) -> ParallelMesh:
@@ -215,7 +241,6 @@ class ParallelModel:
         Args:
             dtype: dtype of floating-point parameters and buffers; None: unchanged.
         """
-        self.empty = not self.filled and not all(map(is_materialized, self.parameters()))
         if dtype is not None:
             # Before memory is made: buffers of a run are laid out by dtype.
             self.root.to(dtype=dtype)
@@ -334,6 +359,11 @@ class ParallelModel:
         if self.shards is not None:
             self.shards.expire()
         return filled
+
+    @property
+    def empty(self) -> bool:
+        """Whether parameters came without values, and have none yet."""
+        return self._came_empty and not self.filled
 
     @property
     def added(self) -> frozenset[str]:

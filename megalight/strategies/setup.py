@@ -66,17 +66,18 @@ def build(strategy: MeshStrategy, module: pl.LightningModule, resumes: bool) -> 
     refusals.check_no_codes(model.root)
     # Under Lightning, mixed precision leaves the parameters of a plain module in their own dtype.
     own_type = precision.plain and precision.precision not in ("64-true", "bf16-true")
-    model.place(strategy.root_device, None if own_type else precision.dtype)
-    module.to(strategy.root_device)
     source = None
     if isinstance(module, MegalightModule) and model.empty and not resumes:
         source = module.initial_weights()
-    # draw values even if a checkpoint follows: it lacks computed buffers and, with strict=False, perhaps parameters
-    model.begin_from(seed_of(module, seed), source)
-    # After the split, because it wraps the parallel layers.
-    model.recompute(strategy.options.recompute)
-    precision.prepare(model, seed)
-    model.check_device()
+    # A seed even if a checkpoint follows: it lacks computed buffers and, with strict=False, perhaps parameters.
+    model.prepare(
+        strategy.root_device,
+        None if own_type else precision.dtype,
+        seed=seed_of(module, seed),
+        source=source,
+        convert=partial(precision.prepare, seed=seed),
+    )
+    module.to(strategy.root_device)
     if not keeps_random_state(module, strategy.mesh):
         strategy.streams.seed(seed)
     return model
@@ -145,6 +146,7 @@ def _split_before(strategy: MeshStrategy, module: pl.LightningModule, root: nn.M
         if alone and isinstance(module, MegalightModule) and unsplit(module, model):
             return None
         model.check_same(strategy.mesh, options)
+        model.options = replace(model.options, recompute=options.recompute)
         model.origin = None  # it may have been trained, so its values are no longer the initial ones
     return model
 
