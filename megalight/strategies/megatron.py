@@ -40,7 +40,7 @@ from megalight.strategies.checkpoints.resuming import Resumed
 from megalight.strategies.clipping import clip_by_norm, clip_by_value, unscale
 from megalight.strategies.process_group import join
 from megalight.strategies.step import Stepper, StepReport
-from megalight.strategies.user_module import own_steps, reads_weights_before_update, reads_weights_between_steps
+from megalight.strategies.user_module import defines_step, reads_weights_before_update, reads_weights_between_steps
 from megalight.strategies.whole_model import shown_by, with_whole_model
 
 log = logging.getLogger(__name__)
@@ -432,7 +432,7 @@ class MegatronStrategy(FolderCheckpoints):
         if begins and self._sigterm is not None:
             self._sigterm.at_step()
         if self.engine is None:
-            return self._stepper.own("training_step", args)
+            return self._stepper.by_user("training_step", args)
         # Lightning skips its own zero_grad with the backward.
         if begins:
             self._follow_optimizer()
@@ -453,7 +453,7 @@ class MegatronStrategy(FolderCheckpoints):
         if self._whole_before_update or (self._whole_between_steps and not sync):
             self.engine.gather_parameters()
         _lightning.fire(trainer, "on_after_backward")
-        if not own_steps(self._stepper.module, "training_step"):
+        if not defines_step(self._stepper.module, "training_step"):
             for name, value in {"loss": self.report.loss, **self.report.metrics}.items():
                 shown = name == "loss" and self._foreign_bar
                 _lightning.log(self._stepper.module, f"train_{name}", value, shown)
@@ -534,14 +534,14 @@ class MegatronStrategy(FolderCheckpoints):
         self.sync_parameters()
         if self.mesh.pp * self.mesh.cp > 1 or self._stepper.step.frozen:
             return self._stepper.predict(args[0])
-        return self._stepper.own("predict_step", args)
+        return self._stepper.by_user("predict_step", args)
 
     def _evaluation_step(self, stage: str, method: str, args: tuple[Any, ...]) -> Any:
         assert self._stepper is not None
         # The last step's gather may still be in flight.
         self.sync_parameters()
-        if own_steps(self._stepper.module, method):
-            return self._stepper.own(method, args)
+        if defines_step(self._stepper.module, method):
+            return self._stepper.by_user(method, args)
         return self._stepper.evaluate(stage, *args)
 
     @contextmanager

@@ -1,47 +1,66 @@
-"""Training and evaluation steps of a LightningModule: the Lightning part around :mod:`megalight.parallel.step`."""
+"""Training and evaluation steps of a LightningModule: the Lightning part around :mod:`megalight.parallel.step`.
+
+A ``MegalightModule`` has the driver's steps. A ``training_step`` that the user wrote runs on each micro-batch instead,
+and its gradients, outputs and logs are averaged.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from torchmetrics import Metric
 
 from megalight.errors import ConfigurationError
-from megalight.models.batch_size import Loaded, count_samples, loaded, split_batch
+from megalight.models.batch_size import Loaded, count_samples, loaded, split_batch, weights
 from megalight.models.module import MegalightModule
 from megalight.parallel.coupling import contents, emptied, is_empty
 from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.step import StepDriver, run_passes
+from megalight.parallel.step import Outcome, StepDriver, run_passes
+from megalight.parallel.trace import span
 from megalight.plugins.precision import MegatronPrecision
 from megalight.strategies.micro_batches import MicroBatchSize
-from megalight.strategies.own_step import OwnOutcome, OwnTrainingStep, logs_of_empty
 from megalight.strategies.stage_logs import StageLogs
-from megalight.strategies.user_module import intercepted_log, overridden, own_steps
+from megalight.strategies.user_module import defines_step, intercepted_log, overridden
 from megalight.types import mean
 
 
+class StepError(ConfigurationError, MisconfigurationException):
+    """A user's step returned something that cannot be trained on."""
+
+
 @dataclass(frozen=True)
-class StepReport:
+class StepReport(Outcome):
     """Report of the last training step. Tensors are on the device; ``.item()`` waits until the step is done.
 
     Attributes:
-        loss: mean over all tokens of the global batch, 0-dim.
-        num_tokens: number of tokens in this mean, over all ranks, 0-dim.
         num_samples: number of samples of the global batch, on the host.
-        metrics: further global means, each 0-dim, including auxiliary losses.
     """
 
-    loss: Tensor
-    num_tokens: Tensor
     num_samples: int
-    metrics: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class UserOutcome:
+    """The result of a user's ``training_step`` on all micro-batches.
+
+    Attributes:
+        output: joined output of the micro-batches, without graphs. None: the batch was skipped.
+        loss: mean over all ranks, 0-dim. None with ``output``.
+        logs: what the step logs, if it is logged afterwards: name, value, further arguments of ``log``.
+    """
+
+    output: Any
+    loss: Tensor | None
+    logs: list[tuple[str, Any, dict[str, Any]]]
 
 
 class Stepper:
@@ -76,7 +95,7 @@ class Stepper:
         self.before_backward = before_backward
         self.step = StepDriver(
             model,
-            module,  # type: ignore[arg-type]  # for a plain module, its own steps run and this one is not called
+            module,  # type: ignore[arg-type]  # a plain module has no such methods, and its own step runs
             varying_carry=isinstance(module, MegalightModule) and module.varying_carry,
             context=precision.step_context,
             around=precision.step,
@@ -90,14 +109,14 @@ class Stepper:
     def begin_window(self) -> None:
         """Begin an accumulation window: discard the gradients of the last one, before the first backward.
 
-        As in Lightning, the user's own ``training_step`` runs before that. Other steps are one call with all of their
-        passes, so their gradients are discarded at once. So are those of steps that are replayed, and those of a model
-        with released weights: hooks could not read them in the middle of a step.
+        As in Lightning, a user's ``training_step`` runs before that. Other steps are one call with all of their passes,
+        so their gradients are discarded at once. So are those of steps that are replayed, and those of a model with
+        released weights: hooks could not read them in the middle of a step.
         """
         assert self.engine is not None
         self._zero_due = True
-        own = own_steps(self.module, "training_step") and self.step.runner is run_passes
-        if not own or self.engine.level.parameters:
+        waits = defines_step(self.module, "training_step") and not self._recording
+        if not waits or self.engine.level.parameters:
             self._zero_grad()
 
     def _zero_grad(self) -> None:
@@ -109,10 +128,6 @@ class Stepper:
         self.zero_hooks()
         self.has_gradients = False
         self.engine.zero_grad()
-
-    def _before_own_backward(self, loss: Tensor) -> None:
-        self._zero_grad()
-        self.before_backward(loss)
 
     def begin(self, engine: DataParallelEngine | None) -> None:
         """Begin a run of Lightning's loops. ``engine`` is None outside ``fit``."""
@@ -139,24 +154,23 @@ class Stepper:
         self.precision.begin(number)
         sizes, micro_batches = self._split(args[0])
         samples = sum(sizes)
-        if own_steps(self.module, "training_step"):
-            _check_own(self.module, "training_step", args[0])
+        if defines_step(self.module, "training_step"):
+            _refuse_empty(self.module, "training_step", args[0])
             with self.micro_batches.step(samples):
-                return self._train_own(sizes, micro_batches, args[1:], scale, sync)
+                return self._train_by_user(sizes, micro_batches, args[1:], scale, sync)
         self.has_gradients = True
         with self.micro_batches.step(samples), self.logs.shared(self.module, "train", self._recording):
             done = self.step.train(micro_batches, scale, sync)
-        report = StepReport(done.loss, done.num_tokens, samples * self.model.mesh.size("dp"), done.metrics)
+        report = StepReport(**vars(done), num_samples=samples * self.model.mesh.size("dp"))
         return report.loss, report
 
-    def _train_own(
+    def _train_by_user(
         self, sizes: list[int], micro_batches: Sequence[Any], others: Sequence[Any], scale: float, sync: bool
     ) -> tuple[Any, StepReport | None]:
         engine, totals = self.engine, self.step.totals
         assert engine is not None
-        step = OwnTrainingStep(self.module, self.precision, self._before_own_backward, self.model.mesh.world_size > 1)
 
-        def passes(micro_batches: Sequence[Any]) -> OwnOutcome:
+        def passes(micro_batches: Sequence[Any]) -> UserOutcome:
             logs: list[tuple[str, Any, dict[str, Any]]] = []
             with (
                 self.precision.step(sync),
@@ -164,7 +178,7 @@ class Stepper:
                 intercepted_log(self.module, lambda *call: logs.append(call)) if self._recording else nullcontext(),
                 self._whole_side_losses(),
             ):
-                output, loss = step(micro_batches, sizes, others, scale, totals.data_ranks)
+                output, loss = self._user_passes(micro_batches, sizes, others, scale)
                 self._zero_grad()  # the step has skipped the whole batch
             # Without gradients, the optimizer must find None and not zeros.
             if sync and (self.has_gradients or loss is not None):
@@ -172,18 +186,64 @@ class Stepper:
             if sync and isinstance(self.module, MegalightModule):
                 self.step.end()
             # The mean over ranks, as in the gradients, where this factor is part of each share.
-            return OwnOutcome(output, None if loss is None else totals.sum(loss) / totals.data_ranks, logs)
+            return UserOutcome(output, None if loss is None else totals.sum(loss) / totals.data_ranks, logs)
 
         key = scale, sync, self.has_gradients
-        done: OwnOutcome = self.step.runner(key, self.step.joined(micro_batches), passes)
+        done: UserOutcome = self.step.runner(key, self.step.joined(micro_batches), passes)
         for name, value, kwargs in done.logs:
             self.module.log(name, value, **kwargs)
         self.has_gradients |= done.loss is not None
         if done.loss is None:
             return None, None
-        report = StepReport(done.loss, torch.zeros_like(done.loss), sum(sizes) * self.model.mesh.size("dp"), {})
+        report = StepReport(done.loss, torch.zeros_like(done.loss), {}, sum(sizes) * self.model.mesh.size("dp"))
         output = done.output
         return ({**output, "loss": done.loss} if isinstance(output, Mapping) else done.loss), report
+
+    def _user_passes(
+        self, micro_batches: Sequence[Any], sizes: Sequence[int], others: Sequence[Any], scale: float
+    ) -> tuple[Any, Tensor | None]:
+        """Run forward and backward of the user's ``training_step``, which returns a mean over its samples.
+
+        Args:
+            micro_batches: this rank's micro-batches. Empty ones come last, and have weight 0.
+            sizes: the number of samples of each that is not empty.
+            others: further arguments of ``training_step`` from Lightning.
+            scale: factor of the objective.
+
+        Returns:
+            the joined output of the micro-batches, and the mean loss of this rank's samples. Both are None if the step
+            returned None for all of them. A micro-batch without a loss adds nothing, and others weigh the same.
+
+        Raises:
+            StepError: the step returned no differentiable loss, or None although other ranks wait for gradients.
+        """
+        module, outputs, losses = self.module, list[tuple[Any, float]](), list[Tensor]()
+        # By samples: a last micro-batch may be smaller, and its mean must count less.
+        real = weights(sizes)
+        for index, micro_batch in enumerate(micro_batches):
+            weight = 0.0 if is_empty(micro_batch) else real[index]
+            logs = logs_of_empty(module) if is_empty(micro_batch) else nullcontext()
+            with self.precision.step_context(), logs, span("forward", chunk=0, micro_batch=index):
+                made = module.training_step(contents(micro_batch), *others)
+            if made is None and self.model.mesh.world_size == 1:
+                continue
+            loss = made.get("loss") if isinstance(made, Mapping) else made
+            if not isinstance(loss, Tensor) or not loss.requires_grad:
+                raise StepError(f"{type(module).__name__}.training_step returned {_problem(made, loss)}.")
+            if not is_empty(micro_batch):
+                outputs.append((made, weight))
+            # gradients are summed over micro-batches and data ranks, so these weights turn the sum into a mean
+            share = loss * (scale * weight / self.step.totals.data_ranks)
+            self._zero_grad()
+            self.before_backward(share)
+            with span("backward", chunk=0, micro_batch=index):
+                # Lightning's `backward`, as the user's module may override it.
+                module.backward(share)
+            # Detached, or the graphs of all micro-batches would stay in memory.
+            losses.append(loss.detach() * weight)
+        if not losses:
+            return None, None
+        return _detached(_joined(outputs)), torch.stack(losses).sum()
 
     @property
     def _recording(self) -> bool:
@@ -192,22 +252,22 @@ class Stepper:
 
     @contextmanager
     def _whole_side_losses(self) -> Iterator[None]:
-        """Let a step of one's own that calls ours add losses of all tokens, where each rank's layers see a share."""
+        """Let a user's step that calls ours add losses of all tokens, where each rank's layers see a share."""
         if self.step.token_shares == 1:
             yield
             return
         with overridden(self.module, whole_side_losses=self.step.whole_side_losses):
             yield
 
-    def own(self, method: str, args: tuple[Any, ...]) -> Any:
-        """Run the user's own step on the whole batch. The result of an empty batch is None.
+    def by_user(self, method: str, args: tuple[Any, ...]) -> Any:
+        """Run a step that the user wrote on the whole batch. The result of an empty batch is None.
 
         Raises:
             ConfigurationError: the batch is empty, but the step would log it.
         """
         batch, *others = args
         if method != "predict_step":
-            _check_own(self.module, method, batch)
+            _refuse_empty(self.module, method, batch)
         with self.precision.step_context():
             output = getattr(self.module, method)(contents(batch), *others)
         return None if is_empty(batch) else output
@@ -262,8 +322,8 @@ class Stepper:
         return [count_samples(part, of_part) for part in parts], parts
 
 
-def _check_own(module: pl.LightningModule, method: str, batch: Any) -> None:
-    """Refuse an empty batch if the user's own step would count it.
+def _refuse_empty(module: pl.LightningModule, method: str, batch: Any) -> None:
+    """Refuse an empty batch if the user's step would count it.
 
     Raises:
         ConfigurationError: the batch is empty.
@@ -273,3 +333,65 @@ def _check_own(module: pl.LightningModule, method: str, batch: Any) -> None:
             f"{type(module).__name__} defines {method}, and this rank has fewer batches than others that share its "
             "experts. Give all data-parallel ranks equally many batches, or define loss_step instead."
         )
+
+
+SUMS = ("sum", torch.sum, sum)
+"""What Lightning takes as ``reduce_fx`` for a sum."""
+
+
+def logs_of_empty(module: pl.LightningModule) -> AbstractContextManager[None]:
+    """Let calls of ``module.log`` inside, in an empty micro-batch, add nothing to means and sums over an epoch.
+
+    They are still made: with ``sync_dist``, other ranks wait for them. The micro-batch is a real one again, so largest
+    and smallest values stay, and so does the value of a step.
+    """
+    log = module.log
+
+    def keep(name: str, value: Any, kwargs: dict[str, Any]) -> None:
+        by, epoch = kwargs.get("reduce_fx", "mean"), kwargs.get("on_epoch")
+        # Lightning's default.
+        epoch = not module.training if epoch is None else epoch
+        if by in SUMS and epoch and not isinstance(value, Metric):
+            value = value * 0
+        log(name, value, **{**kwargs, "batch_size": 0})  # the weight in a mean
+
+    return intercepted_log(module, keep)
+
+
+def _problem(made: Any, loss: Any) -> str:
+    """Describe an output that cannot be trained on, and say what to return."""
+    kind = type(made).__name__
+    if made is None:
+        return "None, which skips a batch only in a single process: return a loss on every rank"
+    if isinstance(made, Mapping) and loss is None:
+        return f"a {kind} without a loss: the 'loss' key needs to be present"
+    if not isinstance(loss, Tensor):
+        return f"{kind}; it must return a Tensor, a dict, or None (which skips the batch)"
+    return "a loss that does not require gradients: compute it from the module's parameters, and do not detach it"
+
+
+def _detached(output: Any) -> Any:
+    """Cut the graphs, which the backward has freed already. Lightning does the same with extra outputs."""
+    if isinstance(output, Tensor):
+        return output.detach()
+    return {key: _detached(value) for key, value in output.items()} if isinstance(output, Mapping) else output
+
+
+def _joined(outputs: Sequence[tuple[Any, float]]) -> Any:
+    """Join the outputs of micro-batches with their weights, as if the step had run on the whole batch."""
+    made = [output for output, _ in outputs]
+    if len(made) < 2 or not isinstance(made[0], Mapping):
+        return made[-1] if made else None
+    weights = [weight / sum(weight for _, weight in outputs) for _, weight in outputs]
+    return {name: _entry([output.get(name) for output in made], weights) for name in made[0]}
+
+
+def _entry(values: list[Any], weights: Sequence[float]) -> Any:
+    """Join one entry: tensors along dim 0, numbers as 0-dim tensors by their mean. Others become a list."""
+    if not all(isinstance(value, Tensor) for value in values):
+        return values
+    if all(value.ndim for value in values):
+        return torch.cat(values)
+    if all(value.ndim == 0 and value.is_floating_point() for value in values):
+        return torch.stack([value * weight for value, weight in zip(values, weights, strict=True)]).sum()
+    return values

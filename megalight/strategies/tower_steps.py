@@ -166,7 +166,7 @@ class TowerStepper(Stepper):
         self.encoder.bridge.finish()
         values = self.relay("train")
         loss, tokens = values.pop("loss"), values.pop("num_tokens")
-        return loss, StepReport(loss, tokens, samples * self.encoder.division.lanes, values)
+        return loss, StepReport(loss, tokens, values, samples * self.encoder.division.lanes)
 
     def totals(self, stage: str, batch: Any) -> dict[str, tuple[Tensor, Tensor]]:
         """Send the features of an evaluation batch, and return the totals of the language model."""

@@ -27,7 +27,7 @@ from megalight.strategies.mesh_strategy import MeshStrategy, ModelPart
 from megalight.strategies.micro_batches import AUTO
 from megalight.strategies.step import Stepper
 from megalight.strategies.tower_steps import LanguageStepper, Relay, TowerStepper
-from megalight.strategies.user_module import STEPS, options_for, own_steps
+from megalight.strategies.user_module import STEPS, defines_step, options_for
 from megalight.towers.batch_split import Division
 from megalight.towers.colocated import ColocatedExecutor
 from megalight.towers.disjoint import FeatureReceiver, TowerRunner
@@ -71,7 +71,7 @@ def check_tower_module(module: pl.LightningModule, what: str) -> None:
         raise ConfigurationError(
             f"{what} needs a VLMModule, and {type(module).__name__} is none; use MegatronStrategy."
         )
-    if own := [step for step in STEPS if own_steps(module, step)]:
+    if own := [step for step in STEPS if defines_step(module, step)]:
         raise ConfigurationError(
             f"{type(module).__name__} defines {own[0]}, which no rank can run whole with {what}. Remove it: return "
             "further values as metrics from loss_step."

@@ -44,7 +44,7 @@ def options_for(module: pl.LightningModule, model: nn.Module, options: Layout) -
     return replace(options, plan=plan, transforms=tuple(module.transforms))
 
 
-def own_steps(module: pl.LightningModule, method: str) -> bool:
+def defines_step(module: pl.LightningModule, method: str) -> bool:
     """Return whether the user wrote the Lightning step ``method`` instead of Megalight's methods."""
     return not isinstance(module, MegalightModule) or (
         getattr(type(module), method) is not getattr(MegalightModule, method)
@@ -59,7 +59,7 @@ def check_steps(module: pl.LightningModule, mesh: ParallelMesh) -> None:
     """
     if isinstance(module, MegalightModule):
         check_signatures(module, pl.LightningModule)
-    own = [step for step in STEPS if own_steps(module, step)]
+    own = [step for step in STEPS if defines_step(module, step)]
     if own and isinstance(module, MegalightModule) and module.frozen_models():
         raise ConfigurationError(
             f"{type(module).__name__} defines {own[0]} and frozen_models, whose results no step of one's own is given. "

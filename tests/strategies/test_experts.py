@@ -437,4 +437,4 @@ def test_steps_that_users_wrote_refuse_empty_batches() -> None:
 
     stepper = SimpleNamespace(module=Own())
     with pytest.raises(ConfigurationError, match="Own defines validation_step, and this rank has fewer batches"):
-        Stepper.own(stepper, "validation_step", (Empty("batch"),))  # type: ignore[arg-type]
+        Stepper.by_user(stepper, "validation_step", (Empty("batch"),))  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from megalight.parallel.pipeline import schedules
 from megalight.parallel.recompute.apply import redrawing
 from megalight.strategies.megatron import MegatronStrategy
 from megalight.strategies.towers import MegatronTowersStrategy, TowersStrategy
-from megalight.strategies.user_module import defines, intercepted_log, is_ours, overridden, own_steps
+from megalight.strategies.user_module import defines, defines_step, intercepted_log, is_ours, overridden
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -48,7 +48,7 @@ def of_backend(strategy: MegatronStrategy, backend: str) -> Iterator[str]:
 
 def of_module(module: pl.LightningModule) -> Iterator[str]:
     """Yield reasons in the kind of module: whether it has Megalight's methods."""
-    if not isinstance(module, MegalightModule) or own_steps(module, "training_step"):
+    if not isinstance(module, MegalightModule) or defines_step(module, "training_step"):
         yield (
             f"{type(module).__name__} has a training_step of its own, which only scope='iteration' records; or write a "
             "MegalightModule with forward_step and loss_step"
@@ -216,7 +216,7 @@ def watched(module: pl.LightningModule, reasons: list[str]) -> Iterator[None]:
     Inside this context the module has a second trainer, which shares all attributes of the first one.
     """
     found: list[str] = []
-    own = own_steps(module, "training_step")
+    own = defines_step(module, "training_step")
     trainer = module.trainer
     module.trainer = _second(trainer, found.append, own)
     before = _host_state(module) if own else {}
