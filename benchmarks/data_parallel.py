@@ -14,7 +14,6 @@ import gc
 import os
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,20 +21,30 @@ from torch import Tensor, nn
 
 from megalight.nn.linear import Linear
 from megalight.optim import Adam, parameter_groups, shard_optimizer
-from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo, clip_coefficient
+from megalight.parallel.data_parallel import (
+    AdvancedDataParallelOptions,
+    DataParallelEngine,
+    DataParallelOptions,
+    ParamInfo,
+    clip_coefficient,
+)
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 
 WIDTH, INNER = 4096, 14336
-OPTIONS: dict[str, dict[str, Any]] = {
-    "optim": {},
-    "optim, no overlap": {"overlap_grad_reduce": False, "overlap_param_gather": False},
-    "optim, bf16 on the wire": {"reduce_dtype": torch.bfloat16},
-    "optim, bf16 gradients": {"grad_dtype": torch.bfloat16},
-    "optim, bf16 gradients, fp32 sums": {"grad_dtype": torch.bfloat16, "reduction": "accumulate_fp32"},
-    "optim, 8 CTAs": {"max_ctas": 8},
-    "optim, edge buckets of 1 million": {"edge_bucket_size": 1_000_000},
-    "no_shard": {"level": "no_shard"},
+OPTIONS = {
+    "optim": DataParallelOptions(),
+    "optim, no overlap": DataParallelOptions(overlap_grad_reduce=False, overlap_param_gather=False),
+    "optim, bf16 on the wire": DataParallelOptions(reduce_dtype="bfloat16"),
+    "optim, bf16 gradients": DataParallelOptions(gradient_dtype="bfloat16"),
+    "optim, bf16 gradients, fp32 sums": DataParallelOptions(
+        gradient_dtype="bfloat16", reduce_scatter_with_fp32_accumulation=True
+    ),
+    "optim, 8 CTAs": DataParallelOptions(advanced=AdvancedDataParallelOptions(max_ctas=8)),
+    "optim, edge buckets of 1 million": DataParallelOptions(
+        advanced=AdvancedDataParallelOptions(edge_bucket_size=1_000_000)
+    ),
+    "no_shard": DataParallelOptions(level="no_shard"),
 }
 
 
@@ -51,7 +60,7 @@ class Block(nn.Module):
 class Run:
     """A model with its engine and its steps."""
 
-    def __init__(self, blocks: int, x: Tensor, mesh: ParallelMesh, **options: Any) -> None:
+    def __init__(self, blocks: int, x: Tensor, mesh: ParallelMesh, options: DataParallelOptions) -> None:
         gc.collect()
         torch.cuda.empty_cache()
         torch.manual_seed(0)
@@ -66,7 +75,7 @@ class Run:
             ParamInfo(name, p, ShardSpec.replicated(name, tuple(p.shape)), home[id(p)])
             for name, p in self.model.named_parameters()
         ]
-        self.engine = DataParallelEngine(infos, mesh, **options)
+        self.engine = DataParallelEngine(infos, mesh, options)
         self.engine.attach_gather_hooks(self.model)
         self.optimizer = shard_optimizer(Adam(groups), self.engine)
 
@@ -110,12 +119,12 @@ def main() -> None:
     x = torch.randn(arguments.tokens, WIDTH, device="cuda", dtype=torch.bfloat16)
     dist.broadcast(x, 0)  # equal inputs: the norm of the sum over ranks is known
     grid = ParallelMesh(world, rank)
-    alone = Run(arguments.blocks, x, ParallelMesh())
+    alone = Run(arguments.blocks, x, ParallelMesh(), DataParallelOptions())
     expected = alone.norm()
     rows = [("one rank", alone.norm(), milliseconds(alone.full), milliseconds(alone.gradients))]
     del alone
     for name, options in OPTIONS.items():
-        run = Run(arguments.blocks, x, grid, **options)
+        run = Run(arguments.blocks, x, grid, options)
         norm = run.norm()
         if abs(norm - world * expected) > 1e-2 * world * expected:
             raise SystemExit(f"{name}: gradient norm {norm}, expected {world * expected}; not timed")

@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalight.parallel.data_parallel import DataParallelEngine
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.low_precision_loss import SIZES as ALL_SIZES
@@ -70,7 +72,7 @@ def train(options: dict[str, Any], size: Size, steps: int, device: str) -> dict[
         ParamInfo(name, p, ShardSpec.replicated(name, tuple(p.shape)), 0, unit=numbers.get(id(p)))
         for name, p in model.named_parameters()
     ]
-    engine = DataParallelOptions(**options).engine(infos, ParallelMesh(world, rank), units=units)
+    engine = DataParallelEngine(infos, ParallelMesh(world, rank), DataParallelOptions(**options), units=units)
     optimizer = shard_optimizer(Adam(model.parameters(), lr=size.lr, betas=(0.9, 0.95), weight_decay=0.1), engine)
     text, losses, norms = corpus(), list[Tensor](), list[Tensor]()
     for step in range(steps):

@@ -66,7 +66,7 @@ def parts(step: Step, gpus: int) -> dict[str, float]:
         "moments": found.moments,
         "buffers of parameters": found.parameter_buffers,
         "buffers of gradients": found.gradient_buffers,
-        "slots of sums": SLOTS * SLOT_BYTES if options.reductions != "plain" else 0,
+        "slots of sums": SLOTS * SLOT_BYTES if options.advanced.reductions != "plain" else 0,
         "kept by layers": BYTES * tokens * step.layers * kept,
         "logits": BYTES * tokens * step.vocab,
     }

@@ -37,7 +37,7 @@ from megalight.parallel.recompute import RecomputeOptions
 from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.parallel.transform import ModelTransform, apply_transforms
 from megalight.plugins.precision.low_precision import MegatronLowPrecision
-from megalight.strategies import DataParallelOptions, MegatronStrategy, PipelineOptions
+from megalight.strategies import AdvancedDataParallelOptions, DataParallelOptions, MegatronStrategy, PipelineOptions
 from megalight.strategies.checkpoints.options import CheckpointOptions
 from megalight.types import PackedSequences, TokenBatch
 
@@ -299,8 +299,11 @@ def backends_of(step: Step) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def sharding_of(step: Step) -> dict[str, Any]:
-    """Return further options of ``DataParallelOptions``."""
-    return {name: yaml.safe_load(value) for name, value in (word.split(":", 1) for word in step.sharding)}
+    """Return further options of ``DataParallelOptions``; those of its advanced group are named without it."""
+    given = {name: yaml.safe_load(value) for name, value in (word.split(":", 1) for word in step.sharding)}
+    names = {each.name for each in fields(AdvancedDataParallelOptions)}
+    advanced = AdvancedDataParallelOptions(**{name: given.pop(name) for name in names & given.keys()})
+    return {**given, "advanced": advanced}
 
 
 def by_hand(step: Step) -> list[float]:

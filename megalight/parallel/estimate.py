@@ -102,7 +102,7 @@ def estimate(
     level = level_of(options.level)
     units = units_of(model, options.units) if options.has_units else []
     shards = ranks // options.replicate
-    holders = 1 if options.level == "no_shard" else shards if options.replicate_optimizer else ranks
+    holders = 1 if options.level == "no_shard" else shards if options.advanced.replicate_optimizer else ranks
     bytes_of = _bytes_of(options, dtype)
     inside, outside = _elements(
         model, units, _may_be_quantized(options), dtype.itemsize < 4 or (level.state and shards > 1)
@@ -162,7 +162,7 @@ def _bytes_of(options: DataParallelOptions, dtype: torch.dtype) -> _Bytes:
 
 def _may_be_quantized(options: DataParallelOptions) -> bool:
     """Whether codes may be kept: they are cast from masters on the device that hold what the parameters hold."""
-    alone = level_of(options.level).state and options.replicate > 1 and not options.replicate_optimizer
+    alone = level_of(options.level).state and options.replicate > 1 and not options.advanced.replicate_optimizer
     wanted = DTYPES.get(options.master_dtype or "")
     narrow = wanted is not None and wanted.itemsize < 4
     return not (alone or options.optimizer_offload_fraction or narrow)

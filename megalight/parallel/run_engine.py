@@ -73,7 +73,9 @@ def engine_over(
         infos |= {id(parameter): known.info(parameter, 0) for parameter in known.frozen_of_units()}
     # In registration order, which decides the order of buckets; the optimizer may list parameters in another one.
     ordered = [infos[key] for key in known.named if key in infos]
-    engine = options.engine(ordered, models[0].mesh, models[0].device, units, _route(models))
+    engine = DataParallelEngine(
+        ordered, models[0].mesh, options, device=models[0].device, units=units, route=_route(models)
+    )
     for model in models:
         model.shards = engine.units
         # Units are gathered in forward passes, so all data-parallel ranks must run the same

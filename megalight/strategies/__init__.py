@@ -2,6 +2,7 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from megalight.parallel.data_parallel import AdvancedDataParallelOptions as AdvancedDataParallelOptions
 from megalight.parallel.data_parallel import DataParallelOptions as DataParallelOptions
 from megalight.parallel.layout import Layout as Layout
 from megalight.parallel.pipeline.options import PipelineOptions as PipelineOptions

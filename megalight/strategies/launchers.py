@@ -343,7 +343,8 @@ def check(
     for callback in getattr(trainer, "callbacks", ()):
         if hasattr(callback, "attach"):
             callback.attach(module)
-    check_max_ctas("data_parallel.max_ctas", strategy.data_parallel.max_ctas, backend_of(strategy))
+    max_ctas = strategy.data_parallel.advanced.max_ctas
+    check_max_ctas("data_parallel.advanced.max_ctas", max_ctas, backend_of(strategy))
     check_max_ctas("TensorOptions.max_ctas", strategy.layout.tensor.max_ctas, backend_of(strategy))
     ranks = strategy.num_nodes * strategy.num_processes
     parts = strategy.parts(ranks)

@@ -26,6 +26,7 @@ from megalight.nn import Linear
 from megalight.nn.init import initialize
 from megalight.nn.moe import Experts, MoEConfig
 from megalight.ops.quantized_weight import QuantizedWeight, stored_of
+from megalight.parallel.data_parallel import AdvancedDataParallelOptions
 from megalight.parallel.data_parallel import gather as pushes
 from megalight.parallel.peers import memory
 from megalight.parallel.transform import ModelTransform
@@ -257,7 +258,11 @@ def test_the_second_scale_is_that_of_the_whole_weight(tmp_path: Path) -> None:
 
 def pushed(folder: str, base: str) -> dict[str, Any]:
     """Train while copy engines gather; returns the sizes of their buffers before and after some are given back, too."""
-    layout = {"data_parallel": DataParallelOptions(level="optim_grads_params", gathers="symmetric")}
+    layout = {
+        "data_parallel": DataParallelOptions(
+            level="optim_grads_params", advanced=AdvancedDataParallelOptions(gathers="symmetric")
+        )
+    }
     sizes: list[list[int]] = []
     done: list[bool] = []
     keep, gather = pushes.Pushes.keep, pushes.Pushes.gather

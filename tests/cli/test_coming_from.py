@@ -177,5 +177,5 @@ def test_every_flag_of_the_reports_has_an_answer(flag: str) -> None:
 
 
 def test_a_strategy_answers_flags_of_megatron() -> None:
-    with pytest.raises(ConfigurationError, match=r"Instead: data_parallel\.nccl_ub"):
+    with pytest.raises(ConfigurationError, match=r"Instead: data_parallel\.advanced\.nccl_ub"):
         MegatronStrategy(use_nccl_ub=True)  # type: ignore[call-arg]

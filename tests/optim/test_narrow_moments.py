@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import megalight
 from megalight.errors import ConfigurationError
 from megalight.optim import Adam, AdamConfig, offload_to_cpu, restore_from_cpu, shard_optimizer
-from megalight.parallel.data_parallel import DataParallelOptions
+from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions
 from tests.parallel.data_parallel.helpers import accumulate, batches, infos, mesh
 from tests.support.workers import run
 
@@ -147,7 +147,7 @@ def _on_host(kinds: tuple[str, str]) -> None:
         model = _model()
         optimizer = _adam(model.parameters(), kinds)
         options = DataParallelOptions(optimizer_offload_fraction=fraction, bucket_size=200)
-        engine = options.engine(infos(model), mesh())
+        engine = DataParallelEngine(infos(model), mesh(), options)
         assert (len(engine.host.buckets) > 0) == (fraction > 0)
         assert (len(engine.host.buckets) < len(engine.buckets)) == (fraction < 1)
         shard_optimizer(optimizer, engine)
@@ -156,8 +156,8 @@ def _on_host(kinds: tuple[str, str]) -> None:
                 offload_to_cpu(optimizer)
                 restore_from_cpu(optimizer)
                 engine.close()
-                other = DataParallelOptions(optimizer_offload_fraction=1 - fraction, bucket_size=90).engine(
-                    infos(model), mesh()
+                other = DataParallelEngine(
+                    infos(model), mesh(), DataParallelOptions(optimizer_offload_fraction=1 - fraction, bucket_size=90)
                 )
                 engine.give_masters(other)
                 shard_optimizer(optimizer, other)

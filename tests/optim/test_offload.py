@@ -8,7 +8,7 @@ from torch import nn
 
 from megalight.optim import Adam, offload_to_cpu, restore_from_cpu, shard_optimizer
 from megalight.optim.sharded import _homes
-from megalight.parallel.data_parallel import DataParallelEngine
+from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions
 from megalight.parallel.mesh import ParallelMesh
 from tests.parallel.data_parallel.helpers import accumulate, batches, build, infos
 
@@ -16,7 +16,7 @@ from tests.parallel.data_parallel.helpers import accumulate, batches, build, inf
 def _setup(device: str, dtype: torch.dtype) -> tuple[nn.Module, DataParallelEngine, Adam]:
     model = build(dtype).to(device)
     optimizer = Adam(model.parameters(), lr=0.1)
-    engine = DataParallelEngine(infos(model), ParallelMesh(), bucket_size=30)
+    engine = DataParallelEngine(infos(model), ParallelMesh(), DataParallelOptions(bucket_size=30))
     shard_optimizer(optimizer, engine)
     return model, engine, optimizer
 

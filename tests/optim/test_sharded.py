@@ -12,7 +12,16 @@ from megalight.optim import Adam, Linear, offload_to_cpu, parameter_groups, rest
 from megalight.optim.sharded import ELEMENTWISE, sharding_of
 from megalight.parallel.data_parallel import DataParallelEngine, clip_coefficient
 from megalight.parallel.mesh import ParallelMesh
-from tests.parallel.data_parallel.helpers import accumulate, assert_models_close, batches, build, infos, loss, mesh
+from tests.parallel.data_parallel.helpers import (
+    accumulate,
+    assert_models_close,
+    batches,
+    build,
+    infos,
+    loss,
+    mesh,
+)
+from tests.support.options import data_parallel
 from tests.support.workers import run
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -35,7 +44,7 @@ def _engine(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) 
     home = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
     names = {name: home.get(id(p), 0) for name, p in model.named_parameters()}
     grid = mesh() if dist.is_initialized() else ParallelMesh()
-    return DataParallelEngine(infos(model, names.__getitem__), grid, **options)
+    return DataParallelEngine(infos(model, names.__getitem__), grid, data_parallel(**options))
 
 
 def _every_optimizer(level: str) -> None:
@@ -94,7 +103,7 @@ def test_low_precision_parameters_follow_in_adams_own_pass() -> None:
 def test_bfloat16_gradients_reach_adam_unconverted() -> None:
     model = build(torch.bfloat16)
     optimizer = _make(Adam, model)
-    engine = _engine(model, optimizer, grad_dtype=torch.bfloat16)
+    engine = _engine(model, optimizer, gradient_dtype="bfloat16")
     shard_optimizer(optimizer, engine)
     accumulate(engine, model, batches(0, 1, 1, torch.bfloat16)[0])
     before = [shard.master.detach().clone() for shard in engine.shards]

@@ -17,12 +17,13 @@ from megalight.ops.linear.low_precision import LowPrecision, Session
 from megalight.ops.parameter import state_of
 from megalight.ops.quantize.recipes import recipe
 from megalight.optim import Adam, shard_optimizer
-from megalight.parallel.data_parallel import DataParallelOptions, ParamInfo
+from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions, ParamInfo
 from megalight.parallel.estimate import estimate
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.units import owned_alone, units_of
 from tests.parallel.data_parallel.helpers import mesh
 from tests.parallel.data_parallel.test_unit_memory import Model
+from tests.support.options import data_parallel
 from tests.support.workers import run
 
 FULL: dict[str, Any] = {"level": "optim_grads_params", "prefetch": 1, "reduce_each_micro_batch": True}
@@ -62,7 +63,7 @@ def _kept(options: DataParallelOptions, tied: bool, frozen: bool, moments: str) 
         for name, p in model.named_parameters()
         if p.requires_grad or options.shards_parameters
     ]
-    engine = options.engine(infos, mesh(), units=units)
+    engine = DataParallelEngine(infos, mesh(), options, units=units)
     optimizer = Adam(
         [p for p in model.parameters() if p.requires_grad],
         exp_avg_dtype=moments,  # type: ignore[arg-type]
@@ -105,7 +106,7 @@ MODELS = [(False, False, "float32"), (True, True, "bfloat16")]
 def test_engines_keep_what_was_estimated(
     world: int, given: dict[str, Any], tied: bool, frozen: bool, moments: str
 ) -> None:
-    options = DataParallelOptions(**given)
+    options = data_parallel(**given)
     with torch.device("meta"):
         model = _model(tied, frozen)
     expected = estimate(model, world, options, moments={"float32": 8, "bfloat16": 4}[moments])
@@ -140,7 +141,7 @@ def _memory_of_codes(options: DataParallelOptions, primary: bool | None, dtype: 
         ParamInfo(name, p, ShardSpec.replicated(name, tuple(p.shape)), 0, unit=numbers.get(id(p)))
         for name, p in model.named_parameters()
     ]
-    return options.engine(infos, mesh(), units=units).memory()
+    return DataParallelEngine(infos, mesh(), options, units=units).memory()
 
 
 WEIGHTS = 2 * 64 * 64 * (2 + 2 + 3 + 2)
@@ -162,7 +163,7 @@ WEIGHTS = 2 * 64 * 64 * (2 + 2 + 3 + 2)
 def test_weights_as_codes(
     world: int, given: dict[str, Any], primary: bool | None, dtype: torch.dtype, casts: int
 ) -> None:
-    options = DataParallelOptions(**given)
+    options = data_parallel(**given)
     with torch.device("meta"):
         model = _coded(primary)
     expected = estimate(model, world, options, dtype=dtype)

@@ -12,7 +12,7 @@ from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.mixer_config import AttentionConfig
 from megalight.models.gpt.plan import gpt_plan
 from megalight.parallel.apply import parallelize
-from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
+from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions, ParamInfo
 from megalight.parallel.mesh import ParallelMesh
 from tests.parallel.gathering import gather_canonical, relative_error
 from tests.parallel.test_apply import BASE, batch, canonical, jitter, twin
@@ -28,7 +28,7 @@ def step(tp: int, sequence_parallel: bool, tied: bool) -> dict[str, float]:
     model = copy.deepcopy(whole)
     specs = parallelize(model, gpt_plan(model), mesh, sequence_parallel=sequence_parallel)
     infos = [ParamInfo(name, p, specs[name], 0) for name, p in model.named_parameters()]
-    engine = DataParallelEngine(infos, mesh, bucket_size=3000)
+    engine = DataParallelEngine(infos, mesh, DataParallelOptions(bucket_size=3000))
     optimizer = torch.optim.SGD([shard.master for shard in engine.shards], lr=0.1)
     expected = torch.optim.SGD(whole.parameters(), lr=0.1)
     tokens, labels, _, sequences = batch(101, [7, 1, 5, 8], tp)

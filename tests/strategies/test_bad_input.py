@@ -183,8 +183,8 @@ WORDS = {
         ["TensorOptions.pieces=3 does not divide tp=2", "Choose a divisor"],
     ),
     "a limit for NCCL without it": (
-        ["--trainer.devices=2", f"{STRATEGY}data_parallel.max_ctas=4"],
-        ["data_parallel.max_ctas=4", "the backend here is gloo", "Remove it"],
+        ["--trainer.devices=2", f"{STRATEGY}data_parallel.advanced.max_ctas=4"],
+        ["data_parallel.advanced.max_ctas=4", "the backend here is gloo", "Remove it"],
     ),
     "the same of tensor parallelism": (
         ["--trainer.devices=2", f"{STRATEGY}tensor_parallel=2", f"{STRATEGY}tensor.max_ctas=16"],

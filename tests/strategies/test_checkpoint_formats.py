@@ -22,6 +22,7 @@ from megalight.cli.main import main
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.stored import open_model
 from megalight.nn.moe import MoEConfig
+from megalight.parallel.data_parallel import AdvancedDataParallelOptions
 from megalight.strategies import CheckpointOptions, DataParallelOptions, MegatronStrategy
 from tests.strategies.test_layout_changes import CONFIG, Again
 from tests.strategies.training import ADAM, CLIP, SEED, Losses, WithData
@@ -43,7 +44,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "full hsdp": (4, {"data_parallel": DataParallelOptions(level="optim_grads_params", replicate=2)}),
     "full hsdp over both": (
         4,
-        {"data_parallel": DataParallelOptions(level="optim_grads_params", replicate=2, replicate_optimizer=False)},
+        {
+            "data_parallel": DataParallelOptions(
+                level="optim_grads_params", replicate=2, advanced=AdvancedDataParallelOptions(replicate_optimizer=False)
+            )
+        },
     ),
     "full pp2dp2": (
         4,

@@ -18,7 +18,7 @@ from megalight.callbacks import EMA, Adapters
 from megalight.errors import ConfigurationError, LayoutError, MegalightError
 from megalight.inference import ParallelGPT, generate
 from megalight.parallel.context.options import ContextOptions
-from megalight.parallel.data_parallel import DataParallelOptions
+from megalight.parallel.data_parallel import AdvancedDataParallelOptions, DataParallelOptions
 from megalight.parallel.pipeline.options import PipelineOptions
 from megalight.parallel.precision import LowPrecisionOptions
 from megalight.parallel.recompute import RecomputeOptions
@@ -331,7 +331,7 @@ def test_arguments_read_like_those_of_lightning() -> None:
     assert strategy.data_parallel == DataParallelOptions(
         level=GRADS, units=("Block",), reduce_scatter_with_fp32_accumulation=True, gradient_dtype="bfloat16"
     )
-    both = DataParallelOptions(replicate_optimizer=False)
+    both = DataParallelOptions(advanced=AdvancedDataParallelOptions(replicate_optimizer=False))
     assert MegatronFSDPStrategy("HYBRID_SHARD", device_mesh=(2, 2), data_parallel=both).data_parallel.replicate == 2
     assert isinstance(pl.Trainer(strategy="megatron_fsdp", accelerator="cpu").strategy, MegatronFSDPStrategy)
     for options, message in (
@@ -370,9 +370,7 @@ def test_what_cannot_be_sharded_is_refused() -> None:
         MegatronFSDPStrategy("HYBRID_SHARD", device_mesh=(2, 2)).grid(2)
     with pytest.raises(ConfigurationError, match=r"'optim_grads_params' with pipeline.schedule='combined': .* 'optim'"):
         MegatronStrategy(pipeline=PipelineOptions(schedule="combined"), data_parallel=DataParallelOptions(level=FULL))
-    with pytest.raises(
-        ConfigurationError, match=r"level='zero3'; it must be one of 'no_shard', 'optim', 'optim_grads'"
-    ):
+    with pytest.raises(ConfigurationError, match=r"level='zero3'; it must be one of no_shard, optim, optim_grads"):
         DataParallelOptions(level="zero3")  # type: ignore[arg-type]
     with pytest.raises(AssertionError, match=r"Set recompute\.num_layers=1, or method='block'"):
         run(_groups, 2)

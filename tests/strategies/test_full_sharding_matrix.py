@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from megalight.models.gpt import GPTConfig
 from megalight.nn.moe import MoEConfig
 from megalight.parallel.context.options import ContextOptions
-from megalight.parallel.data_parallel import DataParallelOptions
 from megalight.parallel.recompute import RecomputeOptions
 from megalight.sharding import fully_shard
 from tests.strategies.training import (
@@ -27,6 +26,7 @@ from tests.strategies.training import (
     by_hand,
     fit,
 )
+from tests.support.options import data_parallel
 from tests.support.workers import run
 
 GPT = replace(CONFIGS["tied"], num_layers=3)
@@ -162,7 +162,7 @@ def _flat(model: nn.Module) -> list[float]:
 
 def _odd(level: Any, share: float, replicate: int, both: bool) -> tuple[list[float], list[float]]:
     model, options = _layers(), {"replicate": replicate, "replicate_optimizer": not both}
-    wanted = DataParallelOptions(level=level, optimizer_offload_fraction=share, **options)  # type: ignore[arg-type]
+    wanted = data_parallel(level=level, optimizer_offload_fraction=share, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     sharded = fully_shard(model, optimizer, units=["Odd"], data_parallel=wanted)
     norms = []

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from megalight import checkpoint
 from megalight.nn.moe import MoEConfig
 from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.data_parallel import AdvancedDataParallelOptions
 from megalight.parallel.expert import ExpertOptions
 from megalight.strategies import DataParallelOptions, MegatronStrategy, PipelineOptions
 from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, Losses, WithData, gathered
@@ -44,7 +45,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "hybrid4": (4, {"data_parallel": DataParallelOptions(level="optim_grads_params", replicate=2)}),
     "both4": (
         4,
-        {"data_parallel": DataParallelOptions(level="optim_grads_params", replicate=2, replicate_optimizer=False)},
+        {
+            "data_parallel": DataParallelOptions(
+                level="optim_grads_params", replicate=2, advanced=AdvancedDataParallelOptions(replicate_optimizer=False)
+            )
+        },
     ),
     "pp2full2": (4, {"pipeline_parallel": 2, "data_parallel": DataParallelOptions(level="optim_grads_params")}),
     "full4": (4, {"tensor_parallel": 2, "data_parallel": DataParallelOptions(level="optim_grads_params")}),

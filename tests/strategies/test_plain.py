@@ -16,10 +16,11 @@ from torchmetrics import MeanSquaredError
 
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import Column, Row
-from megalight.strategies import DataParallelOptions, MegatronFSDPStrategy, MegatronStrategy
+from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy
 from tests.parallel.gathering import gather_canonical
 from tests.strategies.regression import Plain, Turns, batches, by_hand, dealt, fit, samples, strategy, weights
 from tests.support.environment import trainer
+from tests.support.options import data_parallel
 from tests.support.workers import run
 
 
@@ -456,7 +457,7 @@ def _turns(
     module = Turns(**given)
     options = dict(LAYOUTS[layout])
     sharing = {name: options.pop(name) for name in ("level", "units") if name in options}
-    how = MegatronStrategy(data_parallel=DataParallelOptions(**sharing), **options)
+    how = MegatronStrategy(data_parallel=data_parallel(**sharing), **options)
     found: list[dict[str, Tensor]] = []
 
     def read(*_: Any) -> None:  # weights are whole where hooks run, on any level

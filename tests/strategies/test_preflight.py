@@ -24,6 +24,7 @@ import megalight.parallel.apply
 from megalight.errors import BackendError, ConfigurationError, LayoutError
 from megalight.models.gpt import AttentionConfig, GPTBackendConfig, GPTConfig, MambaConfig, NormConfig
 from megalight.models.gpt.module import GPTModule
+from megalight.parallel.data_parallel import AdvancedDataParallelOptions
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import Column, Row
 from megalight.parallel.tensor.overlap.options import TensorOptions
@@ -230,7 +231,9 @@ def limited(ctas: int | None, device: str, backend: str | None = None) -> list[M
     where = {"parallel_devices": [torch.device(device)] * 2, "process_group_backend": backend}
     where["cluster_environment"] = LightningEnvironment()
     return [
-        MegatronStrategy(data_parallel=DataParallelOptions(max_ctas=ctas), **where),
+        MegatronStrategy(
+            data_parallel=DataParallelOptions(advanced=AdvancedDataParallelOptions(max_ctas=ctas)), **where
+        ),
         MegatronStrategy(tensor_parallel=2, tensor=TensorOptions(max_ctas=ctas), **where),
     ]
 
@@ -242,7 +245,7 @@ def look(strategy: MegatronStrategy) -> None:
 @pytest.mark.parametrize(("device", "backend"), [("cpu", None), ("cuda", "gloo")])
 def test_limits_on_multiprocessors_need_nccl(device: str, backend: str | None) -> None:
     carrier = backend or "gloo"
-    for strategy, name in zip(limited(4, device, backend), ("data_parallel", "TensorOptions"), strict=True):
+    for strategy, name in zip(limited(4, device, backend), ("data_parallel.advanced", "TensorOptions"), strict=True):
         message = rf"^{name}\.max_ctas=4 limits.*the backend here is {carrier}\. Remove it, or train on GPUs"
         with pytest.raises(ConfigurationError, match=message):
             look(strategy)

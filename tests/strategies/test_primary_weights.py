@@ -25,6 +25,7 @@ from megalight.plugins.precision import MegatronLowPrecision
 from megalight.strategies import DataParallelOptions, MegatronStrategy
 from tests.strategies.training import ADAM, BASE, SEED, WithData, gathered
 from tests.support.environment import trainer
+from tests.support.options import data_parallel
 from tests.support.workers import run
 
 CONFIG = replace(BASE, hidden_size=64, ffn_hidden_size=64, num_layers=3)
@@ -268,7 +269,7 @@ def test_sharded_weights_are_codes_unasked() -> None:
 def _types(options: dict[str, Any], parallel: dict[str, Any], layout: dict[str, Any]) -> tuple[Any, list[float]]:
     """The dtypes of weights between steps, and the losses."""
     plugin = MegatronLowPrecision(LowPrecisionOptions(emulate=True, **options), "bf16-mixed")
-    strategy = MegatronStrategy(data_parallel=DataParallelOptions(**parallel), precision_plugin=plugin, **layout)
+    strategy = MegatronStrategy(data_parallel=data_parallel(**parallel), precision_plugin=plugin, **layout)
     types: set[torch.dtype] = set()
     losses: list[float] = []
 

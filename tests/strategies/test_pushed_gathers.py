@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megalight.errors import ConfigurationError
-from megalight.parallel.data_parallel import DataParallelOptions
+from megalight.parallel.data_parallel import AdvancedDataParallelOptions, DataParallelOptions
 from megalight.parallel.data_parallel import gather as pushes
 from megalight.parallel.data_parallel.buffers import FlatParameters
 from megalight.strategies import PipelineOptions
@@ -91,11 +91,11 @@ def test_what_runs_beside_is_as_with_collectives(what: str) -> None:
     ("make", "message"),
     [
         (
-            lambda: DataParallelOptions(gathers="sideways"),
+            lambda: DataParallelOptions(advanced=AdvancedDataParallelOptions(gathers="sideways")),
             r"gathers='sideways'; it must be one of plain, symmetric, auto",
         ),  # type: ignore[arg-type]
         (
-            lambda: DataParallelOptions(gathers="symmetric", nccl_ub="local"),
+            lambda: DataParallelOptions(advanced=AdvancedDataParallelOptions(gathers="symmetric", nccl_ub="local")),
             r"gathers='symmetric' with nccl_ub='local'",
         ),
     ],

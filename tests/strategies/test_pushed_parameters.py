@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from megalight.errors import ConfigurationError
-from megalight.parallel.data_parallel import DataParallelOptions, gather
+from megalight.parallel.data_parallel import AdvancedDataParallelOptions, DataParallelOptions, gather
 from megalight.strategies import PipelineOptions
 from tests.parallel.peers.shared_files import symmetric_on_cpu
 from tests.strategies.test_full_sharding import _expected as _one_device
@@ -107,4 +107,4 @@ def test_the_default_takes_copy_engines_where_they_are() -> None:
 
 def test_a_level_that_gathers_nothing_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"gathers='symmetric' with level 'no_shard'.* use level 'optim'"):
-        DataParallelOptions(gathers="symmetric", level="no_shard")
+        DataParallelOptions(level="no_shard", advanced=AdvancedDataParallelOptions(gathers="symmetric"))

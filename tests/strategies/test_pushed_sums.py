@@ -14,12 +14,18 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megalight.errors import ConfigurationError
-from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions, reduce
+from megalight.parallel.data_parallel import (
+    AdvancedDataParallelOptions,
+    DataParallelEngine,
+    DataParallelOptions,
+    reduce,
+)
 from megalight.parallel.mesh import ParallelMesh
 from tests.parallel.data_parallel.helpers import infos
 from tests.parallel.peers.shared_files import symmetric_on_cpu
 from tests.strategies.test_full_sharding_matrix import LAYOUTS, MOE, _expected, _trained
 from tests.strategies.training import assert_same_gradients, assert_same_run
+from tests.support.options import data_parallel
 from tests.support.workers import run
 
 FULL = "optim_grads_params"
@@ -155,21 +161,24 @@ def test_auto_goes_without_them_where_there_are_none() -> None:
 def test_who_cannot_push_is_told(option: str) -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ConfigurationError, match=rf"{option}='symmetric': it .*Set {option}='plain'"):
-        DataParallelEngine(infos(model), ParallelMesh(), level=FULL, **{option: "symmetric"})  # type: ignore[arg-type]
+        DataParallelEngine(infos(model), ParallelMesh(), data_parallel(level=FULL, **{option: "symmetric"}))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (
-            lambda: DataParallelOptions(reductions="sideways"),
+            lambda: DataParallelOptions(advanced=AdvancedDataParallelOptions(reductions="sideways")),
             r"reductions='sideways'; it must be one of plain, symmetric, auto",
         ),  # type: ignore[arg-type]
         (
-            lambda: DataParallelOptions(reductions="symmetric", nccl_ub="local"),
+            lambda: DataParallelOptions(advanced=AdvancedDataParallelOptions(reductions="symmetric", nccl_ub="local")),
             r"reductions='symmetric' with nccl_ub='local'",
         ),
-        (lambda: DataParallelOptions(reductions="symmetric", level="no_shard"), r"level 'no_shard' has none"),
+        (
+            lambda: DataParallelOptions(level="no_shard", advanced=AdvancedDataParallelOptions(reductions="symmetric")),
+            r"level 'no_shard', which shards nothing",
+        ),
     ],
 )
 def test_options_that_do_not_fit(make: Callable[[], object], message: str) -> None:

@@ -22,6 +22,7 @@ from megalight.strategies import DataParallelOptions, MegatronStrategy, Pipeline
 from megalight.types import Loss
 from tests.strategies.regression import Plain, batches, fit, strategy
 from tests.support.environment import trainer
+from tests.support.options import data_parallel
 from tests.support.workers import run
 
 
@@ -76,9 +77,9 @@ def test_pipeline_options() -> None:
 def test_data_parallel_options() -> None:
     with pytest.raises(ConfigurationError, match=r"level='full'; it must be"):
         DataParallelOptions(level="full")  # type: ignore[arg-type]
-    for name in ("bucket_size", "edge_bucket_size", "max_ctas"):
-        with pytest.raises(ConfigurationError, match=rf"data_parallel\.{name}=0; it must be at least 1"):
-            DataParallelOptions(**{name: 0})
+    for name in ("bucket_size", "advanced.edge_bucket_size", "advanced.max_ctas"):
+        with pytest.raises(ConfigurationError, match=rf"data_parallel\.{re.escape(name)}=0; it must be at least 1"):
+            data_parallel(**{name.removeprefix("advanced."): 0})
 
 
 def test_checkpoint_plugins() -> None:

@@ -23,11 +23,12 @@ from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.transform import ModelTransform
-from megalight.strategies import DataParallelOptions, MegatronStrategy
+from megalight.strategies import MegatronStrategy
 from megalight.types import Loss, TokenBatch
 from tests.parallel.data_parallel.stale import stale_gradients
 from tests.parallel.gathering import gather_canonical
 from tests.support.environment import trainer
+from tests.support.options import data_parallel
 
 BASE = GPTConfig(
     num_layers=2,
@@ -192,7 +193,7 @@ def fit(
     **strategy_options: Any,
 ) -> dict[str, Any]:
     """Train in every rank of the pool; returns losses, norms, initial and final weights, and callback metrics."""
-    strategy = MegatronStrategy(data_parallel=DataParallelOptions(**(options or {})), **strategy_options)
+    strategy = MegatronStrategy(data_parallel=data_parallel(**(options or {})), **strategy_options)
     losses = Losses()
     module = module_type(config, optimizer=optimizer, seed=SEED)
     module.steps, module.packed = steps, packed

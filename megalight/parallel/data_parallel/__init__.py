@@ -4,6 +4,13 @@ from megalight.parallel.data_parallel.engine import DataParallelEngine
 from megalight.parallel.data_parallel.grad_norm import clip_coefficient
 from megalight.parallel.data_parallel.layout import ParamInfo
 from megalight.parallel.data_parallel.masters import FlatShard
-from megalight.parallel.data_parallel.options import DataParallelOptions
+from megalight.parallel.data_parallel.options import AdvancedDataParallelOptions, DataParallelOptions
 
-__all__ = ["DataParallelEngine", "DataParallelOptions", "FlatShard", "ParamInfo", "clip_coefficient"]
+__all__ = [
+    "AdvancedDataParallelOptions",
+    "DataParallelEngine",
+    "DataParallelOptions",
+    "FlatShard",
+    "ParamInfo",
+    "clip_coefficient",
+]

@@ -66,7 +66,7 @@ class BucketKeys:
         if kind.codes is not None and self.divide_replicas:
             raise ConfigurationError(
                 f"{info.name} is stored as 8-bit codes (primary_weights), which each group of replicas casts from "
-                "masters of its own; leave primary_weights out, or use replicate_optimizer=True."
+                "masters of its own; leave primary_weights out, or use advanced.replicate_optimizer=True."
             )
         # A single rank holds all shards. Gathers would only copy.
         if info.unit is None or not self.level.gradients or len(kind.shard_ranks) == 1:

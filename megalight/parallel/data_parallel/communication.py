@@ -70,8 +70,8 @@ class TransportChoice:
     def _judge(self, reason: str | None) -> str | None:
         if reason is not None and self.way == "symmetric":
             raise ConfigurationError(
-                f"data_parallel.{self.option}='symmetric': it {reason}. Set {self.option}='plain', or replicate, so "
-                "that the ranks of a group are on one host."
+                f"data_parallel.advanced.{self.option}='symmetric': it {reason}. Set "
+                f"{self.option}='plain', or replicate, so that the ranks of a group are on one host."
             )
         return None if reason is None else f"the other way {reason}"
 
@@ -199,7 +199,7 @@ class UserBuffers:
 
     def __init__(self, kind: Registration, device: torch.device) -> None:
         if (reason := why_not(kind, device)) is not None:
-            raise ConfigurationError(f"data_parallel.nccl_ub={kind!r}: {reason}. Or use 'off'.")
+            raise ConfigurationError(f"data_parallel.advanced.nccl_ub={kind!r}: {reason}. Or use 'off'.")
         self.kind = kind
         self.device = device
         self._pool: torch.cuda.MemPool | None = None

@@ -12,7 +12,7 @@ from megalight.errors import ConfigurationError
 from megalight.ops.adam import Coded
 from megalight.parallel.data_parallel.bucket_keys import BucketKeys, groups_of
 from megalight.parallel.data_parallel.buffers import Bucket, FlatParameters
-from megalight.parallel.data_parallel.communication import Registration, Transport, TransportChoice, UserBuffers
+from megalight.parallel.data_parallel.communication import TransportChoice, UserBuffers
 from megalight.parallel.data_parallel.copy_engines import CopyEngines
 from megalight.parallel.data_parallel.frozen_parameters import FrozenShards, can_be_sharded
 from megalight.parallel.data_parallel.grad_norm import check_finite
@@ -20,6 +20,7 @@ from megalight.parallel.data_parallel.gradients import MainGradients, UnusedPara
 from megalight.parallel.data_parallel.host_masters import HostMasters, offloaded
 from megalight.parallel.data_parallel.layout import BucketLayout, ParamInfo, distinct, level_of, plan_buckets
 from megalight.parallel.data_parallel.masters import FlatShard, check_masters, masters_of
+from megalight.parallel.data_parallel.options import DTYPES, DataParallelOptions
 from megalight.parallel.data_parallel.parameters import ShardedParameters, fill
 from megalight.parallel.data_parallel.reduce import Reducer
 from megalight.parallel.data_parallel.unit_memory import (
@@ -55,46 +56,11 @@ class DataParallelEngine:
     Args:
         params: the local parameters, of one model or of several; a tied parameter may be listed several times.
         mesh: all ranks, and the split of all models without a mesh of their own; ``ParallelMesh()`` for one process.
-        level: ``"no_shard"``: every rank keeps all masters and optimizer state; ``"optim"``: its share of them;
-            ``"optim_grads"``: its share of the gradients of units, too; ``"optim_grads_params"``: and of their
-            parameters.
-        grad_dtype: dtype of the gradient buffers; None: float32, or float64 for float64 parameters.
-        reduce_dtype: dtype of gradients during the reduction; None: ``grad_dtype``.
-        reduction: ``"sum"``, or ``"accumulate_fp32"``: see :class:`~megalight.parallel.data_parallel.reduce.Reducer`.
-        master_dtype: dtype of the tensors that the optimizer updates; None: float32 for half-precision parameters,
-            else the parameters' own dtype, and then no copy is kept. Parameters that it cannot hold exactly are treated
-            as with None.
-        bucket_size: elements; None: 40 million, or 1 million per rank if that is more.
-        edge_bucket_size: the same for the parameters that the model registers first. Their gradients are reduced last,
-            and they are gathered first, so nothing hides these messages. None: ``bucket_size``.
-        max_ctas: largest number of SMs of a GPU that reductions and gathers may occupy beside computation.
-            They then use a process group of their own. None: NCCL's own choice. Needs NCCL.
-        overlap_grad_reduce: start a bucket's reduction as soon as its gradients of all micro-batches are complete. The
-            engine learns from earlier steps how often each parameter's gradient arrives, so the very first step never
-            overlaps.
-        overlap_param_gather: let the gathering of updated parameters continue after :meth:`publish` returns.
+        options: what the ranks shard, in which dtypes, and how they communicate.
         device: device of numbers that ranks exchange, if there are no parameters (a pipeline stage without any).
-        replicate: number of groups of neighboring data-parallel ranks. Each group holds all shards, and gathers among
-            itself; gradients are also summed over the groups (hybrid sharding).
-        replicate_optimizer: whether each of these groups has all masters and optimizer state. If not, the groups divide
-            them, and updated parameters are also gathered over the groups, once per step.
         units: the modules of each unit that ``ParamInfo.unit`` counts, in the order of the forward pass. Levels that
             shard gradients or parameters do so for these; everything else stays whole.
         route: the chunks of this rank, and the order of passes through them; None: all units are one chunk.
-        prefetch: number of units whose parameters are gathered ahead of the one that computes; None: by free memory.
-        reduce_each_micro_batch: whether units keep only shards of gradients from one micro-batch to the next; None: by
-            free memory, where parameters are sharded.
-        optimizer_offload_fraction: at least this share of the masters is in host memory, in whole buckets; their
-            optimizer state comes to be there, too.
-        check_for_nan: whether :meth:`finish_grad_sync` raises on all ranks if a gradient is NaN or infinite.
-        find_unused_parameters: whether a parameter that no gradient reaches in a step, on no rank, is left as it is. If
-            not, that is so for frozen ones only, and the gradient of others is zero.
-        gathers: how parameters are gathered: ``plain`` (collectives), ``symmetric`` (copy engines) or ``auto`` (copy
-            engines where GPUs reach each other's memory). Where parameters of units are sharded, collectives gather all
-            others.
-        reductions: how gradients are summed over the ranks that divide them: likewise.
-        nccl_ub: how NCCL knows the flat buffers: ``off``, ``local`` or ``symmetric``. See
-            :class:`~megalight.parallel.data_parallel.communication.UserBuffers`.
 
     Attributes:
         host: the masters in host memory. An optimizer's step is between ``host.begin()`` and :meth:`publish`.
@@ -106,70 +72,49 @@ class DataParallelEngine:
         frozen_shards: what units hold beside the parameters that are trained, where it is sharded.
 
     Raises:
-        ConfigurationError: a level or reduction does not exist, or the two do not fit together; or ``max_ctas`` is set
-            and the backend is not NCCL; or ``nccl_ub``, ``gathers`` or ``reductions`` is not available; or
-            ``master_dtype`` can hold no parameter.
+        ConfigurationError: ``max_ctas`` is set and the backend is not NCCL; or ``nccl_ub``, ``gathers`` or
+            ``reductions`` is not available; or ``master_dtype`` can hold no parameter.
     """
 
     def __init__(
         self,
         params: Sequence[ParamInfo],
         mesh: ParallelMesh,
+        options: DataParallelOptions | None = None,
         *,
-        level: str = "optim",
-        grad_dtype: torch.dtype | None = None,
-        reduce_dtype: torch.dtype | None = None,
-        reduction: str = "sum",
-        master_dtype: torch.dtype | None = None,
-        bucket_size: int | None = None,
-        edge_bucket_size: int | None = None,
-        max_ctas: int | None = None,
-        overlap_grad_reduce: bool = True,
-        overlap_param_gather: bool = True,
         device: torch.device | None = None,
-        replicate: int = 1,
-        replicate_optimizer: bool = True,
         units: Sequence[Sequence[nn.Module]] = (),
         route: PassOrder | None = None,
-        prefetch: int | None = None,
-        reduce_each_micro_batch: bool | None = None,
-        optimizer_offload_fraction: float = 0.0,
-        check_for_nan: bool = False,
-        find_unused_parameters: bool = False,
-        nccl_ub: Registration = "off",
-        gathers: Transport = "plain",
-        reductions: Transport = "plain",
     ) -> None:
         self.mesh = mesh
-        self.level = level_of(level)
-        self.check_for_nan = check_for_nan
-        self.replicate = replicate
+        self.options = options = options or DataParallelOptions()
+        self.level = level_of(options.level)
         # A tied parameter comes once: a second slot would send its gradient
         # twice, and count it twice in the norm.
         every = distinct(params)
         self.infos = [info for info in every if info.parameter.requires_grad]
         self.unit_memory = UnitMemory(1, True, {})
-        self._choices = prefetch, reduce_each_micro_batch
-        self._offload = optimizer_offload_fraction
-        self._overlap = overlap_grad_reduce
-        divides = self.level.state and replicate > 1 and not replicate_optimizer
+        advanced, reduce_dtype = options.advanced, _dtype(options.reduce_dtype)
+        master_dtype = _dtype(options.master_dtype)
+        divides = self.level.state and options.replicate > 1 and not advanced.replicate_optimizer
         # Codes are cast from masters on the device that hold at least what the parameters hold.
         narrow = master_dtype is not None and master_dtype.itemsize < 4
-        self._kinds = BucketKeys(mesh, self.level, replicate, divides, not (divides or self._offload or narrow))
+        may_be_quantized = not (divides or options.optimizer_offload_fraction or narrow)
+        self._kinds = BucketKeys(mesh, self.level, options.replicate, divides, may_be_quantized)
         device = self.infos[0].parameter.device if self.infos else device or torch.device("cpu")
         self._route, self._units = route or PassOrder(), units
+        nccl_ub = advanced.nccl_ub
         against = None if nccl_ub == "off" else f"nccl_ub={nccl_ub!r}: NCCL has the buffers"
         # One rank gathers nothing, and needs no stream of copies.
-        gathers = "plain" if gathers == "auto" and mesh.everyone is None else gathers
-        gathering, reducing = (
-            TransportChoice("gathers", gathers, against),
-            TransportChoice("reductions", reductions, against),
-        )
+        gathers = "plain" if advanced.gathers == "auto" and mesh.everyone is None else advanced.gathers
+        gathering = TransportChoice("gathers", gathers, against)
+        reducing = TransportChoice("reductions", advanced.reductions, against)
         self._copy_engines = CopyEngines(device, self.level, gathering, reducing)
-        self._reducer = Reducer(self.level.state, reduce_dtype, reduction, self._copy_engines.sums)
+        in_fp32 = options.reduce_scatter_with_fp32_accumulation
+        self._reducer = Reducer(self.level.state, reduce_dtype, in_fp32, self._copy_engines.sums)
         self._user_buffers = UserBuffers(nccl_ub if mesh.everyone is not None else "off", device)
         self.device = device
-        self.buckets = self._make_buckets(grad_dtype, master_dtype, bucket_size, edge_bucket_size, max_ctas)
+        self.buckets = self._make_buckets(_dtype(options.gradient_dtype), master_dtype)
         self._copy_engines.serve(self.buckets, reduce_dtype)
         self.shards: list[FlatShard] = [bucket.shard for bucket in self.buckets]
         self.main_gradients = MainGradients(
@@ -177,15 +122,15 @@ class DataParallelEngine:
             mesh.everyone,
             self.device,
             self._reducer,
-            overlap_grad_reduce,
-            UnusedParameters(self.buckets, mesh.everyone, self.device, find_unused_parameters),
+            options.overlap_grad_reduce,
+            UnusedParameters(self.buckets, mesh.everyone, self.device, bool(options.find_unused_parameters)),
         )
         self.host = HostMasters([bucket for bucket in self.buckets if bucket.on_host], self.device)
         pushes = None if self.level.parameters else self._copy_engines.pushes
-        self._parameters = ShardedParameters(self.buckets, self.device, overlap_param_gather, self.host, pushes)
+        self._parameters = ShardedParameters(self.buckets, self.device, options.overlap_param_gather, self.host, pushes)
         self.units: Units | None = None
         frozen = [info for info in every if not info.parameter.requires_grad]
-        self.frozen_shards = self._shard_frozen(frozen, max_ctas)
+        self.frozen_shards = self._shard_frozen(frozen)
         if any(bucket.shard_group is not None for bucket in self.buckets):
             self.unit_memory.reasons.update(self._copy_engines.reasons)
         sharded = [bucket for bucket in self.buckets if bucket.shards_params]
@@ -212,29 +157,24 @@ class DataParallelEngine:
             # Parameters outside of units may still be in flight when somebody asks for all parameters.
             self.units.sync = self._parameters.sync
 
-    def _make_buckets(
-        self,
-        grad_dtype: torch.dtype | None,
-        master_dtype: torch.dtype | None,
-        bucket_size: int | None,
-        edge_bucket_size: int | None,
-        max_ctas: int | None,
-    ) -> list[Bucket]:
+    def _make_buckets(self, grad_dtype: torch.dtype | None, master_dtype: torch.dtype | None) -> list[Bucket]:
+        options, max_ctas = self.options, self.options.advanced.max_ctas
         kinds = [self._kinds.of(info, grad_dtype) for info in self.infos]
         sizes = [info.parameter.numel() for info in self.infos]
         # One set of groups per mesh and data axes, not per bucket: making a group
         # is collective, and each costs buffers.
         ways = {(kind.mesh, kind.data): kind for kind in kinds}
         groups = {key: groups_of(kind, max_ctas) for key, kind in ways.items()}
-        layouts = plan_buckets(sizes, kinds, bucket_size, edge_bucket_size)
+        layouts = plan_buckets(sizes, kinds, options.bucket_size, options.advanced.edge_bucket_size)
         check_masters(kinds, master_dtype)
         params = grads = None
         device, allocating = self.device, self._user_buffers.allocating
         # All ranks ask each other how much memory is free, also pipeline stages without units.
-        asks = self.level.gradients and None in self._choices
+        choices = options.prefetch, options.reduce_each_micro_batch
+        asks = self.level.gradients and None in choices
         free = free_memory(device, self.mesh.everyone) if asks else None
         if any(layout.kind.unit is not None for layout in layouts):
-            self.unit_memory = choose(layouts, self.level.parameters, *self._choices, free)
+            self.unit_memory = choose(layouts, self.level.parameters, *choices, free)
             if self.level.parameters:
                 turns = self._route.turns(self._units, self.unit_memory.turns)
                 params = RotatingBuffers(layouts, turns, device, allocating, self._copy_engines.room(groups))
@@ -242,17 +182,18 @@ class DataParallelEngine:
                 turns = self._route.turns(self._units, GRADIENT_BUFFERS, backward_only=True)
                 grads = RotatingBuffers(layouts, turns, device, allocating)
         reducing = groups
-        if self._overlap and any(layout.kind.unit is not None for layout in layouts):
+        if options.overlap_grad_reduce and any(layout.kind.unit is not None for layout in layouts):
             # Units are gathered and reduced by hooks, in one order on all ranks. Whole buckets are sent when their
             # gradients have arrived, which is not at the same time on all ranks: a bucket of a parameter that a rank
             # does not use is sent last there. Over one communicator, these messages would meet those of units.
             reducing = {key: groups_of(kind, max_ctas, "whole gradients") for key, kind in ways.items()}
         whole = self._copy_engines.whole(layouts, groups)
-        on_host = offloaded(layouts, self._offload)
+        on_host = offloaded(layouts, options.optimizer_offload_fraction)
         if any(layouts[index].kind.codes is not None for index in on_host):
             raise ConfigurationError(
-                f"data_parallel.optimizer_offload_fraction={self._offload} with weights stored as 8-bit codes "
-                "(primary_weights), which are cast from masters on the device; leave one of the two out."
+                f"data_parallel.optimizer_offload_fraction={options.optimizer_offload_fraction} with weights "
+                "stored as 8-bit codes (primary_weights), which are cast from masters on the device; leave one of the "
+                "two out."
             )
         return [
             Bucket(
@@ -275,13 +216,13 @@ class DataParallelEngine:
     def _reduces_by_unit(self, layout: BucketLayout) -> bool:
         return layout.kind.unit is not None and self.unit_memory.reduce_each
 
-    def _shard_frozen(self, infos: Sequence[ParamInfo], max_ctas: int | None) -> FrozenShards:
+    def _shard_frozen(self, infos: Sequence[ParamInfo]) -> FrozenShards:
         """Shard what units hold beside the parameters that are trained. Only plain numbers and codes can be."""
         sharded = [info for info in infos if self.level.parameters and can_be_sharded(info.parameter)]
         kinds = {info: kind for info in sharded if (kind := self._kinds.of(info)).unit is not None}
         turns = self._route.turns(self._units, self.unit_memory.turns) if kinds else ()
         ways = {(kind.mesh, kind.data): kind for kind in kinds.values()}
-        groups = {key: groups_of(kind, max_ctas) for key, kind in ways.items()}
+        groups = {key: groups_of(kind, self.options.advanced.max_ctas) for key, kind in ways.items()}
         return FrozenShards(kinds, groups, turns, self._user_buffers.allocating, self._copy_engines.room(groups))
 
     # ---------------------------------------------------------------- gradients
@@ -320,7 +261,7 @@ class DataParallelEngine:
         self.sync_parameters()  # the optimizer will overwrite the memory from which parameters are gathered
         if not self.main_gradients.reduced:
             self.main_gradients.finish()
-            if self.check_for_nan:
+            if self.options.check_for_nan:
                 check_finite(self.buckets, self.grad_norm(), self.main_gradients.everyone)
 
     @property
@@ -551,3 +492,7 @@ class DataParallelEngine:
 def _nbytes(tensors: Iterable[Tensor]) -> int:
     """Return the size of the memory of tensors; memory that several of them share counts once."""
     return sum({(s := t.untyped_storage()).data_ptr(): s.nbytes() for t in tensors}.values())
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else DTYPES[name]

@@ -63,7 +63,7 @@ def level_of(name: str) -> Level:
     """
     if name not in LEVELS:
         raise ConfigurationError(
-            f"data-parallel level {name!r} is not available; use one of {', '.join(LEVELS)}." + nearest(name, LEVELS)
+            f"data_parallel.level={name!r}; it must be one of {', '.join(LEVELS)}." + nearest(str(name), LEVELS)
         )
     return LEVELS[name]
 

@@ -2,23 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 import torch
 from torch import nn
 
-from megalight.errors import ConfigurationError
+from megalight.errors import ConfigurationError, nearest
 from megalight.parallel.data_parallel.communication import Registration, Transport
-from megalight.parallel.data_parallel.engine import DataParallelEngine
-from megalight.parallel.data_parallel.layout import ParamInfo, level_of
-from megalight.parallel.data_parallel.unit_memory import PassOrder
-from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.data_parallel.layout import level_of
 
 Level = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 MasterDtype = Literal["float32", "bfloat16"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvancedDataParallelOptions:
+    """How the engine moves bytes; the defaults suit nearly every run.
+
+    Attributes:
+        edge_bucket_size: ``bucket_size`` of the parameters that the model registers first. They are reduced last and
+            gathered first, with little or no computation to hide the communication. None: ``bucket_size``.
+        max_ctas: largest number of SMs that reductions and gathers may occupy beside computation, on process groups of
+            their own. None: NCCL's own choice. Other backends refuse a number.
+        replicate_optimizer: whether each of the ``replicate`` groups has all masters and optimizer state. False: the
+            groups shard them, too. Then the optimizer takes the memory of sharding over all replicas; parameters are
+            still gathered inside a group, and updated ones also over the groups, once per step.
+        gathers: how parameters are gathered: ``plain``: collectives. ``symmetric``: the GPUs of one host write into
+            each other's memory with their copy engines, which use no SM. ``auto``: ``symmetric`` where the GPUs reach
+            each other's memory and ``nccl_ub`` is off, else ``plain``; the log says why. With ``optim_grads_params``,
+            collectives gather what lies outside of units.
+        reductions: how gradients are reduce-scattered: ``plain``: collectives. ``symmetric``: copy engines carry the
+            terms between the GPUs of one host in ``reduce_dtype``, and the owner of a shard sums them in float32, in
+            the order of ranks. ``auto``: ``symmetric`` for gradients of units where the GPUs reach each other's memory,
+            else ``plain``.
+        nccl_ub: whether the flat buffers are NCCL user buffers, which it sends without copies of its own: ``off``;
+            ``local``, each rank registers its own; ``symmetric``, as windows that all ranks reach. NVLink multicast
+            stays as ``NCCL_NVLS_ENABLE`` of the environment says.
+    """
+
+    edge_bucket_size: int | None = None
+    max_ctas: int | None = None
+    replicate_optimizer: bool = True
+    gathers: Transport = "auto"
+    reductions: Transport = "plain"
+    nccl_ub: Registration = "off"
+
+    def __post_init__(self) -> None:
+        for name, choices in (("gathers", Transport), ("reductions", Transport), ("nccl_ub", Registration)):
+            _check_choice(f"advanced.{name}", getattr(self, name), get_args(choices))
+        for name in ("edge_bucket_size", "max_ctas"):
+            _check_at_least(f"advanced.{name}", getattr(self, name), 1)
+        for name in ("gathers", "reductions"):
+            if getattr(self, name) == "symmetric" and self.nccl_ub != "off":
+                raise ConfigurationError(
+                    f"data_parallel.advanced.{name}='symmetric' with nccl_ub={self.nccl_ub!r}: buffers are either in "
+                    "memory of NCCL or in that of copy engines. Leave one of the two out."
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +85,8 @@ class DataParallelOptions:
         reduce_scatter_with_fp32_accumulation: exchange gradients in the dtype of the reduction, and sum them in
             float32. So bfloat16 gradients take half the bytes, and their sums lose no precision.
         bucket_size: elements of one reduction. None: chosen from the number of replicas.
-        edge_bucket_size: the same for the parameters that the model registers first. They are reduced last and gathered
-            first, with little or no computation to hide the message. None: ``bucket_size``.
-        max_ctas: largest number of multiprocessors of a GPU that reductions and gathers may occupy beside computation.
-            None: NCCL's own choice. Other backends refuse a number.
         replicate: number of groups of neighboring replicas. Each group holds all shards (hybrid sharding), so that
             gathers stay inside it, inside a host for example.
-        replicate_optimizer: whether each of these groups has all masters and optimizer state. False: the groups divide
-            them, too. Then the optimizer takes the memory of sharding over all replicas, parameters are still gathered
-            inside a group, and updated ones also over the groups, once per step.
         prefetch: number of units that are gathered ahead of the one that computes, each into a buffer of its own. 0: no
             gather is hidden, and one buffer is enough. None: 1, or more if little of the free memory is needed for it.
         reduce_each_micro_batch: with sharded parameters, whether each micro-batch reduces gradients of units, so that
@@ -66,20 +100,9 @@ class DataParallelOptions:
             as in torch: no decay, no momentum, and the step is not counted for them. It takes one small message per
             step, and ranks that lack a gradient wait for it. False: only frozen ones are; the gradient of others is
             zero, and a warning names one. None: False for a ``MegalightModule``, else True.
-        nccl_ub: whether NCCL knows the flat buffers, and so sends from them and receives into them without own copies:
-            ``off``; ``local``, each rank for itself; ``symmetric``, as windows that all ranks reach. It needs
-            GPUs. NVLink multicast stays as ``NCCL_NVLS_ENABLE`` of the environment says.
-        gathers: how parameters are gathered: ``plain``, by collectives, or ``symmetric``: the GPUs of one host write
-            into each other's memory with their copy engines, which use no multiprocessor. With level ``no_shard``
-            nothing is gathered. With ``optim_grads_params``, collectives gather what lies outside of units. ``auto``:
-            ``symmetric`` where the GPUs reach each other's memory and ``nccl_ub`` is off, else ``plain``; the log says
-            why. Products beside copies keep all multiprocessors (docs/performance/log.md, "Data parallelism").
-        reductions: how gradients are summed over ranks: ``plain``, by collectives, or ``symmetric``: copy engines carry
-            the terms between the GPUs of one host, and the owner of a shard sums them in float32, in the order of
-            ranks. They travel in the dtype of ``reduce_dtype``. With level ``no_shard`` nobody owns a shard. ``auto``:
-            ``symmetric`` for gradients of units where the GPUs reach each other's memory, else ``plain``.
         overlap_grad_reduce: reduce buckets while the backward pass still runs.
         overlap_param_gather: gather parameters while the next forward pass already runs.
+        advanced: how the engine moves bytes.
     """
 
     level: Level = "optim"
@@ -89,88 +112,51 @@ class DataParallelOptions:
     reduce_dtype: Literal["float32", "bfloat16", "float64"] | None = None
     reduce_scatter_with_fp32_accumulation: bool = False
     bucket_size: int | None = None
-    edge_bucket_size: int | None = None
-    max_ctas: int | None = None
     replicate: int = 1
-    replicate_optimizer: bool = True
     prefetch: int | None = None
     reduce_each_micro_batch: bool | None = None
     optimizer_offload_fraction: float = 0.0
     check_for_nan: bool = False
     find_unused_parameters: bool | None = None
-    nccl_ub: Registration = "off"
-    gathers: Transport = "auto"
-    reductions: Transport = "plain"
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
+    advanced: AdvancedDataParallelOptions = field(default_factory=AdvancedDataParallelOptions)
 
     def __post_init__(self) -> None:
-        if self.level not in get_args(Level):
-            raise ConfigurationError(
-                f"data_parallel.level={self.level!r}; it must be one of {', '.join(map(repr, get_args(Level)))}."
-            )
-        if self.master_dtype not in (None, *get_args(MasterDtype)):
-            raise ConfigurationError(
-                f"data_parallel.master_dtype={self.master_dtype!r}; it must be one of "
-                f"{', '.join(get_args(MasterDtype))}."
-            )
-        if self.nccl_ub not in get_args(Registration):
-            raise ConfigurationError(
-                f"data_parallel.nccl_ub={self.nccl_ub!r}; it must be one of {', '.join(get_args(Registration))}."
-            )
-        for name in ("gathers", "reductions"):
-            if getattr(self, name) not in get_args(Transport):
-                raise ConfigurationError(
-                    f"data_parallel.{name}={getattr(self, name)!r}; it must be one of {', '.join(get_args(Transport))}."
-                )
-        if self.gathers == "symmetric" and self.nccl_ub != "off":
-            raise ConfigurationError(
-                f"data_parallel.gathers='symmetric' with nccl_ub={self.nccl_ub!r}: parameters are either in memory of "
-                "NCCL or in that of copy engines. Leave one of the two out."
-            )
-        if self.reductions == "symmetric" and self.nccl_ub != "off":
-            raise ConfigurationError(
-                f"data_parallel.reductions='symmetric' with nccl_ub={self.nccl_ub!r}: NCCL would know the buffers of "
-                "gradients, and copy engines send them. Leave one of the two out."
-            )
+        level_of(self.level)
+        if self.master_dtype is not None:
+            _check_choice("master_dtype", self.master_dtype, get_args(MasterDtype))
+        advanced = self.advanced
         # Such messages travel from memory that is made for each of them, so registered gradients would do nothing.
-        if self.nccl_ub != "off" and (self.reduce_dtype or self.reduce_scatter_with_fp32_accumulation):
+        if advanced.nccl_ub != "off" and (self.reduce_dtype or self.reduce_scatter_with_fp32_accumulation):
             other = "reduce_dtype" if self.reduce_dtype else "reduce_scatter_with_fp32_accumulation"
             raise ConfigurationError(
-                f"data_parallel.nccl_ub={self.nccl_ub!r} with {other}={getattr(self, other)!r}, which sends gradients "
-                "from memory of its own; leave one of the two out, or set gradient_dtype instead."
+                f"data_parallel.advanced.nccl_ub={advanced.nccl_ub!r} with {other}={getattr(self, other)!r}, which "
+                "sends gradients from memory of its own; leave one of the two out, or set gradient_dtype instead."
             )
         if self.reduce_scatter_with_fp32_accumulation and self.level == "no_shard":
             raise ConfigurationError(
                 "data_parallel.reduce_scatter_with_fp32_accumulation=True needs gradients that are reduce-scattered, "
                 "and level 'no_shard' all-reduces them; use level 'optim', or reduce_dtype='float32'."
             )
-        if self.reductions == "symmetric" and self.level == "no_shard":
-            raise ConfigurationError(
-                "data_parallel.reductions='symmetric' needs ranks that own shards of gradients, and level 'no_shard' "
-                "has none; use level 'optim', or leave it out."
-            )
-        if self.gathers == "symmetric" and self.level == "no_shard":
-            raise ConfigurationError(
-                "data_parallel.gathers='symmetric' with level 'no_shard', where every rank updates all parameters and "
-                "nothing is gathered; use level 'optim', or leave it out."
-            )
+        for name in ("gathers", "reductions"):
+            if getattr(advanced, name) == "symmetric" and self.level == "no_shard":
+                raise ConfigurationError(
+                    f"data_parallel.advanced.{name}='symmetric' with level 'no_shard', which shards nothing: gradients "
+                    "are all-reduced and no parameter is gathered; use level 'optim', or leave it out."
+                )
         if self.replicate > 1 and self.level == "no_shard":
             raise ConfigurationError(
                 f"data_parallel.replicate={self.replicate} makes groups of ranks that share shards, and level "
                 "'no_shard' has none; leave it at 1, or use another level."
             )
-        for name in ("replicate", "bucket_size", "edge_bucket_size", "max_ctas"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigurationError(f"data_parallel.{name}={value}; it must be at least 1.")
+        for name, least in (("replicate", 1), ("bucket_size", 1), ("prefetch", 0)):
+            _check_at_least(name, getattr(self, name), least)
         if not 0 <= self.optimizer_offload_fraction <= 1:
             raise ConfigurationError(
                 f"data_parallel.optimizer_offload_fraction={self.optimizer_offload_fraction}; it must be between 0 "
                 "(nothing) and 1 (all masters and optimizer state)."
             )
-        if self.prefetch is not None and self.prefetch < 0:
-            raise ConfigurationError(f"data_parallel.prefetch={self.prefetch}; it must be at least 0.")
 
     @property
     def has_units(self) -> bool:
@@ -203,10 +189,10 @@ class DataParallelOptions:
                     f"data_parallel.{name}={getattr(self, name)} with level {self.level!r}, which shards no "
                     "parameters; leave it out, or use level 'optim_grads_params'."
                 )
-        if not self.replicate_optimizer and self.replicate == 1:
+        if not self.advanced.replicate_optimizer and self.replicate == 1:
             raise ConfigurationError(
-                "data_parallel.replicate_optimizer=False with replicate=1: there are no groups of replicas that could "
-                "divide the optimizer. Leave it out, or set replicate (device_mesh of MegatronFSDPStrategy)."
+                "data_parallel.advanced.replicate_optimizer=False with replicate=1: there are no groups of replicas "
+                "that could divide the optimizer. Leave it out, or set replicate (device_mesh of MegatronFSDPStrategy)."
             )
         if self.has_units and schedule == "combined":
             raise ConfigurationError(
@@ -214,39 +200,14 @@ class DataParallelOptions:
                 "gather and free the same unit. Use level 'optim', or another schedule."
             )
 
-    def engine(
-        self,
-        params: Sequence[ParamInfo],
-        mesh: ParallelMesh,
-        device: torch.device | None = None,
-        units: Sequence[Sequence[nn.Module]] = (),
-        route: PassOrder | None = None,
-    ) -> DataParallelEngine:
-        """An engine with these options; see :class:`~megalight.parallel.data_parallel.DataParallelEngine`."""
-        return DataParallelEngine(
-            params,
-            mesh,
-            level=self.level,
-            grad_dtype=DTYPES.get(self.gradient_dtype or ""),
-            master_dtype=DTYPES.get(self.master_dtype or ""),
-            reduce_dtype=DTYPES.get(self.reduce_dtype or ""),
-            reduction="accumulate_fp32" if self.reduce_scatter_with_fp32_accumulation else "sum",
-            bucket_size=self.bucket_size,
-            edge_bucket_size=self.edge_bucket_size,
-            max_ctas=self.max_ctas,
-            overlap_grad_reduce=self.overlap_grad_reduce,
-            overlap_param_gather=self.overlap_param_gather,
-            device=device,
-            replicate=self.replicate,
-            replicate_optimizer=self.replicate_optimizer,
-            units=units,
-            route=route,
-            prefetch=self.prefetch,
-            reduce_each_micro_batch=self.reduce_each_micro_batch,
-            optimizer_offload_fraction=self.optimizer_offload_fraction,
-            check_for_nan=self.check_for_nan,
-            find_unused_parameters=bool(self.find_unused_parameters),
-            nccl_ub=self.nccl_ub,
-            gathers=self.gathers,
-            reductions=self.reductions,
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigurationError(
+            f"data_parallel.{name}={value!r}; it must be one of {', '.join(choices)}." + nearest(str(value), choices)
         )
+
+
+def _check_at_least(name: str, value: int | None, least: int) -> None:
+    if value is not None and value < least:
+        raise ConfigurationError(f"data_parallel.{name}={value}; it must be at least {least}.")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megalight.errors import ConfigurationError, LayoutError
+from megalight.errors import LayoutError
 from megalight.imports import torch_distributed
 from megalight.ops.sum_terms import sum_terms
 from megalight.parallel.data_parallel.buffers import Bucket
@@ -130,8 +130,6 @@ class PushedSums:
         current.wait_stream(copies.stream)
 
 
-REDUCTIONS = ("sum", "accumulate_fp32")
-
 reduce_scatter = torch_distributed("reduce_scatter_single", "reduce_scatter_tensor")
 
 
@@ -141,28 +139,18 @@ class Reducer:
     Args:
         scatter: every rank needs only its own interval (reduce-scatter); otherwise it needs all (all-reduce).
         wire_dtype: dtype in which gradients are sent and summed; None: the buffer's.
-        reduction: ``"sum"`` leaves the sum to the collective. ``"accumulate_fp32"`` exchanges the intervals
-            (all-to-all, with the same number of bytes) and sums them here in float32, so that the sum of low-precision
-            gradients loses no precision, however many ranks there are.
-        pushed: sums the gradients of the groups that it serves, in float32 whatever ``reduction`` says; None: none.
-
-    Raises:
-        ConfigurationError: an unknown reduction, or ``accumulate_fp32`` without scattering.
+        fp32_accumulation: exchange the intervals (all-to-all, with the same number of bytes) and sum them here in
+            float32, so that the sum of low-precision gradients loses no precision, however many ranks there are. False:
+            the collective sums. It needs ``scatter``.
+        pushed: sums the gradients of the groups that it serves, in float32 whatever ``fp32_accumulation`` says.
     """
 
     def __init__(
-        self, scatter: bool, wire_dtype: torch.dtype | None, reduction: str, pushed: PushedSums | None = None
+        self, scatter: bool, wire_dtype: torch.dtype | None, fp32_accumulation: bool, pushed: PushedSums | None = None
     ) -> None:
-        if reduction not in REDUCTIONS:
-            raise ConfigurationError(f"reduction {reduction!r} is unknown; use one of {', '.join(REDUCTIONS)}.")
-        if reduction == "accumulate_fp32" and not scatter:
-            raise ConfigurationError(
-                "reduction 'accumulate_fp32' works on each rank's own interval, which level 'no_shard' does not have; "
-                "use level 'optim', or reduction 'sum' with reduce_dtype=torch.float32."
-            )
         self.scatter = scatter
         self.wire_dtype = wire_dtype
-        self.exchange = reduction == "accumulate_fp32"
+        self.exchange = fp32_accumulation
         self._pushed = pushed
 
     def start(self, bucket: Bucket) -> Callable[[], Tensor]:

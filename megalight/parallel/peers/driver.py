@@ -112,5 +112,5 @@ def _check(code: int, call: str) -> None:
         raise MegalightError(
             f"the CUDA driver's {call} failed with code {code} (CUresult in cuda.h). Go without it: choose "
             "TensorOptions(overlap='plain'), ExpertOptions(dispatcher='all_to_all'), PipelineOptions(messages='plain') "
-            "and DataParallelOptions(gathers='plain', reductions='plain'). Report the driver's version."
+            "and data_parallel.advanced gathers='plain', reductions='plain'. Report the driver's version."
         )

@@ -8,7 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
+from megalight.parallel.data_parallel import (
+    DataParallelEngine,
+    ParamInfo,
+)
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardPiece, ShardSpec
 from tests.parallel.data_parallel.stale import stale_gradients

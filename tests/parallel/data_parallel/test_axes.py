@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalight.ops.parameter import state_of
-from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
+from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions, ParamInfo
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardPiece, ShardSpec, check_cover
 from tests.parallel.data_parallel.helpers import assert_close, mesh, split_spec
@@ -33,7 +33,7 @@ def _one_step(level: str, degrees: dict[str, int]) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     held = specs(grid)
     infos = [ParamInfo(n, nn.Parameter(torch.zeros(s.shape, dtype=torch.float64)), s, 0) for n, s in held.items()]
-    engine = DataParallelEngine(infos, grid, level=level)
+    engine = DataParallelEngine(infos, grid, DataParallelOptions(level=level))
     assert [bucket.layout.kind.data for bucket in engine.buckets] == [("edp",), ("dp", "cp")]
     optimizer = torch.optim.SGD([shard.master for shard in engine.shards], lr=1.0)
     engine.zero_grad()
@@ -70,7 +70,7 @@ def _two_models(level: str) -> None:
         ParamInfo("norm", nn.Parameter(torch.zeros(3, dtype=torch.float64)), norm, 0, mesh=split),
         ParamInfo("b", nn.Parameter(torch.zeros(5, dtype=torch.float64)), split_spec("b", (5,)), 0, mesh=whole),
     ]
-    engine = DataParallelEngine(infos, whole, level=level)
+    engine = DataParallelEngine(infos, whole, DataParallelOptions(level=level))
     engine.zero_grad()
     terms = _values("a", 0, 4, 3)[2 * rank :][:2], _values("n", rank, 3), _values("b", rank, 5)
     for info, term in zip(infos, terms, strict=True):

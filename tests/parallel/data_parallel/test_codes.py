@@ -16,7 +16,7 @@ from megalight.ops.quantize import Quantized, quantize
 from megalight.ops.quantize.recipes import recipe
 from megalight.optim import Adam, shard_optimizer
 from megalight.optim.adam import MomentDtype
-from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
+from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions, ParamInfo
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.units import owned_alone, units_of
@@ -41,7 +41,11 @@ def build(
         precision = LowPrecision(recipe(name), session, emulate=True, primary=primary)
         state_of(parameters[weight]).precision = precision
     infos = [ParamInfo(name, p, ShardSpec.replicated(name, tuple(p.shape)), 0) for name, p in parameters.items()]
-    return parameters, DataParallelEngine(infos, over or ParallelMesh(), bucket_size=bucket_size), session
+    return (
+        parameters,
+        DataParallelEngine(infos, over or ParallelMesh(), DataParallelOptions(bucket_size=bucket_size)),
+        session,
+    )
 
 
 def held(parameter: nn.Parameter) -> Quantized:
@@ -244,7 +248,7 @@ def _sharded(level: str, primary: bool, replicate: int) -> tuple[list[float], li
         ParamInfo(name, p, ShardSpec.replicated(name, tuple(p.shape)), 0, unit=numbers[id(p)])
         for name, p in model.named_parameters()
     ]
-    engine = DataParallelEngine(infos, mesh(), level=level, units=units, replicate=replicate)
+    engine = DataParallelEngine(infos, mesh(), DataParallelOptions(level=level, replicate=replicate), units=units)
     optimizer = shard_optimizer(Adam(model.parameters(), lr=0.05), engine)
     narrow, losses = engine.memory()["parameters"], []
     draws = torch.Generator().manual_seed(engine.mesh.global_rank)

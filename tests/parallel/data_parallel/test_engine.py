@@ -14,7 +14,13 @@ from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError, MegalightError
 from megalight.ops.parameter import add_gradient
-from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo, bucket_keys
+from megalight.parallel.data_parallel import (
+    AdvancedDataParallelOptions,
+    DataParallelEngine,
+    DataParallelOptions,
+    ParamInfo,
+    bucket_keys,
+)
 from megalight.parallel.data_parallel import reduce as reduce_module
 from megalight.parallel.groups import new_group
 from megalight.parallel.mesh import ParallelMesh
@@ -44,7 +50,11 @@ def _edges_and_limits() -> list[int]:
 
     model, reference = build(), build()
     with patch.object(bucket_keys, "new_group", group), patch.object(dist, "get_backend", lambda: "nccl"):
-        engine = DataParallelEngine(infos(model), mesh(), bucket_size=60, edge_bucket_size=8, max_ctas=3)
+        engine = DataParallelEngine(
+            infos(model),
+            mesh(),
+            DataParallelOptions(bucket_size=60, advanced=AdvancedDataParallelOptions(edge_bucket_size=8, max_ctas=3)),
+        )
     assert asked == [((0, 1), 3)]
     inputs = batches(0, 2, 1)
     sent: list[int] = []
@@ -71,7 +81,9 @@ def test_small_buckets_at_the_edge_and_a_limit_on_multiprocessors() -> None:
 
 def _limited_without_nccl() -> None:
     with pytest.raises(ConfigurationError, match=r"^max_ctas=3 limits.*the backend here is gloo\. Remove it"):
-        DataParallelEngine(infos(build()), mesh(), max_ctas=3)
+        DataParallelEngine(
+            infos(build()), mesh(), DataParallelOptions(advanced=AdvancedDataParallelOptions(max_ctas=3))
+        )
 
 
 def test_a_limit_on_multiprocessors_needs_nccl() -> None:
@@ -98,7 +110,9 @@ def _trains_like_one_process(level: str) -> None:
     for overlap, micro in product((True, False), (1, 3)):
         model, reference = build(), build()
         engine = DataParallelEngine(
-            infos(model), mesh(), level=level, bucket_size=30, overlap_grad_reduce=overlap, overlap_param_gather=overlap
+            infos(model),
+            mesh(),
+            DataParallelOptions(level=level, bucket_size=30, overlap_grad_reduce=overlap, overlap_param_gather=overlap),
         )
         assert len(engine.buckets) > 2
         optimizer = torch.optim.AdamW([shard.master for shard in engine.shards], lr=0.05)
@@ -127,11 +141,14 @@ def test_trains_like_one_process(level: str, world: int) -> None:
     run(_trains_like_one_process, world, level)
 
 
-def _half_parameters(level: str, grad_dtype: torch.dtype) -> None:
-    """Against a loop written out by hand: fp32 masters, gradients added up in ``grad_dtype``, SGD on the masters."""
+def _half_parameters(level: str, name: str) -> None:
+    """Against a loop written out by hand: fp32 masters, gradients added up in this dtype, SGD on the masters."""
     world, rank = dist.get_world_size(), dist.get_rank()
     model, reference = build(torch.bfloat16), build(torch.bfloat16)
-    engine = DataParallelEngine(infos(model), mesh(), level=level, bucket_size=30, grad_dtype=grad_dtype)
+    engine = DataParallelEngine(
+        infos(model), mesh(), DataParallelOptions(level=level, bucket_size=30, gradient_dtype=name)
+    )
+    grad_dtype = getattr(torch, name)
     assert all(shard.master.dtype == torch.float32 for shard in engine.shards)
     optimizer = torch.optim.SGD([shard.master for shard in engine.shards], lr=0.01)
     masters = [p.detach().float() for p in reference.parameters()]
@@ -160,8 +177,8 @@ def _half_parameters(level: str, grad_dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("level", ["no_shard", "optim"])
-@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
-def test_half_parameters_with_float32_masters(level: str, grad_dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("grad_dtype", ["float32", "bfloat16"])
+def test_half_parameters_with_float32_masters(level: str, grad_dtype: str) -> None:
     run(_half_parameters, 2, level, grad_dtype)
 
 
@@ -204,7 +221,7 @@ def test_frozen_parameters_are_left_alone() -> None:
 
 def _masters_keep_more_than_parameters() -> None:
     model, values = build(torch.bfloat16), dict(build(torch.float32).named_parameters())
-    engine = DataParallelEngine(infos(model), mesh(), bucket_size=30)
+    engine = DataParallelEngine(infos(model), mesh(), DataParallelOptions(bucket_size=30))
     for name, value in values.items():
         engine.fill_masters(name, value)
     engine.fill_masters("someone else's", torch.zeros(3))
@@ -253,7 +270,7 @@ def _tied_and_unused() -> None:
     torch.manual_seed(3)
     model = Tied().double()
     reference = copy.deepcopy(model)
-    engine = DataParallelEngine(infos(model), mesh(), bucket_size=1)
+    engine = DataParallelEngine(infos(model), mesh(), DataParallelOptions(bucket_size=1))
     assert len(engine.infos) == 2
     for step in range(3):
         inputs = batches(step, world, 2)
@@ -272,7 +289,7 @@ def test_tied_and_unused_parameters(world: int) -> None:
 def _sent_early() -> list[int]:
     """How many buckets were under way when the last backward pass of each of three steps ended."""
     model = build()
-    engine = DataParallelEngine(infos(model), mesh(), bucket_size=1)
+    engine = DataParallelEngine(infos(model), mesh(), DataParallelOptions(bucket_size=1))
     sent = []
     for step in range(3):
         engine.zero_grad()
@@ -292,7 +309,7 @@ def test_buckets_are_sent_during_the_last_backward_once_it_is_known_what_arrives
 def _given_up_halfway() -> None:
     """A backward pass that fails after buckets were sent; the next step is as if it had never been."""
     model, reference = build(), build()
-    engine = DataParallelEngine(infos(model), mesh(), bucket_size=1)
+    engine = DataParallelEngine(infos(model), mesh(), DataParallelOptions(bucket_size=1))
     inputs = batches(0, dist.get_world_size(), 1)
     accumulate(engine, model, inputs[dist.get_rank()])
     engine.zero_grad()
@@ -320,7 +337,7 @@ def test_late_gradient_is_an_error_with_the_remedy() -> None:
 
 def test_a_parameter_never_used_before_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
     model = Tied().double()
-    engine = DataParallelEngine(infos(model), ParallelMesh(), bucket_size=1)
+    engine = DataParallelEngine(infos(model), ParallelMesh(), DataParallelOptions(bucket_size=1))
     with caplog.at_level("INFO"):
         accumulate(engine, model, batches(0, 1, 2)[0])
         accumulate(engine, model, batches(0, 1, 2)[0])
@@ -394,7 +411,7 @@ def test_a_model_without_trainable_parameters() -> None:
 
 def test_gradients_are_scaled() -> None:
     model = build()
-    engine = DataParallelEngine(infos(model), ParallelMesh(), bucket_size=30)
+    engine = DataParallelEngine(infos(model), ParallelMesh(), DataParallelOptions(bucket_size=30))
     accumulate(engine, model, batches(0, 1, 1)[0])
     norm = engine.grad_norm()
     engine.scale_gradients(torch.tensor(0.25, dtype=torch.float64))
@@ -426,4 +443,4 @@ class _Mesh(ParallelMesh):
 
 def _without_groups(params: list[ParamInfo], world: int, rank: int, level: str) -> DataParallelEngine:
     with patch.object(bucket_keys, "shared_group", lambda ranks, purpose: None):
-        return DataParallelEngine(params, _Mesh(world, rank), level=level)
+        return DataParallelEngine(params, _Mesh(world, rank), DataParallelOptions(level=level))

@@ -13,6 +13,7 @@ from megalight.optim import Adam, shard_optimizer
 from megalight.parallel.data_parallel import DataParallelEngine, clip_coefficient
 from megalight.parallel.mesh import ParallelMesh
 from tests.parallel.data_parallel.helpers import accumulate, assert_close, infos, loss
+from tests.support.options import data_parallel
 from tests.support.workers import meeting
 
 pytestmark = pytest.mark.gpu
@@ -48,7 +49,9 @@ def _train(rank: int, world: int, fused: bool, **options: object) -> tuple[list[
     """Three steps; every rank's inputs in turn where ``world`` ranks are played by one process."""
     model = Net(fused).cuda().bfloat16()
     real = dist.get_world_size() if dist.is_initialized() else 1
-    engine = DataParallelEngine(infos(model), ParallelMesh(real, rank), bucket_size=WIDTH * WIDTH, **options)  # type: ignore[arg-type]
+    engine = DataParallelEngine(
+        infos(model), ParallelMesh(real, rank), data_parallel(bucket_size=WIDTH * WIDTH, **options)
+    )  # type: ignore[arg-type]
     if real > 1:
         engine.attach_gather_hooks(model)
     optimizer = shard_optimizer(Adam(model.parameters(), lr=1e-2), engine)
@@ -98,8 +101,8 @@ def _two_ranks(rank: int, place: str) -> None:
             {"level": "optim"},
             {"level": "optim", "overlap_grad_reduce": False, "overlap_param_gather": False},
             {"level": "optim", "max_ctas": 4, "edge_bucket_size": 1},
-            {"level": "optim", "reduce_dtype": torch.bfloat16},
-            {"level": "optim", "grad_dtype": torch.bfloat16, "reduction": "accumulate_fp32"},
+            {"level": "optim", "reduce_dtype": "bfloat16"},
+            {"level": "optim", "gradient_dtype": "bfloat16", "reduce_scatter_with_fp32_accumulation": True},
         ):
             norms, params = _train(rank, 2, True, **options)
             for a, b in zip(norms, expected_norms, strict=True):

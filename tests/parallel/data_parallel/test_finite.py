@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megalight.errors import MegalightError
-from megalight.parallel.data_parallel import DataParallelEngine
+from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions
 from megalight.parallel.data_parallel.grad_norm import check_finite
 from tests.parallel.data_parallel.helpers import accumulate, batches, build, infos, mesh
 from tests.support.workers import run
@@ -15,7 +15,9 @@ from tests.support.workers import run
 
 def _spoilt(level: str, bad: float) -> list[str]:
     model = build()
-    engine = DataParallelEngine(infos(model), mesh(), level=level, bucket_size=30, check_for_nan=True)
+    engine = DataParallelEngine(
+        infos(model), mesh(), DataParallelOptions(level=level, bucket_size=30, check_for_nan=True)
+    )
     inputs = batches(0, dist.get_world_size(), 2)[dist.get_rank()]
     accumulate(engine, model, inputs)  # good ones pass
     spoil = model[3].bias.register_hook(lambda gradient: gradient * bad)  # type: ignore[union-attr]

@@ -15,7 +15,7 @@ from megalight.ops.cross_entropy import linear_cross_entropy
 from megalight.ops.linear import linear
 from megalight.ops.linear.weight_gradient import WeightGradients, deferring
 from megalight.ops.parameter import state_of
-from megalight.parallel.data_parallel import DataParallelEngine
+from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions
 from megalight.parallel.mesh import ParallelMesh
 from tests.parallel.data_parallel.helpers import assert_close, infos, mesh
 from tests.parallel.data_parallel.stale import stale_gradients
@@ -96,7 +96,9 @@ def run_branches(
     """Five steps, each against torch alone; ``late``: weight gradients come after all passes, by ``backend``."""
     world, rank = grid.world_size, grid.global_rank
     model, reference = (each.to(device) for each in models(dtype))
-    engine = DataParallelEngine(infos(model), grid, level=level, bucket_size=40, overlap_grad_reduce=not late)
+    engine = DataParallelEngine(
+        infos(model), grid, DataParallelOptions(level=level, bucket_size=40, overlap_grad_reduce=not late)
+    )
     for step, pattern in enumerate(PATTERNS):
         tokens, queue = draw(step, world, len(pattern)).to(device), WeightGradients()
         with stale_gradients():
@@ -259,7 +261,7 @@ class Silent(torch.autograd.Function):
 def _silent() -> list[bool]:
     """Whether buckets were sent while the passes of each of three steps ran."""
     model = nn.Bilinear(3, 3, 3, bias=True)
-    engine = DataParallelEngine(infos(model), mesh(), bucket_size=1)
+    engine = DataParallelEngine(infos(model), mesh(), DataParallelOptions(bucket_size=1))
     early = []
     for _ in range(3):
         with stale_gradients():

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from megalight.optim import Adam
 from megalight.optim.sharded import shard_optimizer
-from megalight.parallel.data_parallel import DataParallelEngine, gather
+from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions, gather
 from tests.parallel.data_parallel.helpers import accumulate, assert_close, batches, build, infos, loss, mesh
 from tests.support.workers import run
 
 
 def _hooks_wait_for_their_own_parameters() -> None:
     model, reference = build(), build()
-    engine = DataParallelEngine(infos(model), mesh(), bucket_size=1)
+    engine = DataParallelEngine(infos(model), mesh(), DataParallelOptions(bucket_size=1))
     engine.attach_gather_hooks(model)
     for shard in engine.shards:
         shard.master.data.mul_(2)
@@ -54,7 +54,7 @@ class ReadsItsChild(nn.Module):
 
 def _parents_wait_for_childless_children() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(5, 5)), ReadsItsChild()).double()
-    engine = DataParallelEngine(infos(model), mesh(), bucket_size=1)
+    engine = DataParallelEngine(infos(model), mesh(), DataParallelOptions(bucket_size=1))
     engine.attach_gather_hooks(model)
     engine.publish()
     waiting = engine._parameters._gatherer._waits
@@ -70,7 +70,7 @@ def test_parents_wait_for_childless_children() -> None:
 
 def _an_ended_run_is_freed() -> None:
     model = build()
-    engine = DataParallelEngine(infos(model), mesh(), bucket_size=1)
+    engine = DataParallelEngine(infos(model), mesh(), DataParallelOptions(bucket_size=1))
     engine.attach_gather_hooks(model)
     accumulate(engine, model, batches(0, 1, 1)[0])
     engine.publish()
@@ -88,7 +88,7 @@ def test_modules_keep_nothing_of_an_ended_run() -> None:
 
 def _without_hooks(overlap: bool) -> None:
     model = build()
-    engine = DataParallelEngine(infos(model), mesh(), bucket_size=30, overlap_param_gather=overlap)
+    engine = DataParallelEngine(infos(model), mesh(), DataParallelOptions(bucket_size=30, overlap_param_gather=overlap))
     waiting = engine._parameters._gatherer._waits
     for shard in engine.shards:
         shard.master.data.fill_(1 + dist.get_rank())
@@ -114,7 +114,7 @@ def _travel_under_the_update(dtype: torch.dtype) -> None:
     """Two groups, as for weight decay: the norm and biases are in the second, but the forward pass needs them early."""
     model, reference = build(dtype), build(dtype)
     groups = {name: int(p.dim() == 1) for name, p in model.named_parameters()}
-    engine = DataParallelEngine(infos(model, groups.__getitem__), mesh(), bucket_size=1)
+    engine = DataParallelEngine(infos(model, groups.__getitem__), mesh(), DataParallelOptions(bucket_size=1))
     engine.attach_gather_hooks(model)
     optimizer, whole = (Adam(_in_groups(each, groups), lr=1e-2) for each in (model, reference))
     shard_optimizer(optimizer, engine)
@@ -160,7 +160,7 @@ def test_parameters_travel_under_the_update_of_others(dtype: torch.dtype) -> Non
 
 def _an_update_that_fails_is_published_anew() -> None:
     model = build(torch.bfloat16)
-    engine = DataParallelEngine(infos(model), mesh(), bucket_size=1)
+    engine = DataParallelEngine(infos(model), mesh(), DataParallelOptions(bucket_size=1))
     optimizer = shard_optimizer(Adam(model.parameters(), lr=0.1), engine)
     accumulate(engine, model, batches(0, 1, 1, torch.bfloat16)[0])
     update, count = optimizer._update, 0

@@ -26,6 +26,7 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.step import GlobalTotals
 from tests.support.nccl import runs_of
+from tests.support.options import data_parallel
 
 pytestmark = pytest.mark.gpu
 WIDTH, LAYERS, STEPS, NEVER = 1024, 6, 8, 1000
@@ -36,7 +37,7 @@ REAL, PUSHED = gather.gather_in_line, Pushes.gather
 
 def _engine(model: nn.Module, **options: Any) -> DataParallelEngine:
     infos = [ParamInfo(n, p, ShardSpec.replicated(n, tuple(p.shape)), 0) for n, p in model.named_parameters()]
-    engine = DataParallelEngine(infos, ParallelMesh(dist.get_world_size(), dist.get_rank()), **options)
+    engine = DataParallelEngine(infos, ParallelMesh(dist.get_world_size(), dist.get_rank()), data_parallel(**options))
     engine.attach_gather_hooks(model)
     return engine
 

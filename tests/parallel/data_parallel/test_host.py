@@ -16,14 +16,15 @@ from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOpt
 from megalight.parallel.data_parallel.host_masters import offloaded
 from megalight.parallel.data_parallel.layout import BucketKey, plan_buckets
 from tests.parallel.data_parallel.helpers import accumulate, assert_models_close, batches, build, infos, loss, mesh
+from tests.support.options import data_parallel
 from tests.support.workers import run
 
 STEPS = 3
 
 
 def _engine(model: nn.Module, fraction: float, **options: Any) -> DataParallelEngine:
-    given = DataParallelOptions(optimizer_offload_fraction=fraction, bucket_size=30, **options)
-    return given.engine(infos(model, lambda name: int("bias" in name)), mesh())
+    given = data_parallel(optimizer_offload_fraction=fraction, bucket_size=30, **options)
+    return DataParallelEngine(infos(model, lambda name: int("bias" in name)), mesh(), given)
 
 
 def _groups(model: nn.Module) -> list[dict[str, Any]]:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from megalight.optim import Adam, shard_optimizer
-from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions, ParamInfo, clip_coefficient
+from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo, clip_coefficient
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 from tests.parallel.data_parallel.helpers import assert_close
+from tests.support.options import data_parallel
 
 pytestmark = pytest.mark.gpu
 WIDTH, LAYERS, STEPS = 2048, 6, 4
@@ -26,8 +27,8 @@ def _model() -> nn.Sequential:
 
 def _engine(model: nn.Module, fraction: float, **options: Any) -> DataParallelEngine:
     infos = [ParamInfo(n, p, ShardSpec.replicated(n, tuple(p.shape)), 0) for n, p in model.named_parameters()]
-    given = DataParallelOptions(optimizer_offload_fraction=fraction, bucket_size=WIDTH * WIDTH, **options)
-    return given.engine(infos, ParallelMesh())
+    given = data_parallel(optimizer_offload_fraction=fraction, bucket_size=WIDTH * WIDTH, **options)
+    return DataParallelEngine(infos, ParallelMesh(), given)
 
 
 def _train(fraction: float, kind: type[torch.optim.Optimizer], **options: Any) -> tuple[Tensor, dict[str, int], int]:

@@ -91,5 +91,5 @@ def test_default_bucket_grows_with_the_ranks() -> None:
 
 @pytest.mark.parametrize("name", ["zero1", "full"])
 def test_levels_that_do_not_exist_are_refused(name: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"{name}.*use one of no_shard, optim"):
+    with pytest.raises(ConfigurationError, match=f"{name}.*must be one of no_shard, optim"):
         level_of(name)

@@ -17,6 +17,7 @@ from megalight.parallel.data_parallel.masters import check_masters
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 from tests.parallel.data_parallel.helpers import accumulate, batches, build, loss, mesh
+from tests.support.options import data_parallel
 from tests.support.workers import run
 
 STEPS, LR, DECAY, BETAS, EPS = 4, 0.02, 0.1, (0.9, 0.95), 1e-8
@@ -32,12 +33,12 @@ def _model(dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
 
 
 def _units(model: nn.Sequential, **options: Any) -> DataParallelEngine:
-    given = DataParallelOptions(**options)
+    given = data_parallel(**options)
     infos = [
         ParamInfo(name, p, ShardSpec.replicated(name, tuple(p.shape)), 0, unit=int(name[0]) // 2)
         for name, p in model.named_parameters()
     ]
-    return given.engine(infos, mesh(), units=[[model[0]], [model[2]]])
+    return DataParallelEngine(infos, mesh(), given, units=[[model[0]], [model[2]]])
 
 
 def _by_hand(world: int) -> list[Tensor]:
@@ -120,9 +121,10 @@ def test_masters_that_cannot_hold_the_weights_are_refused() -> None:
 def test_weights_of_another_dtype_keep_their_own_masters() -> None:
     model = _model()
     model[0][1].float()  # a norm in float32
-    engine = DataParallelOptions(level="no_shard", master_dtype="bfloat16").engine(
+    engine = DataParallelEngine(
         [ParamInfo(n, p, ShardSpec.replicated(n, tuple(p.shape)), 0) for n, p in model.named_parameters()],
         ParallelMesh(),
+        DataParallelOptions(level="no_shard", master_dtype="bfloat16"),
     )
     assert {bucket.shard.master.dtype for bucket in engine.buckets} == {torch.bfloat16, torch.float32}
     assert all(bucket.master_is_own_params for bucket in engine.buckets)

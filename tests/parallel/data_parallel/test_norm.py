@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalight.ops.parameter import state_of
-from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo, clip_coefficient
+from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions, ParamInfo, clip_coefficient
 from megalight.parallel.data_parallel.grad_norm import counted_runs, global_norm
 from megalight.parallel.data_parallel.masters import FlatShard
 from megalight.parallel.mesh import ParallelMesh
@@ -34,7 +34,7 @@ def _norm(level: str, tp: int, pp: int) -> None:
         (f"table{stage}", table, torch.cat([_whole("table", 7, 3), torch.full((1, 3), 1e3)])[rows * part :][:rows]),
     ]
     held = [ParamInfo(name, nn.Parameter(torch.zeros_like(g)), spec, 0) for name, spec, g in params]
-    engine = DataParallelEngine(held, grid, level=level)
+    engine = DataParallelEngine(held, grid, DataParallelOptions(level=level))
     engine.zero_grad()
     for info, (_, _, gradient) in zip(held, params, strict=True):
         state_of(info.parameter).add(gradient / world_dp)
@@ -64,7 +64,7 @@ def test_runs_join_over_gaps_between_parameters() -> None:
 def test_bfloat16_gradients_have_a_float32_norm() -> None:
     parameter = nn.Parameter(torch.zeros(1001, dtype=torch.bfloat16))
     info = ParamInfo("w", parameter, ShardSpec.replicated("w", (1001,)), 0)
-    engine = DataParallelEngine([info], ParallelMesh(), grad_dtype=torch.bfloat16)
+    engine = DataParallelEngine([info], ParallelMesh(), DataParallelOptions(gradient_dtype="bfloat16"))
     state_of(parameter).add(torch.ones(1001))
     engine.finish_grad_sync()
     assert engine.grad_norm().dtype == torch.float32

@@ -7,12 +7,12 @@ from torch import nn
 
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.ops.parameter import state_of
-from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
+from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions, ParamInfo
 from megalight.parallel.data_parallel.masters import FlatShard
 from megalight.parallel.data_parallel.reduce import partial_runs
-from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardPiece, ShardSpec
 from tests.parallel.data_parallel.helpers import assert_close, infos, mesh, split_spec
+from tests.support.options import data_parallel
 from tests.support.workers import run
 
 
@@ -27,7 +27,14 @@ def _reduced(
     world, rank, size = dist.get_world_size(), dist.get_rank(), 1001
     model = nn.Linear(size, 1, bias=False).bfloat16()
     engine = DataParallelEngine(
-        infos(model), mesh(), level=level, grad_dtype=grad_dtype, reduce_dtype=reduce_dtype, reduction=reduction
+        infos(model),
+        mesh(),
+        data_parallel(
+            level=level,
+            gradient_dtype=str(grad_dtype).removeprefix("torch."),
+            reduce_dtype=reduce_dtype and str(reduce_dtype).removeprefix("torch."),
+            reduce_scatter_with_fp32_accumulation=reduction != "sum",
+        ),
     )
     engine.zero_grad()
     state_of(model.weight).add(_flat_gradient(size, rank).view(1, -1))
@@ -63,12 +70,9 @@ def test_dtypes_on_the_wire(world: int) -> None:
     run(_reductions, world, world)
 
 
-def test_reductions_that_cannot_work_are_refused() -> None:
-    model = nn.Linear(3, 3)
-    with pytest.raises(ConfigurationError, match="unknown; use one of sum, accumulate_fp32"):
-        DataParallelEngine(infos(model), ParallelMesh(), reduction="mean")
-    with pytest.raises(ConfigurationError, match="level 'no_shard' does not have; use level 'optim'"):
-        DataParallelEngine(infos(model), ParallelMesh(), level="no_shard", reduction="accumulate_fp32")
+def test_fp32_accumulation_needs_shards() -> None:
+    with pytest.raises(ConfigurationError, match="level 'no_shard' all-reduces them; use level 'optim'"):
+        DataParallelOptions(level="no_shard", reduce_scatter_with_fp32_accumulation=True)
 
 
 def _partial(level: str) -> None:
@@ -82,7 +86,7 @@ def _partial(level: str) -> None:
         ParamInfo("qk", nn.Parameter(torch.zeros(4, 5).double()), ShardSpec((whole, replicated), (4, 5)), 0),
         ParamInfo("plain", nn.Parameter(torch.zeros(77).double()), split_spec("plain", (77,)), 0),
     ]
-    engine = DataParallelEngine(params, grid, level=level)
+    engine = DataParallelEngine(params, grid, DataParallelOptions(level=level))
     engine.zero_grad()
     for number, info in enumerate(params):
         state_of(info.parameter).add(torch.full_like(info.parameter, (number + 1) * 10.0**rank))

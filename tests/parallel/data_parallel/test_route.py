@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 from torch import nn
 
-from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo, unshard
+from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions, ParamInfo, unshard
 from megalight.parallel.data_parallel.unit_memory import PassOrder, UnitPass
 from megalight.parallel.data_parallel.unshard import Unsharder
 from megalight.parallel.pipeline.executor import passes_of
@@ -65,7 +65,11 @@ def _late(sizes: tuple[int, ...], schedule: str, rank: int, known: bool) -> tupl
     ]
     route = _route(chunks, schedule, rank)
     engine = DataParallelEngine(
-        infos, mesh(), level="optim_grads_params", units=units, route=route if known else PassOrder(chunks)
+        infos,
+        mesh(),
+        DataParallelOptions(level="optim_grads_params"),
+        units=units,
+        route=route if known else PassOrder(chunks),
     )
     assert engine.units is not None
     for whole in ([b.params for b in engine.units.buckets], [b.grads for b in engine.buckets]):

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
+from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions, ParamInfo
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.units import owned_alone, units_of
 from tests.parallel.data_parallel.helpers import mesh
@@ -95,7 +95,7 @@ def _trained(tied: bool, frozen: bool, limit: int) -> tuple[int, int, int]:
     ]
     ids = torch.tensor([1, 5])
     with Counting(limit) as counting:
-        engine = DataParallelEngine(infos, mesh(), level="optim_grads_params", units=units)
+        engine = DataParallelEngine(infos, mesh(), DataParallelOptions(level="optim_grads_params"), units=units)
         del infos
         counting.peak = 0
         for _ in range(2):

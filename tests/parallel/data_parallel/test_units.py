@@ -14,7 +14,13 @@ from torch.utils.checkpoint import checkpoint
 
 from megalight.errors import ConfigurationError, MegalightError
 from megalight.ops.parameter import state_of
-from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions, ParamInfo, unshard
+from megalight.parallel.data_parallel import (
+    AdvancedDataParallelOptions,
+    DataParallelEngine,
+    DataParallelOptions,
+    ParamInfo,
+    unshard,
+)
 from megalight.parallel.data_parallel.layout import BucketKey, BucketLayout, align, plan_buckets
 from megalight.parallel.data_parallel.unit_memory import choose
 from megalight.parallel.mesh import ParallelMesh
@@ -22,6 +28,7 @@ from megalight.parallel.shard import ShardSpec
 from megalight.parallel.units import owned_alone, units_of
 from tests.parallel.data_parallel.helpers import assert_close, assert_models_close, mesh
 from tests.parallel.data_parallel.stale import stale_gradients
+from tests.support.options import data_parallel
 from tests.support.workers import run
 
 WIDTH = 6
@@ -74,7 +81,7 @@ def engine_of(net: nn.Module, level: str = "optim_grads_params", **options: Any)
         ParamInfo(name, p, ShardSpec.replicated(name, tuple(p.shape)), int(p.ndim < 2), unit=numbers.get(id(p)))
         for name, p in net.named_parameters()
     ]
-    return DataParallelEngine(infos, mesh(), level=level, units=units, **options)
+    return DataParallelEngine(infos, mesh(), data_parallel(level=level, **options), units=units)
 
 
 def loss_of(net: nn.Module, ids: Tensor) -> Tensor:
@@ -427,8 +434,13 @@ def _low_precision_sums(replicate: int, both: bool = False) -> None:
     for reduction in ("sum", "accumulate_fp32"):
         net = Net(4).bfloat16()
         exact = Net(4).bfloat16().double()
-        options: dict[str, Any] = {"reduction": reduction, "replicate": replicate, "replicate_optimizer": not both}
-        engine = engine_of(net, grad_dtype=torch.bfloat16, **options)
+        engine = engine_of(
+            net,
+            gradient_dtype="bfloat16",
+            reduce_scatter_with_fp32_accumulation=reduction != "sum",
+            replicate=replicate,
+            replicate_optimizer=not both,
+        )
         engine.zero_grad()
         ids = ids_of(0, dist.get_world_size(), 6)
         with engine.micro_batches(6):
@@ -488,7 +500,7 @@ def _divided() -> None:
 def test_replicas_may_divide_the_optimizer() -> None:
     run(_divided, 4)
     with pytest.raises(ConfigurationError, match=r"replicate_optimizer=False with replicate=1: .*set replicate"):
-        DataParallelOptions(replicate_optimizer=False).check("auto")
+        DataParallelOptions(advanced=AdvancedDataParallelOptions(replicate_optimizer=False)).check("auto")
 
 
 class Model(nn.Module):

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from megalight.nn.linear import Linear
 from megalight.optim import Adam, shard_optimizer
-from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo, clip_coefficient
+from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions, ParamInfo, clip_coefficient
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.units import owned_alone, units_of
 from tests.parallel.data_parallel.helpers import assert_close
 from tests.support.nccl import runs_of
+from tests.support.options import data_parallel
 
 pytestmark = pytest.mark.gpu
 WIDTH, LAYERS = 2048, 6
@@ -62,7 +63,9 @@ def train(level: str, strict: bool, **options: Any) -> tuple[Tensor, Tensor, int
         ParamInfo(name, p, ShardSpec.replicated(name, tuple(p.shape)), 0, unit=numbers.get(id(p)))
         for name, p in model.named_parameters()
     ]
-    engine = DataParallelEngine(infos, ParallelMesh(world, dist.get_rank()), level=level, units=units, **options)
+    engine = DataParallelEngine(
+        infos, ParallelMesh(world, dist.get_rank()), data_parallel(level=level, **options), units=units
+    )
     optimizer = shard_optimizer(Adam(model.parameters(), lr=1e-3), engine)
     draws = torch.Generator().manual_seed(dist.get_rank())
     inputs = [torch.randn(2, 4096, WIDTH, generator=draws).cuda().bfloat16() for _ in range(5)]
@@ -100,7 +103,9 @@ def _read_between_steps(level: str) -> Tensor:
         ParamInfo(name, p, ShardSpec.replicated(name, tuple(p.shape)), 0, unit=numbers.get(id(p)))
         for name, p in model.named_parameters()
     ]
-    engine = DataParallelEngine(infos, ParallelMesh(world, dist.get_rank()), level=level, units=units)
+    engine = DataParallelEngine(
+        infos, ParallelMesh(world, dist.get_rank()), DataParallelOptions(level=level), units=units
+    )
     optimizer = shard_optimizer(Adam(model.parameters(), lr=1e-3), engine)
     draws = torch.Generator().manual_seed(dist.get_rank())
     seen = []
@@ -129,7 +134,7 @@ def _dropped() -> int:
             for name, p in model.named_parameters()
         ]
         engine = DataParallelEngine(
-            infos, ParallelMesh(world, dist.get_rank()), level="optim_grads_params", units=units
+            infos, ParallelMesh(world, dist.get_rank()), DataParallelOptions(level="optim_grads_params"), units=units
         )
         whole = [(bucket.params.numel(), bucket.params.dtype) for bucket in engine.units.buckets]  # type: ignore[union-attr]
         torch.cuda.synchronize()

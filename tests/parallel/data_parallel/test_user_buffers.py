@@ -17,10 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megalight.errors import ConfigurationError
-from megalight.parallel.data_parallel import DataParallelOptions, communication
+from megalight.parallel.data_parallel import AdvancedDataParallelOptions, DataParallelOptions, communication
 from megalight.parallel.data_parallel.communication import why_not
 from tests.parallel.data_parallel.helpers import assert_models_close
 from tests.parallel.data_parallel.test_units import Net, _reference, _train, engine_of
+from tests.support.options import data_parallel
 from tests.support.workers import run
 
 CUDA = torch.device("cuda")
@@ -85,7 +86,7 @@ def _trained(level: str, kind: str, replicate: int) -> None:
         patch.object(torch.cuda, "synchronize", lambda _: None),
     ):
         net, expected = Net(3).double(), Net(3).double()
-        engine = engine_of(net, level, replicate=replicate, nccl_ub=kind, master_dtype=torch.float64)
+        engine = engine_of(net, level, replicate=replicate, nccl_ub=kind)
         pool = engine._user_buffers._pool
         assert isinstance(pool, Pool)
         flat = [*engine.buckets, *engine.frozen]
@@ -178,7 +179,7 @@ def _refused() -> None:
 def test_what_cannot_be_registered_is_refused() -> None:
     run(_refused, 2)
     with pytest.raises(ConfigurationError, match="nccl_ub='on'; it must be one of off, local, symmetric"):
-        DataParallelOptions(nccl_ub="on")  # type: ignore[arg-type]
+        DataParallelOptions(advanced=AdvancedDataParallelOptions(nccl_ub="on"))  # type: ignore[arg-type]
     for options in ({"reduce_dtype": "float32"}, {"reduce_scatter_with_fp32_accumulation": True}):
         with pytest.raises(ConfigurationError, match=r"nccl_ub='local' with reduce_.*, which sends gradients from"):
-            DataParallelOptions(nccl_ub="local", **options)  # type: ignore[arg-type]
+            data_parallel(nccl_ub="local", **options)  # type: ignore[arg-type]

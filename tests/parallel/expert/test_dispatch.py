@@ -25,7 +25,7 @@ from megalight.nn.init import initialize as initialize_whole
 from megalight.nn.moe import Experts
 from megalight.ops.router import Routes
 from megalight.parallel.apply import parallelize
-from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
+from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions, ParamInfo
 from megalight.parallel.expert import AllToAllDispatcher, ExpertOptions
 from megalight.parallel.expert.token_pool import EqualTokens
 from megalight.parallel.initial_values import initialize, materialize
@@ -62,7 +62,7 @@ def step(degrees: dict[str, int], level: str, dispatcher: str) -> dict[str, floa
     materialize(model, "cpu")
     initialize(model, specs, 3)
     infos = [ParamInfo(name, p, specs[name], 0) for name, p in model.named_parameters()]
-    engine = DataParallelEngine(infos, mesh, level=level, bucket_size=3000)
+    engine = DataParallelEngine(infos, mesh, DataParallelOptions(level=level, bucket_size=3000))
     optimizer = torch.optim.SGD([shard.master for shard in engine.shards], lr=0.1)
     expected = torch.optim.SGD(whole.parameters(), lr=0.1)
     errors = {}

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megalight.parallel.data_parallel import DataParallelEngine
+from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions
 from megalight.parallel.data_parallel import gather as gathers
 from megalight.parallel.graphs.fingerprint import Fingerprint
 from megalight.parallel.graphs.iteration import IterationGraphs
@@ -88,7 +88,7 @@ class Run:
             patch.object(gathers, "side_stream", lambda device, needed, urgent=False: side if needed else None),
             patch.object(torch.cuda, "Event", Mark),
         ):
-            self.engine = DataParallelEngine(infos(self.model), mesh(), bucket_size=1)
+            self.engine = DataParallelEngine(infos(self.model), mesh(), DataParallelOptions(bucket_size=1))
         self.engine.attach_gather_hooks(self.model)
         self.optimizer = torch.optim.AdamW([shard.master for shard in self.engine.shards], lr=0.05)
         self.expected = torch.optim.AdamW(self.alone.parameters(), lr=0.05)

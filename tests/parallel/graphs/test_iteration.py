@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalight.errors import MegalightError
-from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
+from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions, ParamInfo
 from megalight.parallel.graphs.fingerprint import Fingerprint
 from megalight.parallel.graphs.inspection import Inspection, Operation
 from megalight.parallel.graphs.iteration import REMEMBERED, IterationGraphs
@@ -35,7 +35,7 @@ class Steps:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.0), nn.Linear(4, 2)).double()
         infos = [ParamInfo(n, p, ShardSpec.replicated(n, tuple(p.shape)), 0) for n, p in self.model.named_parameters()]
-        self.engine = DataParallelEngine(infos, ParallelMesh(), level="no_shard")
+        self.engine = DataParallelEngine(infos, ParallelMesh(), DataParallelOptions(level="no_shard"))
         self.tape = Tape()
         self.tape.enter()
         self.reasons: list[str] = []

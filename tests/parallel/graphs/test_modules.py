@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError, MegalightError
-from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
+from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions, ParamInfo
 from megalight.parallel.graphs.backends import Named, Parts
 from megalight.parallel.graphs.modules import ModuleGraphs
 from megalight.parallel.mesh import ParallelMesh
@@ -50,7 +50,7 @@ class Steps:
         torch.manual_seed(0)
         self.model = Model(between).double()
         infos = [ParamInfo(n, p, ShardSpec.replicated(n, tuple(p.shape)), 0) for n, p in self.model.named_parameters()]
-        self.engine = DataParallelEngine(infos, ParallelMesh(), level="no_shard", bucket_size=20)
+        self.engine = DataParallelEngine(infos, ParallelMesh(), DataParallelOptions(level="no_shard", bucket_size=20))
         self.tape = Tape()
         self.tape.enter()
         self.reasons: list[str] = []

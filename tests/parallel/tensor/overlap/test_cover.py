@@ -18,7 +18,7 @@ from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.mixer_config import AttentionConfig
 from megalight.models.gpt.plan import gpt_plan
 from megalight.parallel.apply import parallelize
-from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
+from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions, ParamInfo
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.recompute import RecomputeOptions, apply_recompute
 from megalight.parallel.tensor.overlap import pipelined
@@ -134,7 +134,7 @@ def covered(size: int, links: float) -> list[str]:
         specs = parallelize(model, gpt_plan(model), mesh, sequence_parallel=True, tensor=tensor)
         apply_recompute(model, recompute)
         infos = [ParamInfo(name, p, specs[name], 0) for name, p in model.named_parameters()]
-        engine = DataParallelEngine(infos, mesh, bucket_size=1)
+        engine = DataParallelEngine(infos, mesh, DataParallelOptions(bucket_size=1))
         engine.zero_grad()
         with engine.micro_batches(3):
             for index in range(3):
