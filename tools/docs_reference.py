@@ -86,7 +86,7 @@ def parameters(cls: type) -> dict[str, Any]:
     """Return argument -> annotation, without what Lightning's Trainer passes to strategies itself."""
     from lightning.pytorch.strategies import Strategy
 
-    from megalight.cli.classes import members
+    from megalight.cli.config_args import members
 
     passed = members(Strategy) if issubclass(cls, Strategy) else {}
     passed |= dict.fromkeys(("parallel_devices", "cluster_environment") if passed else ())

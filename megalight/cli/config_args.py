@@ -5,18 +5,89 @@ Nothing heavy is imported here, so that a mistake in a file is an error of a sec
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+import inspect
 import json
 import re
+import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from megalight.cli.classes import find_class
-from megalight.cli.messages import not_yaml
 from megalight.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from yaml import MarkedYAMLError
+
+
+def find_class(name: str) -> type | None:
+    """Return the class of an import path or, for a bare name, the imported Lightning subclass with this name."""
+    if "." in name:
+        module, _, attribute = name.rpartition(".")
+        try:
+            found = getattr(importlib.import_module(module), attribute, None)
+        except (ImportError, ValueError):  # ".2" has an empty name of a module
+            return None
+        return found if isinstance(found, type) else None
+    known = (cls for base in _bases() for cls in subclasses(base))
+    return next((cls for cls in known if cls.__name__ == name), None)
+
+
+def subclasses(base: type) -> Iterator[type]:
+    """Yield all imported subclasses, at any depth."""
+    below: list[type] = base.__subclasses__()
+    for cls in below:
+        yield cls
+        yield from subclasses(cls)
+
+
+def members(cls: type) -> dict[str, Any]:
+    """Return constructor argument -> annotation. ``**kwargs`` adds the arguments of base classes."""
+    if dataclasses.is_dataclass(cls):
+        hints = _hints(cls)
+        return {item.name: hints.get(item.name) for item in dataclasses.fields(cls) if item.init}
+    found: dict[str, Any] = {}
+    for base in cls.__mro__:
+        if "__init__" not in vars(base) or base is object:
+            continue
+        init = vars(base)["__init__"]
+        parameters = inspect.signature(init).parameters
+        hints = _hints(init)
+        for name, parameter in list(parameters.items())[1:]:
+            # Base classes come later in the order of `__mro__`, and must not replace an
+            # argument that was overridden.
+            if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+                found.setdefault(name, hints.get(name))
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            break
+    return found
+
+
+def class_in(annotation: Any) -> type | None:
+    """Return the configurable class in an annotation: the annotation itself, or the first class of a union."""
+    candidates = typing.get_args(annotation) or (annotation,)
+    return next((item for item in candidates if isinstance(item, type) and item.__module__ != "builtins"), None)
+
+
+def _hints(item: Any) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(item)
+    except (NameError, TypeError):  # annotations under TYPE_CHECKING, C functions
+        return {}
+
+
+def _bases() -> list[type]:
+    import lightning.pytorch as pl
+    from lightning.pytorch.loggers import Logger
+    from lightning.pytorch.plugins import CheckpointIO, Precision
+    from lightning.pytorch.strategies import Strategy
+
+    return [pl.LightningModule, pl.LightningDataModule, pl.Callback, Strategy, Logger, Precision, CheckpointIO]
+
 
 FLAGS = ("-c", "--config")
 
@@ -100,7 +171,41 @@ def is_text_of_a_mapping(value: str) -> bool:
     return value.lstrip().startswith("{") or "\n" in value
 
 
-# What the user wrote: the words of a command, and the files that they name, as dotted keys with their values.
+def not_yaml(path: str, text: str, error: MarkedYAMLError) -> str:
+    """Say what is wrong with a line of a YAML file, and quote it.
+
+    Args:
+        path: the file.
+        text: what it holds.
+        error: what the reader of YAML said: where it stopped, and where what it was reading begins.
+    """
+    here, began, lines = error.problem_mark, error.context_mark, [*text.splitlines(), "", ""]
+    problem, context = error.problem or "", error.context or ""
+    if here is None:
+        return f"{path} is not valid YAML: {problem}."
+    line, advice = here.line, f"{problem}."
+    if "'\\t'" in problem:
+        advice = "it begins with a tab. Indent with spaces."
+    elif "simple key" in context and began is not None:
+        line, advice = began.line, "it has no ': '. Write key: value, with a space after the colon."
+    elif "mapping values" in problem:
+        advice = (
+            "a key cannot stand there: the line above has a value already, or lacks its ': '. Check both, and their "
+            "indentation."
+        )
+    elif context.startswith("while parsing a flow") and began is not None and began.line < here.line:
+        advice = f"a bracket of line {began.line + 1} is not closed before it."
+    elif context.startswith("while parsing a block") and began is not None and not lines[line][: here.column].strip():
+        kind = "entries of the list" if "collection" in context else "keys of the section"
+        others = f"the {kind} that begins in line {began.line + 1}"
+        advice = (
+            f"it begins in column {here.column + 1}, and {others} in column {began.column + 1}. "
+            "Indent it as those that it belongs to."
+            if here.column != began.column
+            else f"it cannot stand beside {others}. Indent it below one of them, or end them."
+        )
+    quoted = f"{lines[line].strip()!r}: " if lines[line].strip() else ""
+    return f"{path}, line {line + 1} is not valid YAML: {quoted}{advice}"
 
 
 _NEGATIVE = re.compile(r"-\d+$|-\d*\.\d+$")
@@ -212,9 +317,6 @@ def _flatten(node: Any, prefix: str = "") -> dict[str, Any]:
         else:
             flat.update(_flatten(value, f"{prefix}.{key}" if prefix else key))
     return flat
-
-
-# Flags of ``megalight fit`` that stand for longer words, and are written out as these. No torch in here.
 
 
 EXPORT = "--export_hf"

@@ -10,9 +10,8 @@ from typing import Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from megalight.cli.classes import class_in, find_class, members, subclasses
-from megalight.cli.config_args import ConfigArgs, short_key
-from megalight.cli.messages import missing, no_class, not_valid, unknown_key
+from megalight.cli.config_args import ConfigArgs, class_in, find_class, members, short_key, subclasses
+from megalight.cli.unknown_keys import unknown_key
 from megalight.cli.verbs import TRAINER_VERBS as VERBS
 from megalight.errors import nearest
 
@@ -74,6 +73,30 @@ def explain(message: str, given: ConfigArgs, options: Iterable[str]) -> str:
         keys = [_missing_key(key.strip(), given) for key in match["keys"].split(",")]
         return missing(keys)
     return _plain(message)
+
+
+def not_valid(key: str, value: Any, expected: str, choices: Iterable[str] = ()) -> str:
+    """Say that a key has a value of another kind than expected, with the nearest of the choices."""
+    shown = f"{key} = {str(value)!r}" if value is not None else key
+    hint = nearest(str(value), choices) if value is not None else ""
+    return f"{shown} is not valid; expected: {expected or 'see --help'}.{hint}"
+
+
+def no_class(key: str, name: str, reason: str, hint: str) -> str:
+    """Say that a name means no class."""
+    return (
+        f"{key} = {name!r} names no known class{f' ({reason})' if reason else ''}.{hint} "
+        "Give the name of an imported class, or its import path (package.module.Class)."
+    )
+
+
+def missing(keys: Iterable[str]) -> str:
+    """Say that values are missing."""
+    keys = [*keys]
+    # Lightning's loggers have no folder of their own; those that go by name take the run's.
+    named = " Or name the logger: --trainer.logger=csv, json or tensorboard write under trainer.default_root_dir."
+    hint = named if "trainer.logger.save_dir" in keys else ""
+    return f"missing: {', '.join(keys)}. Give each as --KEY=VALUE or in a file after -c.{hint}"
 
 
 def rules(message: str) -> list[str]:

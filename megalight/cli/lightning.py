@@ -15,11 +15,13 @@ from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import yaml
-from jsonargparse import ActionConfigFile, Namespace, set_parsing_settings  # type: ignore[attr-defined]
+from jsonargparse import ActionConfigFile, Namespace, get_loader, set_dumper, set_loader, set_parsing_settings  # type: ignore[attr-defined]
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import BasePredictionWriter, ModelSummary, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_info
+from yaml import SafeDumper, YAMLError, dump
 
 from megalight.callbacks import (
     FinalCheckpoint,
@@ -30,7 +32,7 @@ from megalight.callbacks import (
     Throughput,
     WholeModelSummary,
 )
-from megalight.cli import latest_checkpoint, strategies
+from megalight.cli import checkpoints
 from megalight.cli.config_args import ConfigArgs
 from megalight.cli.explain import OTHER_BASE, explain, rules
 from megalight.cli.report import PREEMPTED, debugging, reported, tell
@@ -51,6 +53,69 @@ from megalight.strategies import (
     MegatronStrategy,
     MegatronTowersBesideStrategy,
     MegatronTowersStrategy,
+)
+
+PARSER_MODE = "megalight"
+"""jsonargparse's name for our way to read a configuration."""
+
+STRATEGY_FLAG = "--trainer.strategy"
+
+
+def _written_out(kind: type) -> dict[str, Any]:
+    return {"class_path": f"{kind.__module__.rpartition('.')[0]}.{kind.__name__}"}
+
+
+DEFAULT_STRATEGY = _written_out(MegatronStrategy)
+
+
+def strategy_of_name(name: Any) -> dict[str, Any] | None:
+    """Return the class and arguments that a registered name stands for; None if it is none of ours."""
+    known = isinstance(name, str) and name.lower() in StrategyRegistry
+    entry = StrategyRegistry[name.lower()] if known else {}  # its method `get` would make a strategy
+    kind = entry.get("strategy")
+    if not isinstance(kind, type) or not issubclass(kind, MegatronStrategy):
+        return None
+    return {**_written_out(kind), "init_args": dict(entry["init_params"])}
+
+
+def with_strategy_classes(words: Sequence[str]) -> Iterator[str]:
+    """Yield the words of a command with ``--trainer.strategy=megatron`` written out."""
+    flag = ""
+    for word in words:
+        # The value may follow its flag as a word of its own.
+        if word == STRATEGY_FLAG:
+            flag = word
+            continue
+        before, _, value = f"{flag}={word}".partition("=") if flag else word.partition("=")
+        found = strategy_of_name(value) if before == STRATEGY_FLAG else None
+        if found is None:
+            yield from [flag, word] if flag else [word]
+        else:
+            yield f"{STRATEGY_FLAG}={found['class_path']}"
+            yield from (f"{STRATEGY_FLAG}.{name}={value}" for name, value in found["init_args"].items())
+        flag = ""
+    if flag:
+        yield flag
+
+
+def _load(text: str) -> Any:
+    """Read a configuration file, or a value, and write out ``trainer: {strategy: megatron}``."""
+    value = get_loader("yaml")(text)
+    trainer = value.get("trainer") if isinstance(value, dict) else None
+    if isinstance(trainer, dict) and (found := strategy_of_name(trainer.get("strategy"))):
+        # In place of the name, so that later arguments of the strategy find its class.
+        return {**value, "trainer": {**trainer, "strategy": found}}
+    return value
+
+
+class _Dumper(SafeDumper):
+    """Writes strings of other types as strings, such as members of an Enum: Lightning has some as defaults."""
+
+
+_Dumper.add_multi_representer(str, lambda dumper, text: dumper.represent_str(str.__str__(text)))
+set_loader(PARSER_MODE, _load, exceptions=(YAMLError,))
+set_dumper(
+    PARSER_MODE, lambda data: dump(data, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
 )
 
 # Lightning uses deprecated functions of jsonargparse; users cannot change that.
@@ -195,7 +260,7 @@ class ArgumentParser(LightningArgumentParser):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"parser_mode": strategies.MODE, "allow_abbrev": False, **kwargs})
+        super().__init__(*args, **{"parser_mode": PARSER_MODE, "allow_abbrev": False, **kwargs})
 
     def add_argument(self, *args: Any, **kwargs: Any) -> Any:
         """Add an argument; Lightning's ``-c`` is ours."""
@@ -227,7 +292,7 @@ class MegalightCLI(LightningCLI):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         defaults: dict[str, Any] = {
             "trainer_class": MegalightTrainer,
-            "trainer_defaults": {"strategy": strategies.DEFAULT},
+            "trainer_defaults": {"strategy": DEFAULT_STRATEGY},
             "parser_class": ArgumentParser,
             "auto_configure_optimizers": False,  # the model has no parameters yet when the command line is parsed
             "seed_everything_default": DEFAULT_SEED,
@@ -249,7 +314,7 @@ class MegalightCLI(LightningCLI):
         if isinstance(args, dict | Namespace):
             self.config = parser.parse_object(args)
             return
-        words = list(_emptied(list(strategies.in_words(sys.argv[1:] if args is None else args))))
+        words = list(_emptied(list(with_strategy_classes(sys.argv[1:] if args is None else args))))
         verb = getattr(self, "_subcommand_parsers", {}).get(words[0] if words else "", parser)
         # For error messages of nested parsers, which do not see the command.
         token = _invocation.set(_Invocation(tuple(words), tuple(action.dest for action in verb._actions)))
@@ -297,8 +362,8 @@ class MegalightCLI(LightningCLI):
         if self.subcommand is not None:
             config = self.config[self.subcommand]
             # All ranks look in the same folders. What they find there must be one checkpoint.
-            folders = latest_checkpoint.folders_of(config.trainer)
-            config.ckpt_path = latest_checkpoint.resolve(config.get("ckpt_path"), self.subcommand, folders)
+            folders = checkpoints.folders_of(config.trainer)
+            config.ckpt_path = checkpoints.resolve(config.get("ckpt_path"), self.subcommand, folders)
 
     def instantiate_classes(self) -> None:
         """Create the trainer, the model and the data module.

@@ -13,9 +13,6 @@ from megalight.cli.report import Parser, debugging, reported, tell
 from megalight.cli.verbs import TRAINER_VERBS, VERBS, load
 from megalight.errors import nearest
 
-# The short help of the Trainer's commands. It imports nothing, so that it is there at once.
-
-
 DEMO, MINE = "recipes/demo.yaml", "mine.yaml"
 """A recipe of the repository, and what it is called where there is none."""
 

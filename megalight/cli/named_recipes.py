@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megalight.cli.recipe_names import GPUS, PRESETS, no_recipe
+from megalight.cli.verbs.recipes import GPUS, PRESETS, no_recipe
 from megalight.errors import LayoutError
 from megalight.models.family import Family, family
 from megalight.models.gpt import GPTConfig

@@ -18,9 +18,6 @@ from typing import Any
 
 import yaml
 
-# Classes and other definitions in source files, found through imports. No module is loaded: it takes milliseconds.
-
-
 DEPTH = 12
 """Imports that are followed from one name. Longer chains, and circles, are unknown."""
 
@@ -197,9 +194,6 @@ def bound(node: ast.stmt) -> Iterator[str]:
     elif isinstance(node, ast.Assign | ast.AnnAssign):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         yield from (each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name))
-
-
-# What an argument accepts, as far as its annotation in a source file says.
 
 
 SCALARS = {"int": int, "float": float, "bool": bool, "str": str}

@@ -21,14 +21,12 @@ from lightning.pytorch.trainer.states import TrainerStatus
 
 from megalight.callbacks import CUDAGraph
 from megalight.callbacks.run_record import log_folder
-from megalight.cli.classes import subclasses
+from megalight.cli.config_args import subclasses
 from megalight.cli.report import launched
 from megalight.errors import ConfigurationError, nearest
 from megalight.imports import has
 from megalight.loggers import JSONLogger
 from megalight.strategies.mesh_strategy import MeshStrategy
-
-# The folder of a run's logs, ``version_N``: taken by one run alone, also if several start at the same moment.
 
 
 def claim(root: str, version: int) -> int:

@@ -8,14 +8,43 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from megalight.cli import messages, signatures
+from megalight.cli import signatures
 from megalight.cli.config_args import each_option
 from megalight.cli.signatures import ClassSource, find_class, find_module, read_word
-from megalight.errors import ConfigurationError
+from megalight.errors import ConfigurationError, nearest
+from megalight.migration import ours
 from megalight.parallel.degrees import check_world_size
+
+
+def unknown_key(key: str, value: Any, owner: str, choices: Collection[str], known: Iterable[str] = ()) -> str:
+    """Say that a key does not exist.
+
+    Args:
+        key: the key, in full.
+        value: its value, if there is one.
+        owner: what has no such argument.
+        choices: the arguments that it has.
+        known: keys of the whole configuration. One is named that another program calls so, or ends with the same
+            name, before one that is spelled alike: for ``train-iters`` and ``max_steps``, ``trainer.max_steps``.
+    """
+    known = [*known]
+    name = key.rpartition(".")[2]
+    shown = f" (value {str(value)!r})" if value not in (None, "") else ""
+    unknown = f"unknown key {key!r}{shown}: {owner} has no such argument."
+    if (meant := ours(name, [*known, *choices])) is not None:
+        return f"{unknown} Here it is {meant}."
+    listing = f" Known: {', '.join(sorted(choices))}." if choices and len(choices) <= 24 else ""
+    name = name.replace("-", "_")  # flags of other programs have dashes
+    # The one nearest to the top: ``model.config.num_layers``, not that of recompute.
+    same = sorted((option for option in known if option.rpartition(".")[2] == name), key=lambda each: each.count("."))
+    begun = [choice for choice in choices if choice.startswith(name)]  # ``seed``: ``seed_everything``
+    better = [*begun, *same] if len(begun) == 1 else same
+    hint = f" Did you mean {better[0]!r}?" if better else nearest(name, choices)
+    return f"{unknown}{hint}{listing}"
+
 
 MODULES = (
     "megalight.models.gpt",
@@ -134,7 +163,7 @@ def _above(key: str) -> list[str]:
 def _check(key: str, value: Any, classes: Mapping[str, ClassSource | None], verb: str) -> None:
     """Follow the parts of a key through the arguments of classes, as far as these are known."""
     if key.partition(".")[0] not in ROOT:
-        _refuse(verb, messages.unknown_key(key.partition(".")[0], value, "the configuration", ROOT, _all(classes)))
+        _refuse(verb, unknown_key(key.partition(".")[0], value, "the configuration", ROOT, _all(classes)))
     prefix = key
     # The longest prefix with a known class decides. Without one the parser must.
     while (prefix := prefix.rpartition(".")[0]) not in classes:
@@ -147,7 +176,7 @@ def _check(key: str, value: Any, classes: Mapping[str, ClassSource | None], verb
             return
         prefix = f"{prefix}.{part}"
         if part not in arguments:
-            _refuse(verb, messages.unknown_key(prefix, value, _called(owner, prefix), arguments, _all(classes)))
+            _refuse(verb, unknown_key(prefix, value, _called(owner, prefix), arguments, _all(classes)))
         accepted = arguments[part]
         source = accepted.source if accepted.complete else None  # else it may also be a list or a dict of them
         owner = source if source is not None and source.is_dataclass else None

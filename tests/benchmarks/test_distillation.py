@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from benchmarks import distillation
-from megalight.cli.curves import find_logs, read_runs
+from megalight.cli.verbs.plot import find_logs, read_runs
 from tests.support.source import ROOT
 
 

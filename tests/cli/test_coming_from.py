@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megalight.cli import unknown_keys
-from megalight.cli.classes import class_in, members
+from megalight.cli.config_args import class_in, members
 from megalight.cli.lightning import MegalightCLI
 from megalight.cli.trainer import MegalightTrainer
 from megalight.data.gpt.module import GPTDataModule

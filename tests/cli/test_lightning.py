@@ -10,10 +10,10 @@ from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 
 from megalight import checkpoint
 from megalight.callbacks import CUDAGraph
-from megalight.cli import curves
 from megalight.cli.lightning import ArgumentParser, parsed
 from megalight.cli.main import main
 from megalight.cli.trainer import MegalightTrainer, check_values
+from megalight.cli.verbs import plot
 from megalight.errors import ConfigurationError
 
 MODEL = ["--model=tests.cli.samples.SampleModule", "--data=tests.cli.samples.SampleData"]
@@ -57,7 +57,7 @@ def test_the_last_step_is_saved_and_goes_on_with_what_is_said_now(tmp_path, capl
     for flags, rate in ([], 0.25), (["--resume.optimizer=saved"], 0.5):
         root = tmp_path / f"{rate}"
         assert main(["fit", *words, *changed, *flags, f"--trainer.default_root_dir={root}"]) == 0
-        _, (*_, last) = curves.read(curves.find_logs(root))["lr"]
+        _, (*_, last) = plot.read_curves(plot.find_logs(root))["lr"]
         assert last == rate
         assert ("lr 0.5 -> 0.25" in caplog.text) == (rate == 0.25)
         caplog.clear()
@@ -90,7 +90,7 @@ def test_fit_writes_logs_configuration_and_record(tmp_path, capsys):
     assert main(["plot", str(tmp_path), "-o", str(image)]) == 0
     assert image.stat().st_size > 5000
     assert capsys.readouterr().out.strip().endswith(str(image))
-    steps, _ = curves.read(curves.find_logs(tmp_path))["train_loss"]
+    steps, _ = plot.read_curves(plot.find_logs(tmp_path))["train_loss"]
     assert steps == list(range(8))
     # the saved configuration runs again
     assert main(["fit", "-c", str(folder / "config.yaml"), "--trainer.max_epochs=1"]) == 0
@@ -168,7 +168,7 @@ def test_a_run_shorter_than_its_intervals_is_validated_and_logged_at_its_end(tmp
     """The first thing people try with a recipe: a few steps of it."""
     long = ["--trainer.max_steps=2", "--trainer.val_check_interval=100", "--trainer.log_every_n_steps=100"]
     assert main(["fit", *MODEL, *QUIET, *long, f"--trainer.default_root_dir={tmp_path}"]) == 0
-    found = curves.read(curves.find_logs(tmp_path))
+    found = plot.read_curves(plot.find_logs(tmp_path))
     assert found["train_loss"][0] == [1]
     assert len(found["val_loss"][0]) == 1
 

@@ -4,9 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megalight.cli.curves import find_logs, joined, read_runs
 from megalight.cli.main import main
-from megalight.cli.verbs.plot import _lines, comparison, curves, panels
+from megalight.cli.verbs.plot import _lines, comparison, curves, find_logs, joined_run, panels, read_runs
 from megalight.errors import DataError
 
 FIRST = "epoch,step,train_loss,val_loss,lr\n0,0,4.0,,0.1\n0,1,3.0,3.5,0.1\n0,2,9,,\n"
@@ -38,7 +37,7 @@ def test_each_run_is_a_curve_with_its_name(logs, tmp_path):
 
 
 def test_a_resumed_run_is_joined_on_request(logs):
-    run = joined(logs)
+    run = joined_run(logs)
     assert run.curves["train_loss"] == ([0, 1, 2, 3], [4.0, 3.0, 2.0, 1.0])
     assert run.curves["val_loss"] == ([1], [3.5])
     assert [style["color"] for _, style, *_ in _lines([run], ("train_loss", "val_loss"))] == ["C0", "C1"]

@@ -9,9 +9,10 @@ import pytest
 import torch
 import yaml
 
-from megalight.cli import named_recipes, recipe_names
+from megalight.cli import named_recipes
 from megalight.cli.main import main
 from megalight.cli.named_recipes import recipes
+from megalight.cli.verbs import recipes as verb
 from megalight.models.family import families
 from megalight.parallel.apply import check_split
 from megalight.parallel.recompute import RecomputeOptions
@@ -96,6 +97,6 @@ def test_names_are_checked_without_torch():
 
 
 def test_names_of_presets_are_read_from_their_source():
-    for module in recipe_names.PRESETS:
+    for module in verb.PRESETS:
         registered = importlib.import_module(module).PRESETS
-        assert sorted(recipe_names.preset_names(module)) == sorted(registered)
+        assert sorted(verb.preset_names(module)) == sorted(registered)

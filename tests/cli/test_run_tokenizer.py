@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from megalight.cli.run_tokenizer import of_run
+from megalight.cli.checkpoints import tokenizer_of_run
 
 
 @pytest.fixture
@@ -33,9 +33,9 @@ def configure(run, content):
 )
 def test_the_given_one_then_that_of_the_data(run, data):
     configure(run, {"data": {"class_path": "GPTDataModule", "init_args": data}})
-    assert str(of_run(run)) == "data/text.tokenizer.json"
+    assert str(tokenizer_of_run(run)) == "data/text.tokenizer.json"
     configure(run, {"data": data})  # a command with one kind of data writes no class
-    assert str(of_run(run)) == "data/text.tokenizer.json"
+    assert str(tokenizer_of_run(run)) == "data/text.tokenizer.json"
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,6 @@ def test_the_given_one_then_that_of_the_data(run, data):
     ],
 )
 def test_nothing_is_guessed(run, content):
-    assert of_run(run) is None
+    assert tokenizer_of_run(run) is None
     configure(run, content)
-    assert of_run(run) is None
+    assert tokenizer_of_run(run) is None

@@ -9,9 +9,9 @@ import jsonschema
 import pytest
 import yaml
 
+from megalight.cli.all_options import Schema
 from megalight.cli.main import main
 from megalight.cli.named_recipes import recipes
-from megalight.cli.schema import Schema
 from megalight.cli.verbs import TRAINER_VERBS, VERBS
 from tests.support.source import ROOT
 

@@ -5,7 +5,7 @@ import importlib
 import pytest
 
 from megalight import callbacks
-from megalight.cli import classes, signatures
+from megalight.cli import config_args, signatures
 from megalight.cli.lightning import NAMED
 from megalight.cli.signatures import find_class, find_module
 from megalight.cli.unknown_keys import MODULES, START
@@ -32,7 +32,7 @@ def test_the_source_and_the_class_have_the_same_arguments(path):
     assert found.name == name
     arguments = signatures.members(found)
     assert arguments is not None
-    assert set(arguments) == set(classes.members(getattr(importlib.import_module(module), name)))
+    assert set(arguments) == set(config_args.members(getattr(importlib.import_module(module), name)))
 
 
 def test_every_named_class_is_found_by_its_bare_name():

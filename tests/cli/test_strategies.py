@@ -2,8 +2,7 @@
 
 import pytest
 
-from megalight.cli.lightning import MegalightCLI
-from megalight.cli.strategies import in_words
+from megalight.cli.lightning import MegalightCLI, with_strategy_classes
 from megalight.strategies import MegatronStrategy
 
 CLASS = "--trainer.strategy=megalight.strategies.MegatronStrategy"
@@ -11,17 +10,22 @@ WORDS = ["--model=tests.cli.samples.SampleModule", "--trainer.accelerator=cpu", 
 
 
 def test_names_are_written_out():
-    assert list(in_words(["--trainer.strategy=megatron", "--x=1"])) == [CLASS, "--x=1"]
-    assert list(in_words(["--trainer.strategy", "Megatron", "-c", "a"])) == [CLASS, "-c", "a"]
-    assert list(in_words(["--trainer.strategy=megatron_fsdp"])) == [CLASS.replace("Megatron", "MegatronFSDP")]
-    assert list(in_words(["--trainer.strategy=megatron_notebook"])) == [CLASS, "--trainer.strategy.start_method=fork"]
+    assert list(with_strategy_classes(["--trainer.strategy=megatron", "--x=1"])) == [CLASS, "--x=1"]
+    assert list(with_strategy_classes(["--trainer.strategy", "Megatron", "-c", "a"])) == [CLASS, "-c", "a"]
+    assert list(with_strategy_classes(["--trainer.strategy=megatron_fsdp"])) == [
+        CLASS.replace("Megatron", "MegatronFSDP")
+    ]
+    assert list(with_strategy_classes(["--trainer.strategy=megatron_notebook"])) == [
+        CLASS,
+        "--trainer.strategy.start_method=fork",
+    ]
 
 
 @pytest.mark.parametrize(
     "words", [["--trainer.strategy=ddp"], ["--trainer.strategy", "a.B"], ["--trainer.strategy"], ["--model=megatron"]]
 )
 def test_other_words_stay(words):
-    assert list(in_words(words)) == words
+    assert list(with_strategy_classes(words)) == words
 
 
 @pytest.mark.parametrize(

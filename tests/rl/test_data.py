@@ -14,8 +14,8 @@ import torch
 import yaml
 from lightning.pytorch.strategies import DDPStrategy
 
+from megalight.cli.all_options import Schema
 from megalight.cli.lightning import parsed
-from megalight.cli.schema import Schema
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError, LayoutError
 from megalight.models.gpt.config import GPTConfig

@@ -58,3 +58,14 @@ class Verb(Protocol):
 def load(name: str) -> Verb:
     """Import the module of a verb."""
     return cast(Verb, importlib.import_module(f"{__name__}.{name.replace('-', '_')}"))
+
+
+def add_weights_keys(parser: argparse.ArgumentParser) -> None:
+    """Add ``--weights-keys``."""
+    parser.add_argument(
+        "--weights-keys",
+        choices=("strict", "log", "ignore"),
+        default="strict",
+        help="in a folder of transformers with other tensors than the model's: strict refuses it; log and ignore skip "
+        "what is too much, and give what is missing its initial values (default: strict)",
+    )

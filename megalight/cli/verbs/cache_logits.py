@@ -21,7 +21,7 @@ def describe() -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    from megalight.cli import parts
+    from megalight.cli import processes as parts
 
     parser.add_argument("teacher", help="a checkpoint, a run's folder (its newest one), or a folder of transformers")
     parser.add_argument("-k", "--top-k", type=int, required=True, help="tokens to store for each token; 64 is usual")
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stored", choices=("float16", "float32"), default="float16", help="dtype on disk (default: float16)"
     )
     parser.add_argument("--validation", action="store_true", help="store the validation samples, too")
-    parts.add_arguments(parser)
+    parts.add_process_arguments(parser)
     parser.add_argument("--micro-batch-size", type=int, default=1, help="samples of a forward pass (default: 1)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
     parser.add_argument(
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check(arguments: argparse.Namespace) -> None:
     """Check the options of this verb."""
-    from megalight.cli import latest_checkpoint
+    from megalight.cli import checkpoints as latest_checkpoint
     from megalight.errors import ConfigurationError
 
     for name, least in (("top_k", 1), ("micro_batch_size", 1)):
@@ -58,12 +58,12 @@ def check(arguments: argparse.Namespace) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the store and print a summary."""
     from megalight.checkpoint.disk.latest_checkpoint import newest_in
-    from megalight.cli import parts
+    from megalight.cli import processes as parts
     from megalight.errors import ConfigurationError
 
     path = newest_in(arguments.teacher)
     if arguments.processes != 1:
-        return parts.share("cache-logits", arguments)
+        return parts.run_processes("cache-logits", arguments)
 
     import torch  # after the checks: importing it takes seconds
 

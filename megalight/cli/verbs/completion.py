@@ -52,8 +52,7 @@ def whole_parser() -> argparse.ArgumentParser:
 
 def _add_keys(parser: argparse.ArgumentParser) -> None:
     """Add the keys of a configuration: those of the classes, and those of the dataclasses in them, at any depth."""
-    from megalight.cli.all_options import options
-    from megalight.cli.schema import ROOT
+    from megalight.cli.all_options import ROOT, options
     from megalight.cli.signatures import find_class
 
     parser.add_argument("-c", "--config", help="a recipe in YAML")

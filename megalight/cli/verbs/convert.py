@@ -7,7 +7,7 @@ from collections.abc import Callable
 from math import prod
 from typing import TYPE_CHECKING
 
-from megalight.cli import weights_keys
+from megalight.cli.verbs import add_weights_keys
 
 if TYPE_CHECKING:
     from megalight.parallel.source import Source
@@ -55,14 +55,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights-only", action="store_true", help="leave out the optimizer state of a folder of Megatron-core"
     )
-    weights_keys.add_argument(parser)
+    add_weights_keys(parser)
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the folder. Weights are read in batches of bounded bytes, and written one after another."""
     from megalight.checkpoint.disk.publish import absolute, check_new
-    from megalight.cli.latest_checkpoint import existing
+    from megalight.cli.checkpoints import existing
 
     check_new(absolute(arguments.output))
     # The output's form follows from what the source is, so this comes first.

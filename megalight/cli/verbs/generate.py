@@ -10,11 +10,12 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from megalight.cli import prompt_lines, weights_keys
+from megalight.cli.verbs import add_weights_keys
+from megalight.errors import ConfigurationError, MegalightError
 
 if TYPE_CHECKING:
     from megalight.data.multimodal.template import ImageText
-    from megalight.inference import TextGenerator
+    from megalight.inference import TextGenerator, TextRequest
 
 
 def describe() -> str:
@@ -80,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--base", help="for a checkpoint of adapters: the weights that training began with, or a run's folder"
     )
-    weights_keys.add_argument(parser)
+    add_weights_keys(parser)
     parser.add_argument("--adapter", help="which adapter computes, for a checkpoint of several (default: the last one)")
     parser.add_argument("--draft", help="a draft model's checkpoint, which guesses tokens: faster, and the same text")
     parser.add_argument("--guesses", type=int, help="tokens that the draft guesses at a time (default: 4)")
@@ -111,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print each prompt with its completion, or each answer."""
     from megalight.checkpoint.disk.latest_checkpoint import newest_in
-    from megalight.cli.latest_checkpoint import check_is_one, existing
+    from megalight.cli.checkpoints import check_is_one, existing
 
     path = newest_in(arguments.checkpoint)
     if str(path) != arguments.checkpoint.rstrip("/"):
@@ -122,15 +123,16 @@ def run(arguments: argparse.Namespace) -> int:
     base = None if arguments.base is None else existing(arguments.base)
     tokenizer = arguments.tokenizer
     if tokenizer is None and isinstance(path, Path) and path.is_file():
-        from megalight.cli.run_tokenizer import of_run
+        from megalight.cli.checkpoints import tokenizer_of_run as of_run
 
         tokenizer = of_run(path)
         if tokenizer is not None:
             print(f"reading the tokenizer of the run, {tokenizer}", file=sys.stderr)
 
-    from megalight.cli.ranks import check_ranks, joined
+    from megalight.cli.processes import check_ranks
+    from megalight.cli.processes import joined_ranks as joined
 
-    prompt_lines.check(arguments)
+    check_prompt_options(arguments)
     _check_draft(arguments)
     _check_images(arguments)
     source = _template(arguments)
@@ -147,7 +149,7 @@ def run(arguments: argparse.Namespace) -> int:
     for number, (image, file) in enumerate(zip(arguments.image, files, strict=True), 1):
         decode(file, f"--image {number} ({image})")
 
-    requests = [] if arguments.prompts is None else prompt_lines.read(arguments)
+    requests = [] if arguments.prompts is None else read_prompts(arguments)
     prompts = [] if requests else arguments.prompt or [_standard_input()]
     with joined(arguments) as (mesh, device):
         writer = TextGenerator.from_checkpoint(
@@ -161,7 +163,7 @@ def run(arguments: argparse.Namespace) -> int:
             adapter=arguments.adapter,
         )
         if requests:
-            prompt_lines.write(writer, requests, arguments, source, first=mesh is None or mesh.global_rank == 0)
+            write_answers(writer, requests, arguments, source, first=mesh is None or mesh.global_rank == 0)
             return 0
         completions = _complete(writer, prompts, files, arguments, source)
     # All ranks have the same.
@@ -289,3 +291,87 @@ def _with_images(
         )
     bounds = [0, *accumulate(counts)]
     return list(prompts), [list(files[first:last]) for first, last in pairwise(bounds)]
+
+
+SIZES = ("cache_tokens", "max_sequences", "step_tokens")
+"""Options that are for ``--prompts`` alone."""
+OTHERS = ("prompt", "image", "image_text", "resize", "draft")
+"""Options that ``--prompts`` does not go with."""
+
+
+def check_prompt_options(arguments: argparse.Namespace) -> None:
+    """Refuse options that do not go together. Before the weights are read."""
+    if arguments.prompts is None:
+        for name in SIZES:
+            if getattr(arguments, name) is not None:
+                raise ConfigurationError(f"{_option(name)} is for a file of prompts; give --prompts, too.")
+        return
+    for name in OTHERS:
+        if getattr(arguments, name):
+            raise ConfigurationError(f"{_option(name)} does not go with --prompts; leave one of them out.")
+    for name in SIZES:
+        if (value := getattr(arguments, name)) is not None and value < 1:
+            raise ConfigurationError(f"{_option(name)} is {value}; it must be at least 1.")
+
+
+def read_prompts(arguments: argparse.Namespace) -> list[TextRequest]:
+    """Return the requests of the file. Before the weights are read."""
+    from megalight.inference import SamplingParams, TextRequest
+    from megalight.inference.text_requests import read_requests
+
+    default = TextRequest(
+        prompt="",
+        max_new_tokens=arguments.max_new_tokens,
+        sampling_params=SamplingParams(temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p),
+        seed=arguments.seed,
+    )
+    return read_requests(arguments.prompts, default)
+
+
+def write_answers(
+    writer: TextGenerator,
+    requests: Sequence[TextRequest],
+    arguments: argparse.Namespace,
+    source: str | None,
+    *,
+    first: bool,
+) -> None:
+    """Print a line for each request, as soon as it and those before it have ended.
+
+    Args:
+        writer: model and tokenizer.
+        requests: those of the file.
+        arguments: those of the command.
+        source: a chat template; None: the tokenizer's.
+        first: whether this process prints. All of them have the same.
+
+    Raises:
+        MegalightError: after all lines, if requests have failed.
+    """
+    from megalight.inference.text_requests import line_of
+
+    asked, ends = requests, list[int]()
+    if arguments.chat:
+        from megalight.data.chat.template import ChatTemplate
+
+        template = ChatTemplate.of(writer.tokenizer, source)
+        messages = [[{"role": "user", "content": request.prompt}] for request in requests]
+        texts = [template.render(each, answer=True) for each in messages]
+        asked = [replace(request, prompt=text) for request, text in zip(requests, texts, strict=True)]
+        ends = template.ends(writer.tokenizer)
+    failed = 0
+    sizes = {name: value for name in SIZES if (value := getattr(arguments, name)) is not None}
+    for request, completion in zip(requests, writer.complete_each(asked, ends=ends, **sizes), strict=True):
+        failed += completion.reason == "error"
+        if first:
+            # At once, also into a pipe.
+            print(line_of(request, completion), flush=True)
+    if failed:
+        raise MegalightError(
+            f"{failed} of {len(requests)} requests ended with an error: their logits hold NaN or infinity. Check the "
+            "weights (megalight inspect), or compute in a wider --dtype."
+        )
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -21,12 +21,12 @@ def describe() -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    from megalight.cli import parts
+    from megalight.cli import processes as parts
 
     parser.add_argument("-o", "--output", type=Path, required=True, help="the folder to write")
     parser.add_argument("--micro-batch-size", type=int, default=1, help="samples of a forward pass (default: 1)")
     parser.add_argument("--no-validation", action="store_true", help="training samples alone")
-    parts.add_arguments(parser)
+    parts.add_process_arguments(parser)
     parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
     parser.add_argument(
         "--dtype",
@@ -49,11 +49,11 @@ def check(arguments: argparse.Namespace) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the folder and print a summary."""
-    from megalight.cli import parts
+    from megalight.cli import processes as parts
     from megalight.errors import ConfigurationError
 
     if arguments.processes != 1:
-        return parts.share("hidden-states", arguments)
+        return parts.run_processes("hidden-states", arguments)
 
     from megalight.cli.lightning import parsed  # after the checks: importing it takes seconds
     from megalight.data.module import TokenDataModule

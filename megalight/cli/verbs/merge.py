@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the merged checkpoint."""
     from megalight.checkpoint.disk.publish import absolute, check_new
-    from megalight.cli.latest_checkpoint import existing
+    from megalight.cli.checkpoints import existing
 
     check_new(absolute(arguments.output))
     source = existing(arguments.checkpoint)

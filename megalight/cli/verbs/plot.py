@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import csv
+import json
+import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megalight.cli.image import write
+from megalight.errors import ConfigurationError, DataError, nearest
 from megalight.imports import require
-
-if TYPE_CHECKING:
-    from megalight.cli.curves import Curve, LoggedRun
 
 PANELS: dict[str, tuple[str, ...]] = {
     "loss (nats per token)": ("train_loss", "val_loss", "test_loss"),
@@ -60,10 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the image, print a comparison of several runs, and print the image's path."""
-    from megalight.cli.curves import find_logs, joined, read_runs
+    pass  # merged
 
     files = list(dict.fromkeys(file for run in arguments.runs for file in find_logs(run)))
-    runs = [joined(files)] if arguments.join else read_runs(files)
+    runs = [joined_run(files)] if arguments.join else read_runs(files)
     output = arguments.output or files[-1].parent / "curves.png"
     draw(runs, panels(runs, arguments.metric), output)
     if len(runs) > 1:
@@ -78,10 +79,10 @@ def panels(runs: Sequence[LoggedRun], wanted: Sequence[str] | None = None) -> di
     Raises:
         DataError: a wanted metric was not logged, or none of the usual ones.
     """
-    from megalight.cli.curves import missing
+    pass  # merged
 
     if wanted:
-        if error := missing(runs, wanted):
+        if error := missing_metric(runs, wanted):
             raise error
         return {name: (name,) for name in wanted}
     known = {name for run in runs for name in run.curves}
@@ -92,7 +93,7 @@ def panels(runs: Sequence[LoggedRun], wanted: Sequence[str] | None = None) -> di
     found = {title: names for title, names in found.items() if names} | {name: (name,) for name in losses}
     # A map of experts shows one run; several would look the same in it.
     found |= _of_experts(known, maps=len(runs) == 1)
-    if not found and (error := missing(runs, ["train_loss"])):
+    if not found and (error := missing_metric(runs, ["train_loss"])):
         raise error
     return found
 
@@ -145,7 +146,7 @@ def draw(runs: Sequence[LoggedRun], chosen: dict[str, tuple[str, ...]], output: 
     # The last place of an odd number of panels.
     for axes in grid.flat[len(chosen) :]:
         axes.set_visible(False)
-    write(figure, output)
+    write_image(figure, output)
     pyplot.close(figure)
 
 
@@ -218,3 +219,130 @@ def comparison(runs: Sequence[LoggedRun]) -> list[str]:
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
+
+
+FILES = ("metrics.csv", "metrics.jsonl")
+Curve = tuple[list[int], list[float]]
+
+
+@dataclass(frozen=True)
+class LoggedRun:
+    """What a run logged.
+
+    Attributes:
+        name: shortest end of its path that no other run has.
+        curves: metric -> steps and values.
+    """
+
+    name: str
+    curves: Mapping[str, Curve]
+
+    @property
+    def trained(self) -> bool:
+        """Whether it is a run of ``fit``: those of ``validate`` and ``test`` log results alone, and all at step 0."""
+        return any(not name.startswith(("val_", "test_")) for name in self.curves)
+
+
+def find_logs(path: Path) -> list[Path]:
+    """Find the log file of a run, or those of all runs in a folder, oldest first.
+
+    Raises:
+        DataError: there is none.
+    """
+    if path.is_file():
+        return [path]
+    # One file per folder: runs may write the same metrics in both forms.
+    own = [path / name for name in FILES if (path / name).is_file()][:1]
+    # Oldest first: in a resumed run the later part wins.
+    folders = sorted({file.parent for name in FILES for file in path.rglob(name)}, key=os.path.getmtime)
+    files = own or [next(folder / name for name in FILES if (folder / name).is_file()) for folder in folders]
+    if not files:
+        raise DataError(f"{path} holds no {' or '.join(FILES)}; give the log folder of a run, or a folder of runs.")
+    return files
+
+
+def read_runs(files: Sequence[Path]) -> list[LoggedRun]:
+    """Read one run from each log file."""
+    return [LoggedRun(name, read_curves([file])) for name, file in zip(_names(files), files, strict=True)]
+
+
+def joined_run(files: Sequence[Path]) -> LoggedRun:
+    """Read one run that was resumed, from the log of each part. Where parts have the same step, the later one wins."""
+    return LoggedRun(_names(files)[-1], read_curves(files))
+
+
+def read_curves(files: Iterable[Path]) -> dict[str, Curve]:
+    """Return metric -> (steps, values) of one run, from its log files."""
+    points: dict[str, dict[int, float]] = {}
+    for file in files:
+        for row in _rows(file):
+            # Rows without a step cannot be drawn. Loggers write some for hyperparameters.
+            step = row.pop("step", None)
+            for name, value in row.items():
+                if value not in (None, "") and step not in (None, "") and name != "epoch":
+                    # Steps may be written as floats, and a step that comes twice keeps its later value.
+                    points.setdefault(name, {})[int(float(step))] = float(value)
+    return {name: (sorted(found), [found[step] for step in sorted(found)]) for name, found in points.items()}
+
+
+def missing_metric(runs: Sequence[LoggedRun], wanted: Iterable[str]) -> DataError | None:
+    """Make the error for a wanted metric that no run has; None if there is no such metric."""
+    known = sorted({name for run in runs for name in run.curves})
+    absent = next((name for name in wanted if name not in known), None)
+    if absent is None:
+        return None
+    return DataError(
+        f"no run has logged {absent!r}.{nearest(absent, known)} There are: {', '.join(known) or 'none'}. Choose with "
+        "--metric."
+    )
+
+
+def _rows(file: Path) -> Iterator[dict[str, Any]]:
+    with file.open(newline="") as lines:
+        if file.suffix == ".csv":
+            yield from csv.DictReader(lines)
+            return
+        for number, line in enumerate(lines, 1):
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise DataError(
+                    f"{file}, line {number} is not JSON ({error}). Give the log folder of a run, or its metrics.csv "
+                    "or metrics.jsonl."
+                ) from error
+
+
+def _names(files: Sequence[Path]) -> list[str]:
+    """Name each file by its folder, with as many parts of the path as distinguish the folders."""
+    folders = [file.parent.absolute() for file in files]
+    names = [folder.name for folder in folders]
+    for depth in range(1, max((len(folder.parts) for folder in folders), default=1) + 1):
+        names = ["/".join(folder.parts[-depth:]) for folder in folders]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def write_image(figure: Any, output: Path, **options: Any) -> None:
+    """Write ``figure``, and make the folder of the file. The suffix of ``output`` sets the format.
+
+    Args:
+        options: arguments of matplotlib's ``savefig``.
+
+    Raises:
+        ConfigurationError: the suffix names no format, or the file cannot be written.
+    """
+    kind, known = output.suffix[1:].lower(), sorted(figure.canvas.get_supported_filetypes())
+    if kind not in known:
+        raise ConfigurationError(
+            f"{output} ends with {output.suffix!r}, which names no format of images.{nearest(kind, known)} Choose "
+            f"{', '.join(known)}."
+        )
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(output, dpi=130, **options)
+    except OSError as error:
+        where = f": {error.filename}" if error.filename else ""
+        raise ConfigurationError(
+            f"{output} cannot be written ({error.strerror}{where}); choose another --output."
+        ) from error

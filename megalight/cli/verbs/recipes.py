@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import ast
+from collections.abc import Iterable, Iterator
+
+from megalight.errors import ConfigurationError, nearest
 
 
 def describe() -> str:
@@ -21,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the recipe, or the list."""
     import yaml
 
-    from megalight.cli.recipe_names import check_name
+    pass  # merged
 
     if arguments.name is not None:
         check_name(arguments.name)  # before torch is imported, which the recipes need
@@ -42,3 +46,47 @@ def run(arguments: argparse.Namespace) -> int:
     print("# PREFIX is what `megalight prepare` wrote, with the tokenizer of the model.")
     print(yaml.safe_dump(recipe.configuration, sort_keys=False), end="")
     return 0
+
+
+GPUS = (1, 4, 8)
+PURPOSES = ("pretrain", "lora")
+PRESETS = {"megalight.models.gpt.presets": PURPOSES, "megalight.models.bert.presets": PURPOSES[:1]}
+"""Module of a family's presets -> the purposes of its recipes. Adapters are for models of text."""
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that no recipe can have. One with a known preset may still have none, if it does not fit.
+
+    Raises:
+        ConfigurationError: see :func:`no_recipe`.
+    """
+    possible = [
+        f"{preset}-{purpose}-{gpus}xGPU"
+        for module, purposes in PRESETS.items()
+        for preset in preset_names(module)
+        for purpose in purposes
+        for gpus in GPUS
+    ]
+    if name not in possible:
+        raise no_recipe(name, possible)
+
+
+def no_recipe(name: str, known: Iterable[str]) -> ConfigurationError:
+    """Return the error for a name that is none of ``known``."""
+    return ConfigurationError(
+        f"{name!r} names no recipe.{nearest(name, known)} `megalight recipes` lists them; a preset that does not "
+        "fit on a number of GPUs has none, nor has one that reads images."
+    )
+
+
+def preset_names(module: str) -> Iterator[str]:
+    """Yield the names of presets in the source of a module: the keys of the dict that it registers in a loop."""
+    from megalight.cli.signatures import find_module
+
+    found = find_module(module)
+    assert found is not None
+    for node in ast.parse(found.path.read_bytes()).body:
+        if isinstance(node, ast.For) and isinstance(node.iter, ast.Call) and isinstance(node.iter.func, ast.Attribute):
+            table = node.iter.func.value
+            keys = table.keys if isinstance(table, ast.Dict) else []
+            yield from (key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str))

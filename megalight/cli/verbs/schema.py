@@ -26,7 +26,9 @@ def run(arguments: argparse.Namespace) -> int:
     import json
     from pathlib import Path
 
-    from megalight.cli.schema import Schema
+    from megalight.cli.all_options import Schema
+
+    pass  # merged
 
     text = json.dumps(Schema().build(), indent=1)
     if arguments.output is None:

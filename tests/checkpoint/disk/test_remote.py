@@ -29,7 +29,7 @@ from megalight.checkpoint.disk.rank_files import WrittenFiles
 from megalight.checkpoint.inspection.diff import diff
 from megalight.checkpoint.inspection.inspect import describe
 from megalight.checkpoint.inspection.verify import verify
-from megalight.cli import latest_checkpoint as newest
+from megalight.cli import checkpoints
 from megalight.errors import CheckpointError, MegalightError, StorageError
 from tests.checkpoint import simple
 from tests.checkpoint.beside import fault, workers_of
@@ -90,11 +90,11 @@ def test_the_newest_of_a_run_is_found(folder: Address) -> None:
         simple.save(folder / name, step)
     assert newest_in(str(folder / "run")) == folder / "run/version_1/checkpoints/b.ckpt"
     assert newest_in(str(folder / "c.ckpt")) == folder / "c.ckpt"
-    assert newest.resolve("last", "fit", [str(folder)]) == str(folder / "c.ckpt")
+    assert checkpoints.resolve("last", "fit", [str(folder)]) == str(folder / "c.ckpt")
     damaged = publish.resolve(folder / "c.ckpt") / "data/0-0.safetensors"
     flip(damaged)
-    assert newest.resolve("auto", "fit", [str(folder)]) == str(folder / "run/version_1/checkpoints/b.ckpt")
-    assert newest.resolve("auto", "fit", [str(folder / "nothing")]) is None
+    assert checkpoints.resolve("auto", "fit", [str(folder)]) == str(folder / "run/version_1/checkpoints/b.ckpt")
+    assert checkpoints.resolve("auto", "fit", [str(folder / "nothing")]) is None
 
 
 @pytest.mark.parametrize("folder", ["memory"], indirect=True)
@@ -400,7 +400,7 @@ def test_a_store_that_does_not_answer_is_not_empty(folder: Address, monkeypatch:
     calls: list[Callable[[], Any]] = [
         lambda: checkpoint.latest(folder),
         lambda: checkpoint.is_complete(path),
-        lambda: newest.resolve("auto", "fit", [str(folder)]),
+        lambda: checkpoints.resolve("auto", "fit", [str(folder)]),
         lambda: checkpoint.open(path),
         lambda: verify(path),
     ]

@@ -1,16 +1,85 @@
-"""Commands that several processes share: each computes one part of the samples."""
+"""Commands that run on several processes: ranks that share one model, and workers that share the samples."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from megalight.errors import LayoutError
+
+if TYPE_CHECKING:
+    import torch
+
+    from megalight.parallel.mesh import ParallelMesh
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def check_ranks(arguments: argparse.Namespace) -> None:
+    """Check that there are as many processes as the layout of a command needs.
+
+    Args:
+        arguments: with ``tensor_parallel``, ``expert_parallel`` and ``pipeline_parallel``.
+
+    Raises:
+        LayoutError: there are more or fewer, a degree is below 1, or experts are to be on other ranks than layers.
+    """
+    tensor, experts, stages = arguments.tensor_parallel, arguments.expert_parallel, arguments.pipeline_parallel
+    if min(tensor, experts, stages) < 1:
+        raise LayoutError(
+            f"--tensor-parallel is {tensor}, --expert-parallel {experts} and --pipeline-parallel {stages}; all must be "
+            "at least 1."
+        )
+    if tensor % experts:
+        raise LayoutError(
+            f"--expert-parallel {experts} does not divide --tensor-parallel {tensor}: the processes that share a layer "
+            f"divide its experts. Set --expert-parallel {tensor}, or 1."
+        )
+    world = int(os.environ.get("WORLD_SIZE") or 1)
+    if tensor * stages != world:
+        raise LayoutError(
+            f"--tensor-parallel {tensor} and --pipeline-parallel {stages} need {tensor * stages} processes, and there "
+            f"are {world}; start them by torchrun --nproc-per-node {tensor * stages} -m megalight ..."
+        )
+
+
+@contextmanager
+def joined_ranks(arguments: argparse.Namespace) -> Iterator[tuple[ParallelMesh | None, torch.device]]:
+    """Join the processes of a command; yield their mesh, None for a single one, and the device of this one."""
+    import torch
+    import torch.distributed as dist
+
+    from megalight.parallel.groups import end_at_exit
+    from megalight.parallel.mesh import ParallelMesh
+
+    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if arguments.tensor_parallel * arguments.pipeline_parallel == 1:
+        yield None, device
+        return
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK") or 0))
+        torch.cuda.set_device(device)
+    ours = not dist.is_initialized()
+    if ours:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        # Threads of the group that outlive the interpreter would abort the process.
+        end_at_exit()
+    mesh = ParallelMesh(
+        dist.get_world_size(),
+        dist.get_rank(),
+        tp=arguments.tensor_parallel,
+        ep=arguments.expert_parallel,
+        pp=arguments.pipeline_parallel,
+    )
+    yield mesh, device
+
+
+def add_process_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument(
         "--processes", type=int, default=1, help="processes that share the samples, each on a GPU of its own"
@@ -42,7 +111,7 @@ def device_of(arguments: argparse.Namespace) -> str:
     return f"cuda:{arguments.part[0] % torch.cuda.device_count()}"
 
 
-def share(verb: str, arguments: argparse.Namespace) -> int:
+def run_processes(verb: str, arguments: argparse.Namespace) -> int:
     """Run the same command in ``--processes`` processes, and return the exit code.
 
     If one fails, its error is printed at once and the others are stopped: run again, they go on from there.

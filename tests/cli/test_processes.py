@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megalight.cli import parts
+from megalight.cli import processes
 
 WORDY = 1 << 20
 """Bytes: more than a pipe holds."""
@@ -38,7 +38,9 @@ def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def share(python: Path, what: str) -> int:
     python.write_text("#!/bin/sh\npart=${4#--part=}; part=${part%/*}\n" + PARTS[what].replace("WORDY", str(WORDY)))
     python.chmod(0o755)
-    return parts.share("cache-logits", argparse.Namespace(processes=2, part=(0, 1), words=["--processes=2", "a"]))
+    return processes.run_processes(
+        "cache-logits", argparse.Namespace(processes=2, part=(0, 1), words=["--processes=2", "a"])
+    )
 
 
 def test_pipes_are_read_while_the_first_part_works(python: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,17 +1,22 @@
-"""The newest checkpoint of all runs in a folder: what ``--ckpt_path=last``, ``auto`` and ``FOLDER`` mean."""
+"""Checkpoints that a command names: what ``--ckpt_path=last``, ``auto`` and ``FOLDER`` mean, and a run's tokenizer."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from megalight.checkpoint.disk import manifest, publish
 from megalight.checkpoint.disk.files import PathLike
 from megalight.checkpoint.disk.latest_checkpoint import another, newest_first, newest_in
 from megalight.checkpoint.inspection.verify import verify
 from megalight.cli.report import launched
-from megalight.errors import CheckpointError
+from megalight.data.blend import Mixture
+from megalight.data.corpus import tokenizer_path
+from megalight.errors import CheckpointError, DataError
 
 CHOSEN = "MEGALIGHT_CHOSEN_CHECKPOINT"
 """Environment variable by which a process tells those that it starts its own id, and which checkpoint it chose."""
@@ -120,3 +125,39 @@ def folders_of(trainer: Any) -> list[str]:
     callbacks = given if isinstance(given, list) else [given]
     named = [(each.get("init_args") or {}).get("dirpath") for each in callbacks if hasattr(each, "get")]
     return [trainer.get("default_root_dir") or ".", *filter(None, named)]
+
+
+RUN_CONFIG = "config.yaml"
+CONFIG_LEVELS = 2
+"""Folders above a checkpoint in which the configuration may be: beside it, or above ``checkpoints``."""
+
+
+def tokenizer_of_run(checkpoint: Path) -> Path | None:
+    """Return the path of the tokenizer of the run that wrote a checkpoint, or None if that is not known."""
+    for folder in checkpoint.resolve().parents[:CONFIG_LEVELS]:
+        if (folder / RUN_CONFIG).is_file():
+            return next((path for path in _named_tokenizers(folder / RUN_CONFIG) if path.exists()), None)
+    return None
+
+
+def _named_tokenizers(config: Path) -> list[Path]:
+    """Return the tokenizers that a run may have used: the one that it was given, then those of its data."""
+    try:
+        content = yaml.safe_load(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return []  # it may be another program's
+    data = _section(content, "data")
+    given = _section(data, "init_args") or data
+    found = [Path(given["tokenizer"])] if isinstance(given.get("tokenizer"), str) else []
+    for name in ("data", "train_data"):
+        if given.get(name):
+            try:
+                found += map(tokenizer_path, Mixture.parse(given[name]).prefixes)
+            except (DataError, TypeError, ValueError):
+                continue  # another data module may mean something else by it
+    return found
+
+
+def _section(content: Any, name: str) -> dict[str, Any]:
+    section = content.get(name) if isinstance(content, dict) else None
+    return section if isinstance(section, dict) else {}

@@ -15,8 +15,8 @@ import torch
 from megalight import checkpoint
 from megalight.checkpoint import Box, View, save
 from megalight.checkpoint.disk.latest_checkpoint import newest_in
-from megalight.cli import latest_checkpoint
-from megalight.cli.latest_checkpoint import resolve
+from megalight.cli import checkpoints
+from megalight.cli.checkpoints import resolve
 from megalight.cli.lightning import parsed
 from megalight.cli.main import main
 from megalight.errors import CheckpointError
@@ -190,7 +190,7 @@ def test_a_damaged_checkpoint_is_not_picked(
 ) -> None:
     """Nor by the ranks that this process starts, which do not verify again."""
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    monkeypatch.setenv(latest_checkpoint.CHOSEN, "")
+    monkeypatch.setenv(checkpoints.CHOSEN, "")
     for name in ("a", "b"):
         save(tmp_path / f"{name}.ckpt", {}, common={"step": name})
     common = tmp_path / "b.ckpt" / "common.json"
@@ -200,10 +200,10 @@ def test_a_damaged_checkpoint_is_not_picked(
         assert resolve("last", "fit", [tmp_path]) == str(tmp_path / "a.ckpt")
     assert "b.ckpt is damaged and is not used: common.json" in caplog.text
     monkeypatch.setenv("LOCAL_RANK", "1")
-    chosen = os.environ[latest_checkpoint.CHOSEN].partition(":")[2]
-    monkeypatch.setenv(latest_checkpoint.CHOSEN, f"1:{chosen}")
+    chosen = os.environ[checkpoints.CHOSEN].partition(":")[2]
+    monkeypatch.setenv(checkpoints.CHOSEN, f"1:{chosen}")
     assert resolve("last", "fit", [tmp_path]) == str(tmp_path / "a.ckpt")
-    monkeypatch.setenv(latest_checkpoint.CHOSEN, "")
+    monkeypatch.setenv(checkpoints.CHOSEN, "")
     assert resolve("last", "fit", [tmp_path]) == str(tmp_path / "b.ckpt")  # a cluster's ranks find out when they load
 
 
