@@ -7,7 +7,6 @@ import difflib
 import fnmatch
 import math
 import operator
-import os
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -40,6 +39,10 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError):
 
 class StorageError(MegalightError):
     """Storage does not answer, or refuses. What it holds is unknown, so nobody may take it for empty."""
+
+
+class HubError(MegalightError):
+    """The Hugging Face Hub has no such name, refuses it, or does not answer; or its cache cannot be written."""
 
 
 class ConfigurationError(MegalightError, ValueError):
@@ -135,15 +138,12 @@ _OF_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def hub_hint(path: object) -> str:
-    """Return how to get a model of the Hugging Face Hub, if a path where nothing is looks like its name, or nothing."""
+    """Return how to name a model of the Hugging Face Hub, if a path where nothing is looks like its name, or nothing.
+
+    It was taken for a path because its first part is a folder here (:mod:`megalight.hub`).
+    """
     name = str(path)
-    if not _OF_HUB.fullmatch(name) or os.path.exists(name.partition("/")[0]):
-        return ""
-    folder = name.rpartition("/")[2]
-    return (
-        f" Only folders are read. If it is a name of the Hugging Face Hub, get its folder first: hf download {name} "
-        f"--local-dir {folder}"
-    )
+    return f" If it is a name of the Hugging Face Hub, write hf://{name}." if _OF_HUB.fullmatch(name) else ""
 
 
 def _begins(one: str, other: str) -> bool:

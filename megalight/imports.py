@@ -24,6 +24,8 @@ EXTRAS = {
     "jinja2": "chat",
     "modelopt": "modelopt",
     "PIL": "images",
+    "huggingface_hub": "hub",
+    "datasets": "hub",
 }
 """Import name of an optional package -> the pip extra of Megalight that installs it."""
 

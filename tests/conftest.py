@@ -40,6 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # No name server. torch asks for the name of the other end of each connection of a store, which is this machine; if
     # one answer in fifty is lost, every tenth job of ranks waits for five seconds.
     os.environ["RES_OPTIONS"] = "attempts:0"
+    # Names of the Hugging Face Hub are read from its stand-in alone (tests/support/hub.py).
+    os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # it warns that there was no answer
     if not torch.cuda.is_available():
         importlib.import_module("tests.support.seeds")

@@ -19,7 +19,7 @@ import pytest
 from tests.support.source import PACKAGE, ROOT, Import, Source, sources, subpackage
 
 LEVELS = (
-    {"errors", "migration", "registry", "types", "imports", "first_rank"},
+    {"errors", "migration", "registry", "types", "imports", "first_rank", "hub"},
     {"ops", "data"},
     {"nn"},
     {"parallel"},
@@ -36,7 +36,7 @@ LEVEL_OF = {name: level for level, subpackages in enumerate(LEVELS) for name in 
 LIGHTNING_LEVEL = LEVEL_OF["strategies"]
 LIGHTNING_FOLDERS = ("megalight.plugins.precision", "megalight.plugins.checkpoint_io")
 LIGHTNING_FILE = "module"
-OPTIONAL = {"transformers", "pyarrow", "matplotlib", "triton"}
+OPTIONAL = {"transformers", "pyarrow", "matplotlib", "triton", "huggingface_hub", "httpx", "datasets"}
 """Third-party packages that the product works without; a function may import them when it is called."""
 
 PARALLEL_WORDS = re.compile(

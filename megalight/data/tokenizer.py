@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as Model  # type: ignore[import-untyped]
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megalight.errors import DataError, decode_utf8, hub_hint
+from megalight.hub import local
 from megalight.imports import require
 
 MEDIA = ("<image>", "<|image_pad|>", "<image_soft_token>", "<IMG_CONTEXT>", "<video>", "<|video_pad|>")
@@ -85,7 +86,9 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], eod_token: str | None = None) -> Tokenizer:
-        """Read a ``tokenizer.json`` file, or a folder with such a file or with a tokenizer of ``transformers``.
+        """Read a ``tokenizer.json`` file, a folder with such a file or with a tokenizer of ``transformers``, or a name.
+
+        A name is one of the Hugging Face Hub, such as ``Qwen/Qwen3-0.6B`` (:func:`megalight.hub.local`).
 
         Special tokens come from ``tokenizer_config.json`` in the same folder, if it exists (``x_config.json`` for
         ``x.json``). The end-of-document token is ``eod_token``, else the configured ``eos_token``, else the first
@@ -93,9 +96,10 @@ class Tokenizer:
 
         Raises:
             DataError: the path does not exist or cannot be read, or ``eod_token`` is not in the vocabulary.
-            MissingPackageError: the folder needs ``transformers``.
+            HubError: the Hub has no such name, refuses it, or does not answer.
+            MissingPackageError: the folder needs ``transformers``, or the name ``huggingface_hub``.
         """
-        place = Path(path)
+        place = Path(local(path, "tokenizer"))
         if not place.exists():
             raise DataError(
                 f"tokenizer {os.fspath(path)!r} does not exist; give a tokenizer.json file or a folder that holds one."

@@ -21,6 +21,7 @@ from megalight.checkpoint.sources.combine import Averaged, FullPrecision, Overla
 from megalight.checkpoint.sources.flat import canonical
 from megalight.checkpoint.view import views_of_source
 from megalight.errors import CheckpointError, ConfigurationError
+from megalight.hub import local
 from megalight.models.config import compare
 from megalight.models.family import Family, family, family_of_transformers
 from megalight.models.gpt import megatron
@@ -76,7 +77,7 @@ def open_model(
     """Open the model in a checkpoint, a ``transformers`` folder, or one of Megatron-core. No weights are read.
 
     Args:
-        path: the folder.
+        path: the folder, or a name of the Hugging Face Hub, whose files are then downloaded.
         ema: take the moving averages of the weights, which the callback ``EMA`` keeps in a checkpoint.
         keys: see :func:`~megalight.models.saved.whole_source`.
         whole: whether a checkpoint must hold all layers that its configuration describes; others are never built whole.
@@ -86,6 +87,7 @@ def open_model(
         ConfigurationError: the model is of no known family, or has options that are not supported here; ``keys`` for
             what is no folder of ``transformers``.
     """
+    path = local(path)
     if is_folder(path):
         if ema:
             raise CheckpointError(f"{path} is a folder of transformers, which has no moving averages of weights.")

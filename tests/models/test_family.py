@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from megalight.errors import CheckpointError, ConfigurationError, MegalightError
+from megalight.errors import CheckpointError, ConfigurationError, HubError, MegalightError
 from megalight.models.config import ModelConfig
 from megalight.models.family import FAMILIES, Family, families, family, family_of_transformers, register
 from megalight.models.family.module import FamilyModule
@@ -123,9 +123,9 @@ def test_a_name_is_taken_once(pairs: Family) -> None:
 
 
 def test_a_path_as_configuration_is_sent_to_weights() -> None:
-    with pytest.raises(ConfigurationError, match=r"give it as weights, and leave config out.*hf download some/model"):
+    with pytest.raises(ConfigurationError, match=r"give it as weights, and leave config out"):
         GPTModule("some/model")
-    with pytest.raises(CheckpointError, match=r"some/model: nothing is there.*hf download some/model"):
+    with pytest.raises(HubError, match=r"some/model: HF_HUB_OFFLINE is set"):
         GPTModule(weights="some/model")
 
 

@@ -9,21 +9,25 @@ from contextlib import suppress
 from megalight.checkpoint.disk import manifest, publish
 from megalight.checkpoint.disk.files import PathLike
 from megalight.errors import CheckpointError, MegalightError
+from megalight.hub import local
 
 DEPTH = 6
 """Levels of folders that are searched: a run may be started in a folder that holds much else."""
 
 
 def newest_in(path: str | os.PathLike[str]) -> PathLike:
-    """Return the latest finished checkpoint in a folder of runs. Any other path stays as it is.
+    """Return the latest finished checkpoint in a folder of runs, or the folder of a name of the Hugging Face Hub.
+
+    Any other path stays as it is.
 
     Args:
-        path: a checkpoint, or a folder that holds some at any depth.
+        path: a checkpoint, a folder that holds some at any depth, or a name (:func:`megalight.hub.local`).
 
     Raises:
         CheckpointError: the path is the folder of a run that has saved no checkpoint.
+        HubError: the Hub has no such name, refuses it, or does not answer.
     """
-    folder = publish.place(path)
+    folder = publish.place(local(path))
     # A checkpoint itself, a single file, or an address that another part understands.
     if not folder.is_dir() or not _may_hold(folder):
         return folder

@@ -16,7 +16,8 @@ from megalight.checkpoint.disk.latest_checkpoint import newest_in
 from megalight.data.sizes import check_fits, check_vocabulary
 from megalight.data.tokenizer import CHAT_TEMPLATE, Tokenizer
 from megalight.data.tokenizer import FILE as TOKENIZER
-from megalight.errors import CheckpointError, ConfigurationError, hub_hint
+from megalight.errors import CheckpointError, ConfigurationError
+from megalight.hub import hub_name
 from megalight.models.config import compare
 from megalight.models.family import family
 from megalight.models.module import CANONICAL_PREFIX, MegalightModule
@@ -75,8 +76,9 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
             (``config: OwnConfig | None``), all of these give that class.
         optimizer: settings of Adam, parameter groups and learning-rate schedule.
         seed: seed of the initial weights.
-        weights: a checkpoint, a run's folder (its newest checkpoint), or a ``transformers`` folder to start from. None:
-            random initial weights. A run that resumes reads its own checkpoint instead.
+        weights: a checkpoint, a run's folder (its newest checkpoint), a ``transformers`` folder, or a name of the
+            Hugging Face Hub (``Qwen/Qwen3-0.6B``, ``Qwen/Qwen3-0.6B@revision``) to start from. None: random initial
+            weights. A run that resumes reads its own checkpoint instead.
         weights_keys: what happens if the names in ``weights`` are not those of the model. ``strict``: an error.
             ``log``: tensors that the folder lacks keep their initial values, those that the model lacks are skipped,
             and the log names each of them. ``ignore``: the same without the log. Shapes that differ are always an
@@ -130,8 +132,8 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
         if isinstance(config, str):
             if "/" in config or os.path.isdir(config):
                 raise ConfigurationError(
-                    f"config={config!r} is no preset. To start from a checkpoint or a folder of transformers, give it "
-                    f"as weights, and leave config out.{hub_hint(config)}"
+                    f"config={config!r} is no preset. To start from a checkpoint, a folder of transformers or a name "
+                    "of the Hugging Face Hub, give it as weights, and leave config out."
                 )
             found = presets[config]
             found = found if isinstance(found, kind) else kind.from_dict(found.to_dict())
@@ -307,11 +309,12 @@ def _own_config(module: type[Any], known: type[Any]) -> type[Any]:
 
 
 def _newest(weights: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """Return the newest checkpoint in a run's folder, and say so; or the path itself."""
+    """Return the newest checkpoint in a run's folder or the folder of a name, and say so; or the path itself."""
     found = newest_in(weights)
     if found == publish.place(weights):
         return weights
-    rank_zero_info(f"weights={os.fspath(weights)}: the newest checkpoint in it is {found}")
+    what = "its files are in" if hub_name(weights) else "the newest checkpoint in it is"
+    rank_zero_info(f"weights={os.fspath(weights)}: {what} {found}")
     return str(found)
 
 
