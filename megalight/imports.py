@@ -26,6 +26,7 @@ EXTRAS = {
     "PIL": "images",
     "huggingface_hub": "hub",
     "datasets": "hub",
+    "lm_eval": "evaluate",
 }
 """Import name of an optional package -> the pip extra of Megalight that installs it."""
 

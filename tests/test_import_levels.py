@@ -26,7 +26,7 @@ LEVELS = (
     {"optim", "checkpoint"},
     {"models", "training", "sharding"},
     {"plugins", "inference", "towers"},
-    {"strategies"},
+    {"strategies", "evaluation"},
     {"callbacks", "loggers"},
     {"rl"},
     {"cli"},
@@ -36,7 +36,7 @@ LEVEL_OF = {name: level for level, subpackages in enumerate(LEVELS) for name in 
 LIGHTNING_LEVEL = LEVEL_OF["strategies"]
 LIGHTNING_FOLDERS = ("megalight.plugins.precision", "megalight.plugins.checkpoint_io")
 LIGHTNING_FILE = "module"
-OPTIONAL = {"transformers", "pyarrow", "matplotlib", "triton", "huggingface_hub", "httpx", "datasets"}
+OPTIONAL = {"transformers", "pyarrow", "matplotlib", "triton", "huggingface_hub", "httpx", "datasets", "lm_eval"}
 """Third-party packages that the product works without; a function may import them when it is called."""
 
 PARALLEL_WORDS = re.compile(

@@ -325,7 +325,7 @@ class TextGenerator:
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
-            eos_id=self._all_ends(ends),
+            eos_id=self.all_ends(ends),
             generator=generator,
             packed_images=packed_images,
             draft=draft,
@@ -384,7 +384,7 @@ class TextGenerator:
                     prompt,
                     max_new_tokens=limit,
                     sampling_params=request.sampling_params,
-                    eos_id=self._all_ends(ends),
+                    eos_id=self.all_ends(ends),
                     stop=stop_at(request.stop, self.tokenizer),
                     seed=request.seed,
                     log_probs=request.log_probs,
@@ -417,7 +417,8 @@ class TextGenerator:
         """Return the limit of a completion for which nobody gave one, after a prompt of ``length`` tokens."""
         return max(1, min(NEW_TOKENS, self.model.config.max_sequence_length - length))
 
-    def _all_ends(self, ends: Collection[int]) -> set[int]:
+    def all_ends(self, ends: Collection[int] = ()) -> set[int]:
+        """Return the tokens that end a completion: ``ends``, and those of model and tokenizer."""
         eod = self.tokenizer.eod_id
         return {*ends, *self.ends, *([] if eod is None else [eod])}
 

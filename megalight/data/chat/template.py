@@ -82,14 +82,21 @@ class ChatTemplate:
             return ""
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None = None, *, answer: bool = False
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: list[Any] | None = None,
+        *,
+        answer: bool = False,
+        unfinished: bool = False,
     ) -> str:
         """Return the text of messages. With ``answer``, it ends where the assistant's next message begins.
+
+        With ``unfinished``, it ends with the content of the last message, which goes on.
 
         Raises:
             DataError: the template refuses the messages.
         """
-        return self._render(messages, tools, add_generation_prompt=answer)[0]
+        return self._render(messages, tools, add_generation_prompt=answer, continue_final_message=unfinished)[0]
 
     def ends(self, tokenizer: Tokenizer) -> list[int]:
         """Return the special token that the template writes after an answer; it may also end turns within a document.
