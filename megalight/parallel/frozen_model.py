@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.distributed import P2POp
 
 from megalight.parallel.apply import check_split
-from megalight.parallel.bridge.messages import as_bytes
 from megalight.parallel.graphs.static import tensors_of, with_tensors
 from megalight.parallel.groups import new_group
 from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.messages import as_bytes
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.pipeline.agenda import Timetable
 from megalight.parallel.pipeline.carry import Carry, CarryEntry, Form, form_of, signature

@@ -18,17 +18,16 @@ from megalight.parallel.bridge.messages import (
     Header,
     Receiving,
     Rows,
-    Sending,
     TensorSpec,
-    as_bytes,
+    decode,
+    encode,
     joined,
-    receive_header,
-    send_header,
     send_rows,
     start_receive_rows,
 )
 from megalight.parallel.groups import new_group
 from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.messages import Message, as_bytes, receive_text, send_text
 
 # Checks of messages and gradients before they are sent.
 
@@ -274,7 +273,7 @@ class BridgeCommunicator:
         self.is_source = any(rank in replica for lane in found for replica in lane.sources)
         self.is_destination = any(rank in replica for lane in found for replica in lane.destinations)
         self._crossed: deque[_Crossed] = deque()
-        self._sending: list[Sending] = []
+        self._sending: list[Message] = []
         if not (self.is_source or self.is_destination):
             return
         # Lanes are disjoint, and each rank of the two stages is in one.
@@ -325,7 +324,7 @@ class BridgeCommunicator:
         if self._leads:
             for place, replica in enumerate(lane.destinations):
                 own = {name: spec.with_rows(rows[name][place]) for name, spec in header.items()}
-                self._keep(send_header(own, replica, self._headers))
+                self._keep(send_text(encode(own), replica, self._headers))
             # Headers go first: receivers allocate the tensors before the data comes.
             self._keep(send_rows(tensors, header, rows, lane.destination_leaders, self._forward))
         self._remember(tensors, header, rows)
@@ -347,7 +346,7 @@ class BridgeCommunicator:
         """
         lane = self._ends("recv_forward", source=False)
         # The host waits here: it must know shapes before it can allocate the tensors.
-        headers = {leader: receive_header(leader, self._headers) for leader in lane.source_leaders}
+        headers = {leader: decode(receive_text(leader, self._headers)) for leader in lane.source_leaders}
         header = joined(headers)
         rows = {name: [found[name].rows for found in headers.values()] for name in header}
         tensors = {name: torch.empty(s.shape, dtype=s.dtype, device=self._device) for name, s in header.items()}
@@ -433,10 +432,10 @@ class BridgeCommunicator:
             sending.wait()
         self._sending.clear()
 
-    def _keep(self, sending: Sending) -> None:
+    def _keep(self, sending: Message) -> None:
         self._sending.append(sending)
         # Sends that are done release their tensors here, not only in `finish`.
-        self._sending = [sending for sending in self._sending if not sending.done]
+        self._sending = [sending for sending in self._sending if not sending.done()]
 
     def _remember(self, tensors: Mapping[str, Tensor], header: Header, rows: Rows) -> None:
         # The header says it: tensors that arrive do not require gradients yet.

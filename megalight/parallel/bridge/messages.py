@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import P2POp, ProcessGroup
+from torch.distributed import ProcessGroup
 
 from megalight.errors import LayoutError
+from megalight.parallel.messages import Message, start
 
 
 @dataclass(frozen=True)
@@ -109,66 +109,26 @@ Parts = Sequence[tuple[int, Tensor]]
 
 
 @dataclass(frozen=True)
-class Sending:
-    """Sends in flight, and the memory that they read."""
+class Receiving(Message):
+    """Receives in flight, with the rows that are not contiguous in their tensor, and their buffers."""
 
-    works: list[dist.Work]
-    parts: Parts
-
-    @property
-    def done(self) -> bool:
-        """Whether all are known to be sent. gloo knows this only after :meth:`wait`."""
-        return all(work.is_completed() for work in self.works)
-
-    def wait(self) -> None:
-        """Wait until all are sent. On a GPU the current stream waits, not the host."""
-        for work in self.works:
-            work.wait()
-
-
-@dataclass(frozen=True)
-class Receiving:
-    """Receives in flight, and buffers for rows that are not contiguous in their tensor."""
-
-    works: list[dist.Work]
     strided: Sequence[tuple[Tensor, Tensor]]
 
-    def wait(self) -> None:
+    def wait(self) -> list[Tensor]:
         """Wait for all, and copy the buffers to their rows. On a GPU the current stream waits, not the host."""
-        for work in self.works:
-            work.wait()
+        super().wait()
         # After all waits: the copies queue behind the receives on the same stream.
         for place, buffer in self.strided:
             place.copy_(buffer)
-
-
-def send_header(header: Header, peers: Sequence[int], group: ProcessGroup) -> Sending:
-    """Start to send a header to global ranks."""
-    # A `bytearray`, because torch warns of memory that cannot be written.
-    text = torch.frombuffer(bytearray(encode(header)), dtype=torch.uint8)
-    length = torch.tensor([text.numel()])
-    # The receiver cannot know the length of the text, so it comes first. Both stay in `parts` until they are sent.
-    parts = [(peer, tensor) for peer in peers for tensor in (length, text)]
-    return Sending(_start(dist.isend, parts, group), parts)
-
-
-def receive_header(peer: int, group: ProcessGroup) -> Header:
-    """Wait for the next header from a global rank."""
-    length = torch.zeros(1, dtype=torch.int64)
-    dist.recv(as_bytes(length), peer, group=group)
-    text = torch.zeros(int(length), dtype=torch.uint8)
-    # Messages between the same two ranks arrive in the order in which they were sent.
-    dist.recv(text, peer, group=group)
-    return decode(text.numpy().tobytes())
+        return self.tensors
 
 
 def send_rows(
     tensors: Mapping[str, Tensor], header: Header, rows: Rows, peers: Sequence[int], group: ProcessGroup
-) -> Sending:
+) -> Message:
     """Start to send each global rank in ``peers`` its rows."""
     # A split along a dim other than 0 is strided, and messages are contiguous. The copies live as long as the sends.
-    parts = [(peer, part.contiguous()) for peer, part in _cut(tensors, header, rows, peers)]
-    return Sending(_start(dist.isend, parts, group), parts)
+    return start(dist.isend, [(peer, part.contiguous()) for peer, part in _cut(tensors, header, rows, peers)], group)
 
 
 def start_receive_rows(
@@ -180,12 +140,7 @@ def start_receive_rows(
     buffers = [part if part.is_contiguous() else part.new_empty(part.shape) for _, part in parts]
     landing = [(peer, buffer) for (peer, _), buffer in zip(parts, buffers, strict=True)]
     strided = [(part, buffer) for (_, part), buffer in zip(parts, buffers, strict=True) if buffer is not part]
-    return Receiving(_start(dist.irecv, landing, group), strided)
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """View a contiguous tensor as bytes, so that the backend need not support its dtype."""
-    return tensor.view(-1).view(torch.uint8)
+    return Receiving(**vars(start(dist.irecv, landing, group)), strided=strided)
 
 
 def _cut(tensors: Mapping[str, Tensor], header: Header, rows: Rows, peers: Sequence[int]) -> Parts:
@@ -196,10 +151,3 @@ def _cut(tensors: Mapping[str, Tensor], header: Header, rows: Rows, peers: Seque
         # Detached: bytes travel, and autograd must not record the views.
         for peer, part in zip(peers, torch.split(tensor.detach(), list(rows[name]), header[name].dim), strict=True)
     ]
-
-
-def _start(operation: Callable[..., Any], parts: Parts, group: ProcessGroup) -> list[dist.Work]:
-    """Start all operations together, so that one peer does not wait for another. Empty tensors are skipped."""
-    # Both sides leave out the same empty tensors, so their messages still pair up.
-    operations = [P2POp(operation, as_bytes(part), peer, group) for peer, part in parts if part.numel()]
-    return dist.batch_isend_irecv(operations) if operations else []

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,6 +22,7 @@ from torch.distributed import ProcessGroup
 from megalight.errors import LayoutError
 from megalight.parallel.groups import new_group, uses_backend
 from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.messages import Message, receive_text, send_text, start
 from megalight.parallel.peers import memory
 from megalight.parallel.peers.memory import Flag, PeerCopyStream, PeerMemory, PeerSlot
 from megalight.parallel.peers.watch import Watch
@@ -37,34 +37,6 @@ MAX_CTAS = 2
 A receive that is posted early waits on the GPU. With NCCL's default size, several of them leave no SM for
 the computation that the other side waits for. (With four chunks per rank on four GPUs this was a deadlock.)
 """
-
-
-class Work(Protocol):
-    """A part of a message in flight; :class:`torch.distributed.Work` is one."""
-
-    def wait(self) -> object:
-        """Wait; on a GPU the current stream waits, not the host."""
-
-    def is_completed(self) -> bool:
-        """Whether it is known to be done."""
-
-
-@dataclass(frozen=True)
-class Message:
-    """Tensors in flight, kept alive until they have arrived."""
-
-    tensors: list[Tensor]
-    works: Sequence[Work]
-
-    def wait(self) -> list[Tensor]:
-        """Wait, and return the tensors; on a GPU the current stream waits, not the host."""
-        for work in self.works:
-            work.wait()
-        return self.tensors
-
-    def done(self) -> bool:
-        """Whether the tensors have arrived, without waiting; always False while a CUDA graph is captured."""
-        return not capturing() and all(work.is_completed() for work in self.works)
 
 
 class Channel:
@@ -92,23 +64,14 @@ class Channel:
 
     def send_text(self, text: bytes) -> Message:
         """Start to send a few bytes to the other host, without a wait: both ends could wait for each other."""
-        parts = [torch.tensor([len(text)]), torch.frombuffer(bytearray(text), dtype=torch.uint8)]
-        works = [dist.isend(part, self.peer, group=self.host_group) for part in parts]
-        return Message(parts, [work for work in works if work is not None])
+        return send_text(text, [self.peer], self.host_group)
 
     def receive_text(self) -> bytes:
         """Wait for the bytes of :meth:`send_text`."""
-        length = torch.zeros(1, dtype=torch.int64)
-        dist.recv(length, self.peer, group=self.host_group)
-        text = torch.empty(int(length), dtype=torch.uint8)
-        dist.recv(text, self.peer, group=self.host_group)
-        return text.numpy().tobytes()
+        return receive_text(self.peer, self.host_group)
 
     def _start(self, kind: Callable[..., dist.Work | None], tensors: list[Tensor]) -> Message:
-        full = [tensor for tensor in tensors if tensor.numel()]  # backends do not send empty tensors
-        # Batched: NCCL sends the tensors of one message in one kernel.
-        operations = [dist.P2POp(kind, tensor, self.peer, self.group) for tensor in full]
-        return Message(tensors, dist.batch_isend_irecv(operations) if operations else [])
+        return start(kind, [(self.peer, tensor) for tensor in tensors], self.group)
 
 
 # Inbox: receives are posted ahead of their use.

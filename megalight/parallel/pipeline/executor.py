@@ -21,9 +21,10 @@ from megalight.parallel.data_parallel.units import Units
 from megalight.parallel.interleaved_passes import PassInterleaver
 from megalight.parallel.layers import layers_of
 from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.messages import Message
 from megalight.parallel.pipeline.agenda import Agenda
 from megalight.parallel.pipeline.carry import Carry, Form, Forms, check_carry, decode, encode, form_of, signature
-from megalight.parallel.pipeline.channels import Channel, Edges, Inbox, Message
+from megalight.parallel.pipeline.channels import Channel, Edges, Inbox
 from megalight.parallel.pipeline.layout import PipelineLayout, Stage
 from megalight.parallel.pipeline.options import Messages
 from megalight.parallel.pipeline.schedules import Action, ActionKind, Actions

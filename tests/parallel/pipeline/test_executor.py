@@ -16,10 +16,11 @@ from megalight.nn import Linear
 from megalight.ops.linear.weight_gradient import WeightGradients
 from megalight.ops.parameter import collect
 from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.messages import Message
 from megalight.parallel.pipeline import schedules
 from megalight.parallel.pipeline.agenda import agenda_of
 from megalight.parallel.pipeline.carry import Carry
-from megalight.parallel.pipeline.channels import Channel, Message
+from megalight.parallel.pipeline.channels import Channel
 from megalight.parallel.pipeline.executor import Executor, _Run
 from megalight.parallel.pipeline.layout import PipelineLayout
 from megalight.parallel.pipeline.schedules import Action, ActionKind
