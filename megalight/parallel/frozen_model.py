@@ -256,16 +256,11 @@ class FrozenRun:
         messages = model.options.pipeline.messages
         self._executor = Executor(model.chunks, model.layout, model.mesh, model.device, messages=messages)
         self._timetable = Timetable(model.options.pipeline, model.layout, model.mesh)
-        self._ours = _replicas(mesh)
-        self._theirs = _replicas(model.mesh)
-        last = model.mesh.pp - 1
+        self._ours, self._theirs = mesh.replicas(), model.mesh.replicas()
         # Only the last stage has results. Its `tp` ranks all have the same ones, and share the sending.
-        self._answering = [tuple(r for r in ranks if model.mesh.rank("pp", of=r) == last) for ranks in self._theirs]
+        self._answering = model.mesh.replicas(model.mesh.pp - 1)
         # Other stages would keep the results of all micro-batches of a step for nothing.
-        stage = mesh.pp - 1
-        self._asking = [
-            tuple(r for r in ranks if not for_last_stage or mesh.rank("pp", of=r) == stage) for ranks in self._ours
-        ]
+        self._asking = mesh.replicas(mesh.pp - 1 if for_last_stage else None)
         self._replica, self._own = mesh.rank("dp"), model.mesh.rank("dp")
         self._rank = mesh.global_rank
         self._forms: dict[Hashable, Form] = {}
@@ -371,11 +366,6 @@ def freeze(model: ParallelModel) -> ParallelModel:
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     return model.eval()
-
-
-def _replicas(mesh: ParallelMesh) -> list[tuple[int, ...]]:
-    """Return the global ranks of each data-parallel replica."""
-    return [tuple(r for r in mesh.members if mesh.rank("dp", of=r) == place) for place in range(mesh.dp)]
 
 
 def _form(tensors: Sequence[Tensor]) -> Form:

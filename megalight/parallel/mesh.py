@@ -149,6 +149,14 @@ class ParallelMesh:
         terms = [stride * np.array(sorted(coordinates[axis])) for stride, axis in zip(strides, order, strict=True)]
         return tuple((reduce(np.add.outer, terms).flatten() + self.members.start).tolist())
 
+    def replicas(self, stage: int | None = None) -> list[tuple[int, ...]]:
+        """Return the global ranks of each data-parallel replica, or those of one stage of its pipeline."""
+        found: list[list[int]] = [[] for _ in range(self.dp)]
+        for rank in self.members:
+            if stage is None or self.rank("pp", of=rank) == stage:
+                found[self.rank("dp", of=rank)].append(rank)
+        return list(map(tuple, found))
+
     def group(self, *axes: str) -> ProcessGroup | None:
         """Return the process group along one axis, or along several together; None if it has one member.
 

@@ -157,13 +157,9 @@ def lanes(src: ParallelMesh, dest: ParallelMesh) -> tuple[BridgeLane, ...]:
 
 def _runs(mesh: ParallelMesh, stage: int, count: int) -> list[tuple[tuple[int, ...], ...]]:
     """Return the ranks of the replicas in one pipeline stage, in ``count`` runs of neighboring replicas."""
-    replicas: list[list[int]] = [[] for _ in range(mesh.dp)]
-    for rank in mesh.members:
-        if mesh.rank("pp", of=rank) == stage:
-            replicas[mesh.rank("dp", of=rank)].append(rank)
     # Neighboring replicas form a run, so rows keep the order in which the source read them.
-    length = mesh.dp // count
-    return [tuple(map(tuple, replicas[first : first + length])) for first in range(0, mesh.dp, length)]
+    replicas, length = mesh.replicas(stage), mesh.dp // count
+    return [tuple(replicas[first : first + length]) for first in range(0, mesh.dp, length)]
 
 
 def _shown(ranks: list[int]) -> str:

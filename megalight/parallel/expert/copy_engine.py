@@ -22,16 +22,13 @@ from megalight.parallel.collectives import start_all_gather
 from megalight.parallel.expert.all_to_all import AllToAllDispatcher, Traffic
 from megalight.parallel.expert.options import DISPATCHERS
 from megalight.parallel.interleaved_passes import interleaving, pause
+from megalight.parallel.messages import as_bytes
 from megalight.parallel.peers import memory
-from megalight.parallel.peers.memory import Flag, PeerCopyStream, PeerMemory
+from megalight.parallel.peers.memory import BOUNDARY, Flag, PeerCopyStream, PeerMemory
 from megalight.parallel.peers.watch import Watch
 
 if TYPE_CHECKING:
     from megalight.parallel.tensor.shared import Shared
-
-
-BOUNDARY = 256
-"""The rows of each tensor begin at a multiple of so many bytes."""
 
 
 @DISPATCHERS.register("symmetric")
@@ -146,7 +143,7 @@ class PeerExchange:
         self._busy.add(slot.place)
         # Kept over the pause: the other pass may make the memory grow, and what is on its way is in the old one.
         slots = [slot.view(to, (self.memory.capacity,), torch.uint8) for to in range(self.memory.size)]
-        leaving = [_bytes(x) for x in inputs]
+        leaving = [as_bytes(x) for x in inputs]
         current = torch.cuda.current_stream()
         starts = [0, *accumulate(traffic.send)]
         try:
@@ -175,7 +172,7 @@ class PeerExchange:
             self.copies.spin.wait_with(self.watch, slot.flags(Flag.READY, self.memory.others))
             for number, (out, source, width) in enumerate(zip(outs, leaving, regions.widths, strict=True)):
                 # Out of the slot at once: it must be free again soon, or the peers wait.
-                target, place = _bytes(out), regions.arrived(number, rank)
+                target, place = as_bytes(out), regions.arrived(number, rank)
                 own = regions.place(number, rank, rank)
                 before, after = own.start - place.start, own.stop - place.start
                 target[:before].copy_(slots[rank][place.start : own.start])
@@ -186,7 +183,3 @@ class PeerExchange:
             self.copies.free(slot)
             self._busy.discard(slot.place)
         return outs
-
-
-def _bytes(x: Tensor) -> Tensor:
-    return x.view(-1).view(torch.uint8)

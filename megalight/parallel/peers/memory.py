@@ -82,7 +82,7 @@ BUFFERS = "TORCH_SYMMMEM"
 SLOTS = 2
 """Number of slots where the user asks for no other, used in turn: one is filled while peers still read the other."""
 BOUNDARY = 256
-"""Bytes: slots of an exact size are multiples of it."""
+"""Bytes: tensors in a slot begin at a multiple of it, and slots of an exact size are multiples of it."""
 MOST_VIEWS = 4096
 """Largest number of cached views of a memory; each shape of micro-batch has its own, and each bucket of parameters."""
 

@@ -24,7 +24,7 @@ from megalight.parallel.groups import new_group, uses_backend
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.messages import Message, receive_text, send_text, start
 from megalight.parallel.peers import memory
-from megalight.parallel.peers.memory import Flag, PeerCopyStream, PeerMemory, PeerSlot
+from megalight.parallel.peers.memory import BOUNDARY, Flag, PeerCopyStream, PeerMemory, PeerSlot
 from megalight.parallel.peers.watch import Watch
 from megalight.parallel.pipeline.agenda import Expected
 from megalight.parallel.pipeline.carry import Form
@@ -125,10 +125,6 @@ class Inbox:
 # A push waits until its slot is free, and may hold up everything else that its rank has queued. So there are as many
 # slots as the timeline needs (:attr:`~megalight.parallel.pipeline.agenda.Agenda.slots`): a push waits only for work
 # that began before it.
-
-
-BOUNDARY = 256
-"""Each tensor of a message begins at a multiple of so many bytes."""
 
 
 class Line:

@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 from megalight.errors import LayoutError, MegalightError
 from megalight.parallel.expert import ExpertOptions, SymmetricDispatcher, copy_engine
 from megalight.parallel.expert.all_to_all import Traffic
-from megalight.parallel.expert.copy_engine import BOUNDARY, PeerExchange, Regions
+from megalight.parallel.expert.copy_engine import PeerExchange, Regions
 from megalight.parallel.interleaved_passes import Abandoned, PassInterleaver
 from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.peers import memory
+from megalight.parallel.peers.memory import BOUNDARY
 from megalight.parallel.tensor.shared import Shared
 from tests.parallel.expert import test_dispatch, test_overlap
 from tests.parallel.expert.model import build

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from megalight.errors import LayoutError
 from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.peers.memory import BOUNDARY
 from megalight.parallel.pipeline import schedules
 from megalight.parallel.pipeline.agenda import agenda_of
 from megalight.parallel.pipeline.carry import Carry
-from megalight.parallel.pipeline.channels import BOUNDARY, Edges, PeerChannel, offsets
+from megalight.parallel.pipeline.channels import Edges, PeerChannel, offsets
 from megalight.parallel.pipeline.executor import Executor
 from megalight.parallel.pipeline.layout import PipelineLayout
 from megalight.parallel.pipeline.options import Messages, PipelineOptions
