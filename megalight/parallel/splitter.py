@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -126,10 +127,7 @@ class Splitter:
         Args:
             partial: their gradients must be summed over ``tp``.
         """
-
-        def rule(parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
-            return split.replicated(parts, shape, mesh, partial=partial)
-
+        rule = functools.partial(split.replicated, partial=partial)
         for local in module._parameters:
             self.split(name, module, local, rule)
         if isinstance(adapters := getattr(module, "adapter", None), AdapterSet):
@@ -141,10 +139,7 @@ class Splitter:
 
     def keep_rest(self, name: str, module: nn.Module) -> None:
         """Hold whole what the styles of a module do not know: tensors that its class or its user added."""
-
-        def rule(parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
-            return split.replicated(parts, shape, mesh, partial=False)
-
+        rule = functools.partial(split.replicated, partial=False)
         for local, parameter in module._parameters.items():
             first = self._first.get(id(parameter))  # None: in place of one that was cut
             if first is not None and first not in self.specs:

@@ -63,7 +63,7 @@ class Along(Style):
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> nn.Module:
         def rule(parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
             if len(parts) == 1:
-                return split.along(parts[0], self.dim, mesh)
+                return split.along(parts, shape, mesh, dim=self.dim)
             here = parts[mesh.rank("tp") * len(parts) // mesh.tp :][: len(parts) // mesh.tp]
             pieces = [ShardPiece(p.name, p.shape, (0, 0), p.shape, p.start - here[0].start) for p in here]
             return ShardSpec(tuple(pieces), (len(here), *shape[1:]))

@@ -73,10 +73,10 @@ def specs(mesh: ParallelMesh, units: int, *, partial: bool) -> dict[str, ShardSp
     """Every way to split: columns in units that several ranks may share, rows, a vocabulary, replicas."""
     q, kv = CanonicalPart("qkv", "q", (units * 8, 3), 0), CanonicalPart("qkv", "k", (units, 3), units * 24)
     return {
-        "qkv": split.output_features([q, kv], [units * 8, units], mesh),
-        "proj": split.along(CanonicalPart("proj", "proj", (3, 16), 0), 1, mesh),
-        "conv": split.along(CanonicalPart("conv", "conv", (3, 2, 8, 5), 0), 2, mesh),
-        "embed": split.vocabulary(CanonicalPart("embed", "embed", (29, 3), 0), mesh),
+        "qkv": split.output_features([q, kv], (), mesh, units=[units * 8, units]),
+        "proj": split.along([CanonicalPart("proj", "proj", (3, 16), 0)], (3, 16), mesh, dim=1),
+        "conv": split.along([CanonicalPart("conv", "conv", (3, 2, 8, 5), 0)], (3, 2, 8, 5), mesh, dim=2),
+        "embed": split.vocabulary([CanonicalPart("embed", "embed", (29, 3), 0)], (29, 3), mesh),
         "norm": split.replicated([CanonicalPart("norm", "norm", (5,), 0)], (5,), mesh, partial=partial),
     }
 

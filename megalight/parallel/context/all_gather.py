@@ -3,7 +3,7 @@
 The two chunks of a sequence on a rank become two sequences of queries, each with the keys up to its own last token.
 This is the bottom-right alignment that attention has for queries after a cache, so ordinary attention can serve with
 all its features. With few key heads the gather is cheap, but all keys and values are in memory at once. Equally long
-sequences without a window use :mod:`megalight.parallel.context.all_gather` instead.
+sequences without a window use dense kernels instead (:func:`attend_dense`).
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ see these keys of share ``s``:
 So every step except the first is half of a full block on every rank. Without a mask, every query sees all keys that are
 not padding. Padding is at the end of a sequence, and so at the end of its tokens in a share.
 
-With a window, or chunks of attention, most pairs of chunks do not see each other and have no block
-(:mod:`megalight.parallel.context.ring_blocks`).
+With a window, or chunks of attention, most pairs of chunks do not see each other and have no block.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,12 +10,9 @@ from torch import nn
 
 from megalight.errors import LayoutError
 from megalight.nn import Attention, DraftAttention, InnerAttention, RMSNorm
-from megalight.nn.canonical import CanonicalPart
 from megalight.nn.mamba2 import AllTokens
 from megalight.parallel.context.all_to_all import HeadShare, RowAttention
 from megalight.parallel.context.attention import ContextAttention, ContextDraftAttention
-from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.shard import ShardSpec
 from megalight.parallel.splitter import Splitter
 from megalight.parallel.styles.style import Style, register
 from megalight.parallel.tensor import split
@@ -50,12 +47,9 @@ class HeadRegion(Style):
                 "RMSNorm can be divided. Set norm.kind=rms, attention.qk_norm_whole=false, or tp=1."
             )
         heads = module.weight.shape[0] // around.head_dim
-
-        def rule(parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
-            # As the projection divides heads: a key head may be on several ranks. Each head is then on equally many,
-            # so the mean over ranks is that over heads.
-            return split.output_features(parts, [heads], mesh, shared=True)
-
+        # As the projection divides heads: a key head may be on several ranks. Each head is then on equally many, so the
+        # mean over ranks is that over heads.
+        rule = functools.partial(split.output_features, units=[heads], shared=True)
         module._parameters["weight"] = splitter.split(name, module, "weight", rule)
         module.average = GroupMean(splitter.shared, tp)
 

@@ -36,7 +36,7 @@ class Vocab(Style):
             if getattr(embedding, option, None):
                 raise LayoutError(f"{name}: an embedding with {option} cannot be split by vocabulary; unset it.")
         # The same rule as for an output layer, so that tied weights are split alike.
-        weight = splitter.split(name, embedding, "weight", lambda parts, shape, mesh: split.vocabulary(parts[0], mesh))
+        weight = splitter.split(name, embedding, "weight", split.vocabulary)
         assert weight is not None
         return VocabEmbedding(
             weight,
@@ -70,7 +70,7 @@ class VocabHeadStyle(Style):
         self.expect(path, linear, nn.Linear, Linear, replaced=replaced)
         weight, bias = (
             # A bias has one element per row, so it is cut and padded like the rows.
-            splitter.split(path, linear, local, lambda parts, shape, mesh: split.vocabulary(parts[0], mesh))
+            splitter.split(path, linear, local, split.vocabulary)
             for local in ("weight", "bias")
         )
         assert weight is not None

@@ -48,24 +48,19 @@ class Expert(Style):
                 f"{name}: tp={shared.mesh.tp} without sequence parallelism would send the same tokens to the experts "
                 f"{shared.mesh.tp} times. Switch sequence_parallel on, or set tp=1."
             )
-
         if shared.mesh.etp > 1 and experts.down_bias is not None:
             raise LayoutError(
                 f"{name}: etp={shared.mesh.etp} divides experts with biases, and each of its ranks would add them. Set "
                 "etp=1, or leave the biases out."
             )
 
-        def rule(
-            dim: int | None, parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: ParallelMesh
-        ) -> ShardSpec:
-            return split.stack(parts, shape, mesh, dim)
-
         # A copy: the splitter still looks up the parameters of the single-device module, to
         # know how values are drawn.
         here = copy.copy(experts)
         here._modules = dict(experts._modules)
         here._parameters = {
-            local: splitter.split(name, experts, local, partial(rule, dim)) for local, dim in experts.inner_dims.items()
+            local: splitter.split(name, experts, local, partial(split.stack, dim=dim))
+            for local, dim in experts.inner_dims.items()
         }
         here._modules["adapters"] = nn.ModuleDict(
             {each: _adapters(splitter, f"{name}.adapters.{each}", found) for each, found in experts.adapters.items()}
@@ -102,7 +97,7 @@ def _adapter(splitter: Splitter, name: str, adapter: nn.Module) -> StackAdapter:
         here = copy.copy(adapter)
 
     def rule(dim: int | None, parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
-        spec = split.stack(parts, shape, mesh, dim)
+        spec = split.stack(parts, shape, mesh, dim=dim)
         if dim is not None or mesh.etp == 1:
             return spec
         first = mesh.rank("etp") == 0

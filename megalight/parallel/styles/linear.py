@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,11 +11,9 @@ from torch import nn
 from megalight.errors import LayoutError
 from megalight.nn import Linear
 from megalight.nn.adapter import Adapter, AdapterSet
-from megalight.nn.canonical import CanonicalPart
 from megalight.nn.mamba2 import GatedNorm
 from megalight.parallel.degrees import replicas_of
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.shard import ShardSpec
 from megalight.parallel.splitter import Splitter
 from megalight.parallel.styles.style import Style, register
 from megalight.parallel.tensor import split
@@ -90,14 +89,8 @@ def _column(
     partial = shared.sequence_parallel and tokens != "whole"
     # B has the layer's output features, so it must be cut into the same units (heads).
     counts = list(adapter.units.values()) if len(adapter.adapted) > 1 or units is None else [units]
-
-    def whole(parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
-        return split.replicated(parts, shape, mesh, partial=partial)
-
-    def output(parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
-        return split.output_features(parts, counts, mesh, shared=True)  # the layer's own split decides
-
-    down = splitter.split(path, adapter, "A", whole)
+    output = functools.partial(split.output_features, units=counts, shared=True)  # the layer's own split decides
+    down = splitter.split(path, adapter, "A", functools.partial(split.replicated, partial=partial))
     up = splitter.split(path, adapter, "B", output)
     magnitude = splitter.split(path, adapter, "magnitude", output)
     assert down is not None and up is not None
@@ -112,11 +105,8 @@ def _column(
 
 def _row(splitter: Splitter, path: str, adapter: Adapter) -> Adapter:
     shared = splitter.shared
-    down = splitter.split(path, adapter, "A", lambda parts, shape, mesh: split.along(parts[0], 1, mesh))
-
-    def partial(parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
-        return split.replicated(parts, shape, mesh, partial=True)
-
+    down = splitter.split(path, adapter, "A", functools.partial(split.along, dim=1))
+    partial = functools.partial(split.replicated, partial=True)
     up = splitter.split(path, adapter, "B", partial)
     magnitude = splitter.split(path, adapter, "magnitude", partial)
     assert down is not None and up is not None
@@ -157,10 +147,7 @@ class Column(Style):
         """Return a :class:`ColumnLinear`; a fused layer is split section by section, an adapter with its layer."""
         linear = self.expect(name, module, nn.Linear, Linear, replaced=self.splits(splitter.shared.mesh))
         units = self._units(name, linear, splitter.shared.mesh)
-
-        def rule(parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
-            return split.output_features(parts, units, mesh, shared=self.shared)
-
+        rule = functools.partial(split.output_features, units=units, shared=self.shared)
         weight, bias = (splitter.split(name, linear, local, rule) for local in ("weight", "bias"))
         assert weight is not None
         # Read after the split: of a shared section, a rank holds more rows than its size divided by tp.
@@ -218,10 +205,8 @@ class Row(Style):
         # Sections divide output features, and each rank has terms of all of these.
         if getattr(linear, "sections", None):
             raise LayoutError(f"{name} has sections of output features, but its rule Row splits the input; use Column.")
-        weight = splitter.split(name, linear, "weight", lambda parts, shape, mesh: split.along(parts[0], 1, mesh))
-        bias = splitter.split(
-            name, linear, "bias", lambda parts, shape, mesh: split.replicated(parts, shape, mesh, partial=partial)
-        )
+        weight = splitter.split(name, linear, "weight", functools.partial(split.along, dim=1))
+        bias = splitter.split(name, linear, "bias", functools.partial(split.replicated, partial=partial))
         assert weight is not None
         layer = RowLinear(weight, bias, splitter.shared, name)
         layer.adapter = row_adapters(splitter, name, linear)
@@ -248,17 +233,15 @@ class Channels(Style):
         """
         stated = getattr(module, "initializers", {})
         sections, group = getattr(module, "sections", None), getattr(module, "group_size", 1)
-
-        def rule(parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
-            units = [section.units for section in sections] if sections else [shape[0] // group]
-            return split.output_features(parts, units, mesh)
-
         for local, parameter in module._parameters.items():
             if parameter is not None and local not in stated:
                 raise LayoutError(
                     f"{name} ({type(module).__name__}) does not state how {local} is drawn, so a rank cannot draw its "
                     "rows alone; give the module an attribute `initializers`, as megalight.nn.CausalConv has it."
                 )
+            rows = 0 if parameter is None else parameter.shape[0]
+            units = [section.units for section in sections] if sections else [rows // group]
+            rule = functools.partial(split.output_features, units=units)
             module._parameters[local] = splitter.split(name, module, local, rule)
 
 
@@ -283,11 +266,8 @@ class NormGroups(Style):
         norm = self.expect(name, module, GatedNorm)
         features, mesh = norm.weight.shape[0], splitter.shared.mesh
         ranks = replicas_of(features // norm.group_size, mesh.tp, f"{name}.weight")
-
-        def rule(parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
-            # Single features are units: a rank may hold a part of a group.
-            return split.output_features(parts, [features], mesh)
-
+        # Single features are units: a rank may hold a part of a group.
+        rule = functools.partial(split.output_features, units=[features])
         norm._parameters["weight"] = splitter.split(name, norm, "weight", rule)
         if ranks > 1:
             norm.group_size //= ranks

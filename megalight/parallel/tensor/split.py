@@ -1,4 +1,7 @@
-"""Shards of a parameter: columns, rows, vocabularies, expert stacks and replicas; means over split features."""
+"""Shards of a parameter: columns, rows, vocabularies, expert stacks and replicas; means over split features.
+
+Each rule takes the canonical parts and the shape of a parameter of the single-device model, and the mesh.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +31,18 @@ def replicated(
 
 
 def output_features(
-    parts: Sequence[CanonicalPart], units: Sequence[int], mesh: ParallelMesh, *, shared: bool = False
+    parts: Sequence[CanonicalPart],
+    shape: tuple[int, ...],
+    mesh: ParallelMesh,
+    *,
+    units: Sequence[int],
+    shared: bool = False,
 ) -> ShardSpec:
     """Split dim 0 of each part over ``tp`` in whole units; if there are fewer units than ranks, ranks share units.
 
     Args:
         parts: the sections of a fused weight or bias.
         units: number of units of each section.
-        mesh: the mesh of ranks.
         shared: whether the section with the most units may be shared too. Ranks that hold the same units of *every*
             section would add up the same terms in the next row-split layer.
 
@@ -58,12 +65,13 @@ def output_features(
     return ShardSpec(tuple(pieces), (sum(p.size[0] for p in pieces), *parts[0].shape[1:]))
 
 
-def along(part: CanonicalPart, dim: int, mesh: ParallelMesh) -> ShardSpec:
+def along(parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: ParallelMesh, *, dim: int) -> ShardSpec:
     """Split one dim of a tensor over ``tp``; dim 1 of a weight ``[out, in]`` is its input features.
 
     Raises:
         LayoutError: ``tp`` does not divide it.
     """
+    (part,) = parts
     replicas_of(part.shape[dim], mesh.tp, part.name, may_share=False)
     size, offset = list(part.shape), [0] * len(part.shape)
     size[dim] //= mesh.tp
@@ -71,13 +79,11 @@ def along(part: CanonicalPart, dim: int, mesh: ParallelMesh) -> ShardSpec:
     return ShardSpec((ShardPiece(part.name, part.shape, tuple(offset), tuple(size)),), tuple(size))
 
 
-def stack(parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: ParallelMesh, dim: int | None) -> ShardSpec:
+def stack(parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: ParallelMesh, *, dim: int | None) -> ShardSpec:
     """Split a parameter ``[E, ...]`` of stacked experts: whole experts over ``ep``, and one dim of each over ``etp``.
 
     Args:
         parts: equally many of each expert, expert by expert.
-        shape: shape of the parameter.
-        mesh: the mesh of ranks.
         dim: the dim of each part that ``etp`` divides; None: no dim, and there is one rank along ``etp``.
 
     Raises:
@@ -105,12 +111,13 @@ def stack(parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: Parallel
     return ShardSpec(tuple(pieces), (here, *local), EXPERT_DATA_AXES)
 
 
-def vocabulary(part: CanonicalPart, mesh: ParallelMesh) -> ShardSpec:
+def vocabulary(parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
     """Split dim 0 over ``tp`` into equal numbers of rows; rows of the last rank beyond the vocabulary are padding.
 
     Raises:
         LayoutError: a rank would hold only padding.
     """
+    (part,) = parts
     # Rounded up: all ranks need the same shape, and the last one pads.
     rows = -(-part.shape[0] // mesh.tp)
     first = mesh.rank("tp") * rows
