@@ -199,9 +199,6 @@ def test_experts_take_part() -> None:
     )
     apply_low_precision(model, options, ParallelMesh())
     assert {module.alignment for module in model.modules() if isinstance(module, Dispatcher)} == {32}
-    with pytest.warns(FutureWarning, match="moe_router_padding_for_fp8=True is an old name; write router_padding_for"):
-        old = LowPrecisionOptions(moe_router_padding_for_fp8=True)
-    assert old == LowPrecisionOptions(router_padding_for_quantization=True)
 
 
 def test_the_host_learns_numbers_of_rows_where_products_gain(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,13 +217,6 @@ def test_options(options: dict[str, Any], message: str) -> None:
         ExpertOptions(**options)
 
 
-def test_the_old_name() -> None:
-    with pytest.warns(FutureWarning, match="moe_enable_deepep=True is an old name"):
-        assert ExpertOptions(moe_enable_deepep=True) == ExpertOptions("deepep")
-    with pytest.warns(FutureWarning, match="old name"):
-        assert ExpertOptions(moe_enable_deepep=False) == ExpertOptions()
-
-
 def test_a_schedule_that_hides_nothing() -> None:
     with pytest.raises(LayoutError, match=r"dispatcher='hybridep'\), whose messages block"):
         Layout(expert=ExpertOptions("hybridep"), pipeline=PipelineOptions(schedule="combined"))

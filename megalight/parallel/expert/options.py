@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +29,6 @@ class ExpertOptions:
             and ``hybridep``.
         shared_expert_overlap: shared experts compute on a CUDA stream of their own, while copies of tokens travel.
             With ``all_to_all`` and ``symmetric``.
-        moe_enable_deepep: the old name of ``dispatcher="deepep"``. It acts, with a warning.
         num_sms: how many of a GPU the messages of ``deepep`` (None: 20) or ``hybridep`` (None: 16) occupy.
 
     Raises:
@@ -41,20 +39,8 @@ class ExpertOptions:
     equal_tokens: bool = False
     shared_expert_overlap: bool = False
     num_sms: int | None = None
-    moe_enable_deepep: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.moe_enable_deepep is not None:
-            warnings.warn(
-                f"ExpertOptions: moe_enable_deepep={self.moe_enable_deepep} is an old name; write dispatcher='deepep', "
-                "or leave it out.",
-                FutureWarning,
-                stacklevel=3,
-            )
-            if self.moe_enable_deepep:
-                object.__setattr__(self, "dispatcher", "deepep")
-            # Cleared, or each `replace` would warn again. The dataclass is frozen, hence past its guard.
-            object.__setattr__(self, "moe_enable_deepep", None)
         try:
             # Looked up now: a wrong name raises before any process group is made.
             DISPATCHERS[self.dispatcher]
@@ -75,7 +61,7 @@ class ExpertOptions:
         if count is not None and self.dispatcher not in ("deepep", "hybridep"):
             raise LayoutError(
                 f"ExpertOptions: num_sms={count} with dispatcher={self.dispatcher!r}; only 'deepep' and "
-                "'hybridep' can limit them. Leave multiprocessors out."
+                "'hybridep' can limit them. Leave num_sms out."
             )
         # The kernels work in pairs, one that sends and one that receives.
         if count is not None and (count < 2 or count % 2):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -51,7 +50,6 @@ class LowPrecisionOptions:
             and ``rowwise``.
         router_padding_for_quantization: fill up the tokens of each expert with zeros to a multiple of 16 (``mxfp8``:
             32, ``nvfp4``: 128) when they are brought to it. Casts then need no padding of their own.
-        moe_router_padding_for_fp8: the old name. It acts, with a warning.
         fp8_attention: attention of these layers multiplies in 8 bits, too. Queries, keys, values and weights are in
             e4m3. The gradients of the output and of the scores are in the format of gradients: e5m2, or e4m3 with
             ``formats="e4m3"``. Whatever the recipe, each tensor has one scale, by the current values of each rank's
@@ -77,12 +75,10 @@ class LowPrecisionOptions:
     primary_weights: bool | None = None
     experts_together: bool = False
     router_padding_for_quantization: bool = False
-    moe_router_padding_for_fp8: bool | None = None
     fp8_attention: bool = False
     emulate: bool = False
 
     def __post_init__(self) -> None:
-        self._take_old_names()
         schemes = self.schemes()
         self._check_numbers()
         self._check_modules()
@@ -109,18 +105,6 @@ class LowPrecisionOptions:
                 f"experts_together=True: recipe {self.recipe!r} has products of one expert only; leave it out, or "
                 "choose 'tensorwise', 'delayed' or 'rowwise'."
             )
-
-    def _take_old_names(self) -> None:
-        if (old := self.moe_router_padding_for_fp8) is None:
-            return
-        warnings.warn(
-            f"LowPrecisionOptions: moe_router_padding_for_fp8={old} is an old name; write "
-            f"router_padding_for_quantization={old}.",
-            FutureWarning,
-            stacklevel=4,
-        )
-        object.__setattr__(self, "router_padding_for_quantization", old)
-        object.__setattr__(self, "moe_router_padding_for_fp8", None)
 
     def schemes(self) -> QuantizationRecipe:
         """Return the recipe."""
