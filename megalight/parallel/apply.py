@@ -29,6 +29,9 @@ from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.parallel.tensor.shared import Shared
 from megalight.parallel.transform import apply_transforms
 
+log = logging.getLogger(__name__)
+log.addFilter(only_first)
+
 
 def parallelize(
     model: nn.Module,
@@ -210,16 +213,6 @@ def whole_tokens(model: nn.Module) -> Iterator[None]:
     finally:
         for shared in active:
             shared.sequence_parallel = True
-
-
-# Split the modules of a model as the options of a run ask, or check that this can be done.
-#
-# The plan, transforms and recompute are those of the options. The list of layers is cut into stages later
-# (:mod:`megalight.parallel.pipeline.stages`).
-
-
-log = logging.getLogger(__name__)
-log.addFilter(only_first)
 
 
 def find_plan(root: nn.Module, mesh: ParallelMesh, options: Layout) -> ParallelizePlan:

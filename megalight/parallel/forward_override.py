@@ -30,9 +30,6 @@ def check_own_forwards(modules: Iterable[tuple[str, nn.Module]], hider: str) -> 
             )
 
 
-# Replacing the forward of a module instance.
-
-
 class Override(ABC):
     """Replaces the ``forward`` of one module instance; it may be copied together with the module."""
 

@@ -14,9 +14,6 @@ def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
     return torch.empty(tuple(shape), dtype=dtype, pin_memory=device.type == "cuda")
 
 
-# Host memory that is used again in the order of the device's streams, however far the host is ahead of them.
-
-
 FIT = 2
 """A block serves for values of half of its size, too. So micro-batches of other lengths need no memory of their own."""
 

@@ -18,6 +18,8 @@ from megalight.models.module import MegalightModule, check_signatures
 from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
 
+log = logging.getLogger(__name__)
+
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
@@ -113,11 +115,6 @@ def defines(owner: pl.Callback | pl.LightningModule, hook: str) -> bool:
     """
     return not is_ours(getattr(owner, hook))
 
-
-# Code that may read weights, which are gathered before it runs
-
-
-log = logging.getLogger(__name__)
 
 HOOKS_BETWEEN_STEPS = (
     "on_before_zero_grad",

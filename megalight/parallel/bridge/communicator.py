@@ -106,9 +106,6 @@ def checked_gradients(grads: Mapping[str, Tensor | None], tensors: Mapping[str, 
     return checked
 
 
-# Lanes: which ranks of two meshes exchange messages. This is arithmetic only, without communication.
-
-
 @dataclass(frozen=True)
 class BridgeLane:
     """Data-parallel replicas that exchange messages: several sources and one destination, the reverse, or one each.

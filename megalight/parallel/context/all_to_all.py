@@ -113,9 +113,6 @@ def trade_heads(out: Tensor, order: Tensor | None, tokens: int, group: ProcessGr
     return received.view(ranks, tokens, -1).transpose(0, 1).reshape(tokens, -1, out.shape[-1])
 
 
-# Mixers whose heads need all tokens of a sequence one after the other: ranks exchange tokens for heads.
-
-
 class HeadShare(AllTokens):
     """Exchanges a share of the tokens of all heads for all tokens of a share of the heads.
 

@@ -19,6 +19,8 @@ from megalight.ops.parameter import collect, state_of
 from megalight.parallel.data_parallel.buffers import Bucket
 from megalight.parallel.data_parallel.communication import SideStream
 
+log = logging.getLogger(__name__)
+
 
 def register_grad_hook(
     parameter: nn.Parameter,
@@ -59,12 +61,6 @@ def register_grad_hook(
             parameter.grad_dtype = None  # any dtype: autograd adds to the wider buffer without a cast first
         parameter.grad = main_grad
     state.grad_hook = parameter.register_post_accumulate_grad_hook(after_accumulation)  # type: ignore[no-untyped-call]
-
-
-# Grad ready: when all gradients of a bucket are in.
-
-
-log = logging.getLogger(__name__)
 
 
 class GradReadyCounter:
@@ -212,9 +208,6 @@ class GradReadyCounter:
     @staticmethod
     def _complete(bucket: Bucket) -> bool:
         return bucket.arrived == len(bucket.infos)
-
-
-# First writes: steps that do not zero gradients; the first gradient overwrites the buffer.
 
 
 class FirstWrites:

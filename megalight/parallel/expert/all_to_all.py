@@ -105,9 +105,6 @@ def all_to_all(tensors: Sequence[Tensor], traffic: Traffic, group: ProcessGroup)
     return outs
 
 
-# Rows of a fixed number for each pair of a sending rank and an expert, whatever the routes are.
-
-
 @dataclass(frozen=True)
 class Padded:
     """Received rows, ``[ranks, experts, capacity]``, and rows of experts, ``[experts, rows]``.

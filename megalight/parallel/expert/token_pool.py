@@ -67,9 +67,6 @@ class MeshPool(Pool):
         return total / group.size()
 
 
-# Whether all ranks of a group bring equally many tokens, so that nobody needs to ask.
-
-
 NEXT_STEP = "Make batches of one shape, such as packed rows of a fixed length, or leave equal_tokens out."
 
 

@@ -32,6 +32,8 @@ from megalight.parallel.graphs.static import (
 )
 from megalight.parallel.peers.watch import check_all
 
+log = logging.getLogger(__name__)
+
 # Graphs of one module for one micro-batch in flight: one of its forward and one of its backward.
 
 
@@ -231,8 +233,6 @@ def argument_for(value: Any, chained: bool, held: list[HeldArgument]) -> Argumen
     held.append(HeldArgument(value))
     return held[-1]
 
-
-log = logging.getLogger(__name__)
 
 DROPS = 4
 """Number of times that attributes may change within ``WITHIN`` steps, before modules run eagerly."""

@@ -87,9 +87,6 @@ def _is_record(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-# Arguments of a recorded module: static memory for each of them.
-
-
 @dataclass
 class Leaf:
     """An argument that needs a gradient.

@@ -282,9 +282,6 @@ class PeerSlot:
         return tuple(self.memory.flag(rank, self.place, kind, self.memory.rank) for rank in ranks)
 
 
-# Copies into the slots of peers, by copy engines, on a stream of their own.
-
-
 class PeerCopyStream:
     """A stream for copies, and the flags around them."""
 

@@ -28,6 +28,8 @@ from megalight.parallel.pipeline.options import PipelineOptions
 from megalight.parallel.pipeline.schedules import ActionKind, Actions
 from megalight.parallel.pipeline.timeline import ActionSpan, Number, Place, comes, gives, simulate
 
+log = logging.getLogger(__name__)
+
 
 class Expected(NamedTuple):
     """A message that a rank expects.
@@ -119,12 +121,6 @@ def _slots(lines: Sequence[Sequence[ActionSpan]], pp: int, vpp: int) -> int:
             waiting = sum(used >= leaves for _, used in messages[:number])
             most = max(most, waiting + 1)
     return most + 1
-
-
-# Which rank does what when, for any number of micro-batches.
-
-
-log = logging.getLogger(__name__)
 
 
 class Timetable:

@@ -31,8 +31,10 @@ from megalight.parallel.pipeline.carry import Form
 from megalight.parallel.pipeline.options import Messages
 from megalight.parallel.trace import capturing, spanned
 
+log = logging.getLogger(__name__)
+
 MAX_CTAS = 2
-"""Multiprocessors that one message may occupy.
+"""SMs that one message may occupy.
 
 A receive that is posted early waits on the GPU. With NCCL's default size, several of them leave no SM for
 the computation that the other side waits for. (With four chunks per rank on four GPUs this was a deadlock.)
@@ -72,9 +74,6 @@ class Channel:
 
     def _start(self, kind: Callable[..., dist.Work | None], tensors: list[Tensor]) -> Message:
         return start(kind, [(self.peer, tensor) for tensor in tensors], self.group)
-
-
-# Inbox: receives are posted ahead of their use.
 
 
 class Inbox:
@@ -268,12 +267,6 @@ def places(slot: PeerSlot, rank: int, tensors: Sequence[Tensor]) -> list[Tensor]
     """Return the places of tensors with elements in the slot of a rank."""
     pairs = zip(full(tensors), offsets(tensors), strict=False)
     return [slot.view(rank, tuple(x.shape), x.dtype, start // x.itemsize) for x, start in pairs]
-
-
-# The channels of a rank to its neighbors along ``pp``.
-
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

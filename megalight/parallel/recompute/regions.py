@@ -172,9 +172,6 @@ def _again(function: Callable[..., Tensor], device: str, kwargs: dict[str, Any])
     return again if enabled else lambda x: function(x, **kwargs)
 
 
-# Consecutive layers as one recompute region.
-
-
 def make_group(layers: list[Layer]) -> None:
     """Make consecutive layers one recompute region."""
     group = Group(Draws([layer for _, layer in layers]))

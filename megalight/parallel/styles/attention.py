@@ -54,9 +54,6 @@ class HeadRegion(Style):
         module.average = GroupMean(splitter.shared, tp)
 
 
-# Attention of a draft model over all shares of a sequence.
-
-
 @register
 @dataclass(frozen=True)
 class DraftAttentionRegion(Style):
@@ -82,9 +79,6 @@ class DraftAttentionRegion(Style):
         return ContextDraftAttention(inner, shared.context_groups)
 
 
-# Attention over all shares of a sequence.
-
-
 @register
 @dataclass(frozen=True)
 class ContextRegion(Style):
@@ -107,9 +101,6 @@ class ContextRegion(Style):
         return ContextAttention(inner, name, shared.context.kind_of(name), shared.context_groups, heads)
 
 
-# Heads that need all tokens of a sequence, under context parallelism.
-
-
 @register
 @dataclass(frozen=True)
 class HeadExchange(Style):
@@ -130,9 +121,6 @@ class HeadExchange(Style):
         return HeadShare(name, splitter.shared.context_groups, heads)  # type: ignore[arg-type]
 
 
-# Attention between rows of images that context-parallel ranks share.
-
-
 @register
 @dataclass(frozen=True)
 class RowExchange(Style):
@@ -148,9 +136,6 @@ class RowExchange(Style):
         # This rank's number: the projection before it is already split.
         heads = splitter.model.get_submodule(name.rpartition(".")[0]).heads
         return RowAttention(inner, name, splitter.shared.context_groups, heads)  # type: ignore[arg-type]
-
-
-# Mixers that need whole sequences.
 
 
 @register

@@ -81,9 +81,6 @@ class Boundary(Style):
         return split(x, shared.group, shared.sequence_dim)
 
 
-# Modules that process a share of the tokens.
-
-
 @register
 @dataclass(frozen=True)
 class SequenceRegion(Style):
@@ -105,9 +102,6 @@ class SequenceRegion(Style):
         # With the hooks of a boundary, so that ids and hidden states are cut alike.
         if self.split_input:
             Boundary(enter="split").add_to(module, splitter.shared)
-
-
-# Modules that read rows of all context-parallel shares.
 
 
 @register

@@ -47,9 +47,6 @@ class Vocab(Style):
         )
 
 
-# Output layers that are split by vocabulary.
-
-
 @register
 @dataclass(frozen=True)
 class VocabHeadStyle(Style):
@@ -92,9 +89,6 @@ class VocabHeadStyle(Style):
         return embedding_and_head.VocabHead(whole.norm, layer, whole.softcap, whole.backend)
 
 
-# Heads that all other heads read.
-
-
 @register
 @dataclass(frozen=True)
 class SharedHeadStyle(Style):
@@ -108,9 +102,6 @@ class SharedHeadStyle(Style):
         self.expect(name, module, latent_attention.SharedHead, replaced=self.splits(splitter.shared.mesh))
         # It has no parameters: only the backward differs, which sums the gradients of all ranks' heads.
         return ForAllHeads(splitter.shared)
-
-
-# Comparison of hidden states, of which each rank holds a share.
 
 
 @register

@@ -109,9 +109,6 @@ def _adapter(splitter: Splitter, name: str, adapter: nn.Module) -> StackAdapter:
     return here
 
 
-# Routers, whose losses are means over all tokens of a micro-batch.
-
-
 @register
 @dataclass(frozen=True)
 class Routing(Style):

@@ -180,9 +180,6 @@ class Column(Style):
         return units
 
 
-# Row parallel.
-
-
 @register
 @dataclass(frozen=True)
 class Row(Style):
@@ -213,9 +210,6 @@ class Row(Style):
         return layer
 
 
-# Modules that process every channel, or every group of channels, separately.
-
-
 @register
 @dataclass(frozen=True)
 class Channels(Style):
@@ -243,9 +237,6 @@ class Channels(Style):
             units = [section.units for section in sections] if sections else [rows // group]
             rule = functools.partial(split.output_features, units=units)
             module._parameters[local] = splitter.split(name, module, local, rule)
-
-
-# Norms over groups of features that ranks divide.
 
 
 @register

@@ -114,9 +114,6 @@ def register(style: type[StyleT]) -> type[StyleT]:
     return style
 
 
-# Modules that every rank holds whole.
-
-
 @register
 @dataclass(frozen=True)
 class Replicated(Style):
@@ -129,9 +126,6 @@ class Replicated(Style):
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> None:
         """Keep the module."""
         splitter.keep(name, module)
-
-
-# Attributes of foreign modules that count split things.
 
 
 @register
@@ -165,9 +159,6 @@ def _divide(name: str, module: nn.Module, attribute: str, by: int) -> None:
     if not isinstance(value, int) or value % by:
         raise LayoutError(f"{name}.{attribute} is {value!r}; it must be an integer that {by} divides. Lower tp.")
     setattr(module, attribute, value // by)
-
-
-# Dropout with the correct random stream.
 
 
 @register

@@ -74,9 +74,6 @@ class VocabEmbedding(nn.Module):
         return f"{self.weight.shape[0]} of {self.num_embeddings} -> {self.embedding_dim}"
 
 
-# The output layer, split over ``tp`` by vocabulary, and its cross entropy.
-
-
 class VocabLinear(nn.Module):
     """Projection to this rank's rows of the vocabulary.
 
@@ -241,9 +238,6 @@ def combine(logsumexp: Tensor, target: Tensor, group: ProcessGroup | None) -> tu
     sums = torch.stack([(logsumexp - largest).exp(), target])
     dist.all_reduce(sums, group=group)
     return largest + sums[0].log(), sums[1]
-
-
-# A head that all heads read, where these are divided over ``tp``.
 
 
 class ForAllHeads(nn.Module):

@@ -190,9 +190,6 @@ def _lasting(overlap: Overlap, share: Tensor, dim: int) -> Callable[[], Tensor]:
     return lambda: overlap.hold(gathering.wait())
 
 
-# Row parallel: input features are split over ``tp``.
-
-
 class RowLinear(nn.Module):
     """``y = x W^T + b`` for this rank's columns of ``W``: partial results are summed, then the bias is added once.
 
@@ -318,9 +315,6 @@ def _product(ctx: Any, x: Tensor, weight: Tensor) -> Product:
     return Product(
         lambda whole, out: product_and_save(ctx, whole, weight, None, needed), weight.shape[1], weight.shape[0]
     )
-
-
-# Adapters (LoRA) of column- and row-parallel layers; those of experts are split over ``etp``.
 
 
 class ColumnAdapter(Adapter):

@@ -145,9 +145,6 @@ def take(whole: Tensor, parts: Sequence[CanonicalPart], spec: ShardSpec, local: 
         piece.view(local).copy_(canonical[piece.box])
 
 
-# Means over features that several ranks hold together.
-
-
 @dataclass(frozen=True)
 class GroupMean:
     """The mean of the values of neighboring ``tp`` ranks, whose parts of a group of features are of one size.

@@ -303,9 +303,6 @@ def as_rows(x: Tensor, dim: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     return moved.contiguous().view(-1, x.shape[-1]), back
 
 
-# Shares sent as point-to-point messages, on any device.
-
-
 class Messages:
     """A carrier that uses messages; all messages of a call are posted in the order in which they are needed.
 

@@ -119,9 +119,6 @@ class Overlap(Protocol):
         ...
 
 
-# The overlap backend without pieces: one whole collective and one whole product.
-
-
 def why_not(spec: OverlapSpec) -> str | None:
     """Return None: this backend serves every layer."""
     return None
