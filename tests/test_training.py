@@ -20,8 +20,9 @@ from megalight.parallel.initial_values import initialize
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import Column
 from megalight.parallel.transform import ModelTransform
+from megalight.types import Loss
 from tests.parallel.test_step import Weighted, micro_batches
-from tests.strategies.training import BASE
+from tests.strategies.training import BASE, WithData, global_batch
 from tests.support.workers import run
 
 
@@ -192,6 +193,41 @@ def _whole_batches() -> None:
     training = megalight.Training(model, torch.optim.SGD(model.parameters(), lr=0.1), Weighted())
     with pytest.raises(ConfigurationError, match=r"of type Alone cannot be cut for context parallelism \(cp=2\)"):
         training.forward_backward([Alone()])
+
+
+class Boxed(WithData):
+    """A task whose batches, which cannot be cut, it cuts itself."""
+
+    def context_share(self, batch: Any, rank: int, size: int) -> Any:
+        return {"rows": super().context_share(batch["rows"], rank, size)}
+
+    def forward_step(self, model: nn.Module, batch: Any, carry: Any = None) -> Any:
+        return super().forward_step(model, batch["rows"], carry)
+
+    def loss_step(self, carry: Any, batch: Any) -> Loss:
+        return super().loss_step(carry, batch["rows"])
+
+    def loss_tokens(self, batch: Any) -> torch.Tensor:
+        return super().loss_tokens(batch["rows"])
+
+    def auxiliary_counts(self, batch: Any) -> dict[str, torch.Tensor]:
+        return super().auxiliary_counts(batch["rows"])
+
+
+def _cut_by_the_task(context_parallel: int) -> list[float]:
+    with torch.device("meta"):
+        root = GPT(BASE)
+    layout = megalight.Layout(context_parallel=context_parallel)
+    model = megalight.parallelize(root, layout, dtype=torch.float64)
+    training = megalight.Training(model, torch.optim.SGD(model.parameters(), lr=0.1), Boxed(BASE))
+    outcome = training.forward_backward([{"rows": rows} for rows in global_batch(0).split(2)])
+    return [float(outcome.loss), float(outcome.num_tokens), float(training.clip_grad_norm(1.0))]
+
+
+def test_a_task_may_cut_batches_itself() -> None:
+    (expected,) = run(_cut_by_the_task, 1, 1)
+    for found in run(_cut_by_the_task, 2, 2):
+        assert found == pytest.approx(expected, rel=1e-9)
 
 
 def _other_batches() -> None:
