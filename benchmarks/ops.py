@@ -35,10 +35,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megalight.errors import BackendError
 from megalight.imports import version
+from megalight.ops import use_backends
 from megalight.ops.activation import ACTIVATION, GATED, activation, gated
 from megalight.ops.adam import ADAM, adam_step
 from megalight.ops.attention import ATTENTION, attention
-from megalight.ops.choice import use_backends
 from megalight.ops.cross_entropy import CROSS_ENTROPY, linear_cross_entropy
 from megalight.ops.norm import (
     ADD_LAYER_NORM,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megalight.errors import MegalightError
 from megalight.imports import has
 from megalight.nn.init import initialize
-from megalight.ops.choice import use_backends
+from megalight.ops import use_backends
 from megalight.registry import BackendRegistry, load_plugins
 
 GROUPS = ("attention", "mla", "mamba")

@@ -25,7 +25,7 @@ from megalight.models.transforms import LoRA, QuantizedBase
 from megalight.nn.init import initialize
 from megalight.nn.moe import BalanceConfig, MoEConfig, Router, RouterConfig
 from megalight.nn.side_losses import KeptSideLosses, collecting
-from megalight.ops.choice import use_backends
+from megalight.ops import use_backends
 from megalight.ops.quantized_weight import readable
 from megalight.optim import AdamConfig
 from megalight.parallel.context.options import ContextOptions

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import lightning.pytorch as pl
 
-from megalight.ops.choice import use_backends
+from megalight.ops import use_backends
 
 
 class UseBackends(pl.Callback):

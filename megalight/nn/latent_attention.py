@@ -12,7 +12,7 @@ from megalight.nn.context import LayerContext, Slots, TokenRows
 from megalight.nn.linear import Linear
 from megalight.nn.norm import RMSNorm
 from megalight.ops.latent_heads import join_keys
-from megalight.ops.parameter import precision_of
+from megalight.ops.linear.low_precision import precision_of
 
 
 class SharedHead(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megalight.nn.canonical import Section, joined
 from megalight.nn.init import ConstantInit, Initializer, Normal
 from megalight.ops.linear import linear
-from megalight.ops.parameter import precision_of
+from megalight.ops.linear.low_precision import precision_of
 
 
 class Linear(nn.Module):

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from megalight.ops.common import serve_all, triton_why_not
 from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
+from megalight.ops.quantize import TINY, amax_of, multiplier
 from megalight.ops.quantize.amax_history import record_largest
 from megalight.ops.quantize.formats import DTYPES, LARGEST, Scheme, to_fp8
-from megalight.ops.quantize.reference import TINY, amax_of, multiplier
 from megalight.registry import Backend, BackendRegistry, remembered
 
 # Flat quantization in one kernel: values are rounded, scaled and written as codes in one pass.

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megalight.errors import LayoutError
 from megalight.ops.common import mask
+from megalight.ops.quantize import quantize
 from megalight.ops.quantize.formats import Quantized, Scheme
-from megalight.ops.quantize.reference import quantize
 from megalight.registry import Backend, BackendRegistry
 from megalight.types import PackedSequences
 

@@ -14,6 +14,7 @@ before each one, and :attr:`ParameterState.mark_grad_ready` after it::
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,9 +26,29 @@ from torch.utils.hooks import RemovableHandle
 from megalight.imports import has_grad_dtype
 
 if TYPE_CHECKING:
-    from megalight.ops.grouped_linear.low_precision import StackPrecision
-    from megalight.ops.linear.low_precision import LowPrecision
-    from megalight.ops.quantized_weight import QuantizedWeight
+    from megalight.ops.quantize.amax_history import AmaxHistory
+
+
+class WeightCast(ABC):
+    """What casts a parameter for products in low precision.
+
+    Attributes:
+        history: magnitudes of past steps, for a recipe that scales by them; None: for others.
+    """
+
+    history: AmaxHistory | None
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Drop the cast of the parameter, because its values may change or go."""
+
+    @abstractmethod
+    def refresh(self, weight: Tensor) -> None:
+        """Cast the parameter, once a step, into fixed memory, where recorded graphs read it."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Free that memory; no graph reads it any more."""
 
 
 def do_nothing() -> None:
@@ -62,9 +83,10 @@ class ParameterState:
     expect_late: Callable[[], None] = do_nothing
     begin_late: Callable[[], None] = do_nothing
     grad_hook: RemovableHandle | None = None
-    precision: LowPrecision | None = None
-    stack_precision: StackPrecision | None = None
-    stored: QuantizedWeight | None = None
+    # Each belongs to one op, which alone knows its class: see `precision_of`, `stack_precision_of` and `stored_of`.
+    precision: Any = None
+    stack_precision: Any = None
+    stored: Any = None
     master_copy: bool = False
 
     def touch(self) -> bool:
@@ -106,21 +128,10 @@ def main_grad_of(parameter: Tensor | None) -> Tensor | None:
     return None if state is None else state.main_grad
 
 
-def precision_of(parameter: Tensor) -> LowPrecision | None:
-    """Return the precision of products with a parameter; None: its own dtype."""
-    state: ParameterState | None = getattr(parameter, "megalight", None)
-    return None if state is None else state.precision
-
-
-def stack_precision_of(parameter: Tensor) -> StackPrecision | None:
-    """Return the precision of products with a stack of matrices; None: its own dtype."""
-    state: ParameterState | None = getattr(parameter, "megalight", None)
-    return None if state is None else state.stack_precision
-
-
-def cast_of(parameter: Tensor) -> LowPrecision | StackPrecision | None:
+def cast_of(parameter: Tensor) -> WeightCast | None:
     """Return what casts a parameter, be it a matrix or a stack of matrices."""
-    return precision_of(parameter) or stack_precision_of(parameter)
+    state: ParameterState | None = getattr(parameter, "megalight", None)
+    return None if state is None else state.precision or state.stack_precision
 
 
 def may_hide(x: Tensor, *parameters: Tensor | None) -> bool:

@@ -10,8 +10,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from megalight.errors import ConfigurationError
-from megalight.ops.adam import Coded, adam_step, low_precision_moments
-from megalight.ops.adam.reference import piece
+from megalight.ops.adam import (
+    MOMENT_BLOCK,
+    Coded,
+    adam_step,
+    decode_moment,
+    exponents_like,
+    piece,
+    read_moment,
+    write_moment,
+)
 from megalight.ops.common import wide
 
 MomentDtype: TypeAlias = Literal["float32", "bfloat16", "float8"]
@@ -52,7 +60,7 @@ class Adam(Optimizer):
         capturable: whether to keep step counts on the device, so that a CUDA graph can capture a step.
         exp_avg_dtype: how the first moment is stored. ``float32``: 4 bytes per element (8 for float64 parameters).
             ``bfloat16``: 2 bytes. ``float8``: 1 byte, and one for the exponent of 64 elements. The last two are rounded
-            at random (:mod:`megalight.ops.adam.low_precision_moments`). The update itself is computed in float32.
+            at random (:mod:`megalight.ops.adam`). The update itself is computed in float32.
         exp_avg_sq_dtype: the same for the second moment.
         backend: backend of the op ``adam``.
 
@@ -177,7 +185,7 @@ class Adam(Optimizer):
             return
         # So are codes. Each weight has a scale of its own; what lies between weights is zero, and stays so.
         for start, stop, coded in parts:
-            blocks = slice(start // low_precision_moments.BLOCK, -(-stop // low_precision_moments.BLOCK))
+            blocks = slice(start // MOMENT_BLOCK, -(-stop // MOMENT_BLOCK))
             first, second = (None if each is None else each[blocks] for each in exponents)
             adam_step(*(each[start:stop] for each in tensors), exponents=(first, second), coded=coded, **options)
 
@@ -206,7 +214,7 @@ class Adam(Optimizer):
         for state in self.state.values():
             for second, name in enumerate(MOMENTS):
                 if (exponents := state.pop(name + EXPONENTS, None)) is not None:
-                    state[name] = low_precision_moments.decode(state[name], exponents, bool(second)).to(torch.bfloat16)
+                    state[name] = decode_moment(state[name], exponents, bool(second)).to(torch.bfloat16)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as torch's own optimizers have it; moments in 8 bits are bfloat16 there."""
@@ -224,10 +232,10 @@ class Adam(Optimizer):
             if stored is not None and stored.dtype == dtype:
                 continue
             room = torch.zeros_like(parameter, dtype=dtype)
-            own = low_precision_moments.exponents_like(room) if kind == "float8" else None
+            own = exponents_like(room) if kind == "float8" else None
             if stored is not None:
-                values = low_precision_moments.read(stored, exponents, bool(second))
-                low_precision_moments.write(room, own, values.to(parameter.device), bool(second))
+                values = read_moment(stored, exponents, bool(second))
+                write_moment(room, own, values.to(parameter.device), bool(second))
             state.pop(name + EXPONENTS, None)
             state[name] = room
             if own is not None:
@@ -248,6 +256,6 @@ def _decoded(codes: Tensor, exponents: Tensor, second: bool) -> Tensor:
     flat, room = codes.view(-1), found.view(-1)
     size = piece()
     for start in range(0, codes.numel(), size):
-        blocks = slice(start // low_precision_moments.BLOCK, (start + size) // low_precision_moments.BLOCK)
-        room[start : start + size] = low_precision_moments.decode(flat[start : start + size], exponents[blocks], second)
+        blocks = slice(start // MOMENT_BLOCK, (start + size) // MOMENT_BLOCK)
+        room[start : start + size] = decode_moment(flat[start : start + size], exponents[blocks], second)
     return found

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from megalight.errors import ConfigurationError
 from megalight.imports import has_grad_dtype
-from megalight.ops.adam import Coded, low_precision_moments
+from megalight.ops.adam import MOMENT_BLOCK, Coded
 from megalight.ops.parameter import known_state
 from megalight.optim.adam import EXPONENTS, Adam
 from megalight.parallel.data_parallel import DataParallelEngine, FlatShard, ParamInfo
@@ -366,7 +366,7 @@ def _slice(name: str, value: Any, part: FlatShard, low: int, high: int) -> Any:
         return value
     # Parts begin where parameters or shards do, and so do blocks of codes.
     if name.endswith(EXPONENTS):
-        return value[low // low_precision_moments.BLOCK : -(-high // low_precision_moments.BLOCK)]
+        return value[low // MOMENT_BLOCK : -(-high // MOMENT_BLOCK)]
     return value[low:high] if value.shape == part.master.shape else value.clone()
 
 

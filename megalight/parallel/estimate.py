@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from megalight.errors import ConfigurationError
-from megalight.ops.parameter import precision_of
+from megalight.ops.linear.low_precision import precision_of
 from megalight.parallel.data_parallel import DataParallelOptions
 from megalight.parallel.data_parallel.fp8_parameters import storage_format_of
 from megalight.parallel.data_parallel.layout import level_of

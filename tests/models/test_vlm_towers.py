@@ -19,7 +19,7 @@ from megalight.models.vision.model import PackedImages
 from megalight.models.vlm import VLM, VLMConfig, task
 from megalight.models.vlm.module import VLMModule
 from megalight.nn.init import initialize
-from megalight.ops.parameter import precision_of
+from megalight.ops.linear.low_precision import precision_of
 from megalight.parallel.forward_override import Override
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.precision import (

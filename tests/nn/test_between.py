@@ -18,9 +18,10 @@ from megalight.nn import linear as between
 from megalight.nn.init import initialize
 from megalight.ops import note as room
 from megalight.ops.activation import quantized as activation_codes
+from megalight.ops.linear.low_precision import precision_of
 from megalight.ops.linear.weight_gradient import WeightGradients, deferring
 from megalight.ops.note import elided_output, elided_output_of
-from megalight.ops.parameter import collect, precision_of
+from megalight.ops.parameter import collect
 from megalight.ops.rotary import quantized as rotary_codes
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.precision import LowPrecisionOptions, apply_low_precision, remove_low_precision

@@ -16,24 +16,27 @@ import torch
 from torch import Tensor
 
 from megalight.ops import causal_conv, gated_norm, latent_heads, quantized_weight, sum_rows, sum_terms
-from megalight.ops import rotary as rotary_reference
-from megalight.ops.activation import reference as activation_reference
-from megalight.ops.adam import Coded, low_precision_moments
-from megalight.ops.adam import reference as adam_reference
-from megalight.ops.attention import reference as attention_reference
+from megalight.ops.activation import reference_activation, reference_gated, reference_gated_pair
+from megalight.ops.adam import Coded, exponents_like, read_moment, reference_adam_step
+from megalight.ops.attention.torch_kernels import reference_attention
 from megalight.ops.common import wide
-from megalight.ops.cross_entropy import reference as cross_entropy_reference
-from megalight.ops.delta_rule import reference as rule_reference
+from megalight.ops.cross_entropy import reference_linear_cross_entropy
+from megalight.ops.delta_rule import reference_continued, reference_delta_rule
 from megalight.ops.divergence import Projection, chunked
 from megalight.ops.divergence.spec import DivergenceKernels, Measure
-from megalight.ops.norm import reference as norm_reference
+from megalight.ops.norm import (
+    reference_add_layer_norm,
+    reference_add_rms_norm,
+    reference_layer_norm,
+    reference_rms_norm,
+)
 from megalight.ops.parameter import collect
 from megalight.ops.quantize import Quantized, Scheme, amax_of, cast
 from megalight.ops.quantize.amax_history import annotated_amax, known_amax
 from megalight.ops.quantize.formats import to_fp8
 from megalight.ops.quantized_weight import QuantizedWeight
-from megalight.ops.rotary import rotary_table
-from megalight.ops.ssd import reference as ssd_reference
+from megalight.ops.rotary import reference_apply_rotary, reference_rotate_qkv, rotary_table
+from megalight.ops.ssd import reference_ssd
 from megalight.types import PackedSequences
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 8e-3, torch.float16: 2e-3}
@@ -143,11 +146,11 @@ def check_ssd(
         out: Tensor = module.ssd(x, dt, a, b, c, d, positions, bias)
         return out
 
-    check(strided, lambda *tensors: ssd_reference.ssd(*tensors, positions), inputs)
+    check(strided, lambda *tensors: reference_ssd(*tensors, positions), inputs)
     # Step sizes from below 1e-3 on, where `1 + exp` loses them.
     before = (torch.randn(tokens, heads, device=device) * 3 - 4).to(dtype)
     inputs = (x, before, *inputs[2:], torch.randn(heads, device=device))
-    check(strided, lambda *tensors: ssd_reference.ssd(*tensors[:6], positions, tensors[6]), inputs)
+    check(strided, lambda *tensors: reference_ssd(*tensors[:6], positions, tensors[6]), inputs)
 
 
 def rule_inputs(
@@ -176,7 +179,7 @@ def check_delta_rule(
         out: Tensor = module.delta_rule(q, k, v, decay, beta, sequences)
         return out
 
-    check(strided, lambda *tensors: rule_reference.delta_rule(*tensors, sequences), inputs)
+    check(strided, lambda *tensors: reference_delta_rule(*tensors, sequences), inputs)
 
 
 def check_delta_rule_continued(
@@ -186,7 +189,7 @@ def check_delta_rule_continued(
     inputs = rule_inputs(device, dtype, sum(lengths), sizes)
     states = torch.randn(len(lengths), heads, width, size, device=device)
     found = module.continued(*inputs, lengths, states)
-    exact = rule_reference.continued(*(t.double() for t in inputs), lengths, states.double())
+    exact = reference_continued(*(t.double() for t in inputs), lengths, states.double())
     for actual, expected in zip(found, exact, strict=True):
         assert error(actual, expected) <= TOLERANCE[dtype]
     assert found[0].dtype == dtype
@@ -360,7 +363,7 @@ def check_attention(
         out: Tensor = module.attention(q, k, v, *options, *sink)
         return out
 
-    reference = lambda q, k, v, *sink: attention_reference.attention(q, k, v, *options, *sink)  # noqa: E731
+    reference = lambda q, k, v, *sink: reference_attention(q, k, v, *options, *sink)  # noqa: E731
     check(strided, reference, inputs, sums=[3])
 
 
@@ -370,33 +373,33 @@ def check_norms(
     x, residual = (torch.randn(shape, device=device).to(dtype) + 0.5 for _ in range(2))
     weight, bias = (torch.randn(shape[-1], device=device).to(weight_dtype or dtype) for _ in range(2))
     eps = 1e-5
-    check(lambda x, w: module.rms_norm(x, w, eps), lambda x, w: norm_reference.rms_norm(x, w, eps), (x, weight))
+    check(lambda x, w: module.rms_norm(x, w, eps), lambda x, w: reference_rms_norm(x, w, eps), (x, weight))
     check(
         lambda x, w, b: module.layer_norm(x, w, b, eps),
-        lambda x, w, b: norm_reference.layer_norm(x, w, b, eps),
+        lambda x, w, b: reference_layer_norm(x, w, b, eps),
         (x, weight, bias),
     )
     check(
         lambda x, w: module.layer_norm(x, w, None, eps),
-        lambda x, w: norm_reference.layer_norm(x, w, None, eps),
+        lambda x, w: reference_layer_norm(x, w, None, eps),
         (x, weight),
     )
     for unused in ((), (1,)):
         check(
             lambda x, r, w: module.add_rms_norm(x, r, w, eps),
-            lambda x, r, w: norm_reference.add_rms_norm(x, r, w, eps),
+            lambda x, r, w: reference_add_rms_norm(x, r, w, eps),
             (x, residual, weight),
             unused,
         )
         check(
             lambda x, r, w, b: module.add_layer_norm(x, r, w, b, eps),
-            lambda x, r, w, b: norm_reference.add_layer_norm(x, r, w, b, eps),
+            lambda x, r, w, b: reference_add_layer_norm(x, r, w, b, eps),
             (x, residual, weight, bias),
             unused,
         )
         check(
             lambda x, w: module.add_rms_norm(x, None, w, eps),
-            lambda x, w: norm_reference.add_rms_norm(x, None, w, eps),
+            lambda x, w: reference_add_rms_norm(x, None, w, eps),
             (x, weight),
             unused,
         )
@@ -416,8 +419,11 @@ def check_norms_main_gradients(module: Any, device: str, dtype: torch.dtype, sha
         state.untouched = True  # the first gradient must overwrite the NaN
         parameter.register_post_accumulate_grad_hook(visits.append)  # type: ignore[no-untyped-call]
     for ours, theirs in (
-        (module.add_layer_norm(x, residual, weight, bias, 1e-5), norm_reference.add_layer_norm(*plain, 1e-5)),
-        (module.add_rms_norm(x, None, weight, 1e-5), norm_reference.add_rms_norm(plain[0], None, plain[2], 1e-5)),
+        (module.add_layer_norm(x, residual, weight, bias, 1e-5), reference_add_layer_norm(*plain, 1e-5)),
+        (
+            module.add_rms_norm(x, None, weight, 1e-5),
+            reference_add_rms_norm(plain[0], None, plain[2], 1e-5),
+        ),
     ):
         (ours[0] + ours[1]).backward(grad.detach())
         (theirs[0] + theirs[1]).backward(grad.detach().double())
@@ -448,14 +454,12 @@ def check_rotary(
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim, device=device).to(dtype)
     check(
         lambda x: module.apply_rotary(x, cos, sin, interleaved),
-        lambda x: rotary_reference.reference_apply_rotary(x, cos.double(), sin.double(), interleaved),
+        lambda x: reference_apply_rotary(x, cos.double(), sin.double(), interleaved),
         (x,),
     )
     check(
         lambda x: module.rotate_qkv(x, heads, kv_heads, head_dim, cos, sin, interleaved),
-        lambda x: rotary_reference.reference_rotate_qkv(
-            x, heads, kv_heads, head_dim, cos.double(), sin.double(), interleaved
-        ),
+        lambda x: reference_rotate_qkv(x, heads, kv_heads, head_dim, cos.double(), sin.double(), interleaved),
         (qkv,),
     )
 
@@ -463,20 +467,18 @@ def check_rotary(
 def check_activations(module: Any, device: str, dtype: torch.dtype, shape: tuple[int, ...], kind: str) -> None:
     x = 2 * torch.randn(*shape, device=device).to(dtype)
     wide = 2 * torch.randn(*shape[:-1], 2 * shape[-1], device=device).to(dtype)
-    check(lambda x: module.activation(x, kind), lambda x: activation_reference.activation(x, kind), (x,))
-    check(lambda x: module.gated(x, kind), lambda x: activation_reference.gated(x, kind), (wide,))
+    check(lambda x: module.activation(x, kind), lambda x: reference_activation(x, kind), (x,))
+    check(lambda x: module.gated(x, kind), lambda x: reference_gated(x, kind), (wide,))
 
 
 def check_gated_pair(
     fn: Callable[..., Tensor], device: str, dtype: torch.dtype, shape: tuple[int, ...], kind: str
 ) -> None:
     gate, up = (2 * torch.randn(*shape, device=device).to(dtype) for _ in range(2))
-    check(lambda a, b: fn(a, b, kind), lambda a, b: activation_reference.gated_pair(a, b, kind), (gate, up))
+    check(lambda a, b: fn(a, b, kind), lambda a, b: reference_gated_pair(a, b, kind), (gate, up))
     # Strides of a transposed input.
     both = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (gate, up)]
-    assert error(fn(*both, kind), activation_reference.gated_pair(gate, up, kind)) < (
-        1e-2 if dtype == torch.bfloat16 else 1e-5
-    )
+    assert error(fn(*both, kind), reference_gated_pair(gate, up, kind)) < (1e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
 def check_cross_entropy(
@@ -504,7 +506,7 @@ def check_cross_entropy(
     def run(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda h, w, b=None: function(h, w, labels, b, softcap, chunk, 0, size, None)
 
-    check(run(fn), run(cross_entropy_reference.linear_cross_entropy), inputs)
+    check(run(fn), run(reference_linear_cross_entropy), inputs)
 
 
 def check_divergence(
@@ -564,7 +566,7 @@ def check_adam(fn: Callable[..., None], device: str, n: int, *, tensors: bool = 
     settings: dict[str, Any] = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 3}
     settings.update(options)
     exact = [t.double() for t in (param, grad, exp_avg, exp_avg_sq)]
-    adam_reference.adam_step(*exact, **settings, grad_scale=scale.double())
+    reference_adam_step(*exact, **settings, grad_scale=scale.double())
     if tensors:
         for name in ("lr", "step"):
             settings[name] = torch.tensor(float(settings[name]), device=device)
@@ -631,7 +633,7 @@ def check_narrow_adam(
         grad = (torch.randn(n, device=device) * torch.logspace(-3, 0, n, device=device)).to(dtype)
         scale = torch.tensor(0.25, dtype=dtype, device=device)
         out = torch.full((n,), torch.nan, dtype=torch.float16, device=device)
-        adam_reference.adam_step(
+        reference_adam_step(
             *theirs[:1], grad, *theirs[1:3], **settings, **numbers, exponents=theirs[3], grad_scale=scale
         )
         if tensors:
@@ -640,9 +642,7 @@ def check_narrow_adam(
         assert torch.equal(out, ours[0].half())
         assert error(ours[0], theirs[0]) <= 3e-6, "the update is computed before moments are rounded"
         for number, kind in enumerate((first, second)):
-            found, right = (
-                low_precision_moments.read(s[1 + number], s[3][number], bool(number)).double() for s in (ours, theirs)
-            )
+            found, right = (read_moment(s[1 + number], s[3][number], bool(number)).double() for s in (ours, theirs))
             apart = {"float32": 1e-5, "bfloat16": 2**-7, "float8": (9 / 8) ** 2 - 1 if number else 1 / 8}[kind]
             least = right.abs().max() * {"float32": 1e-6, "bfloat16": 1e-6, "float8": 2**-14}[kind]
             assert ((found - right).abs() <= apart * torch.maximum(found.abs(), right.abs()) + least).all()
@@ -655,9 +655,7 @@ def _narrow_state(n: int, first: torch.dtype, second: torch.dtype, dtype: torch.
     """Return parameters and moments, and the exponents of moments that are codes."""
     param = torch.randn(n, dtype=dtype, device=device, generator=torch.Generator(device).manual_seed(2))
     moments = [torch.zeros(n, dtype=kind, device=device) for kind in (first, second)]
-    exponents = tuple(
-        low_precision_moments.exponents_like(each) if each.dtype == torch.uint8 else None for each in moments
-    )
+    exponents = tuple(exponents_like(each) if each.dtype == torch.uint8 else None for each in moments)
     return param, *moments, exponents
 
 

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from megalight.ops import grouped_scaled as scaled_reference
-from megalight.ops.activation import reference as activation_reference
-from megalight.ops.permute import most_rows
-from megalight.ops.permute import reference as permute_reference
+from megalight.ops.activation import weighted
+from megalight.ops.grouped_scaled import accumulate, columns, reference_product
+from megalight.ops.permute import most_rows, reference_permutation, reference_permute, reference_unpermute
 from megalight.ops.quantize import Scheme, quantize
-from megalight.ops.router import Rule
-from megalight.ops.router import reference as router_reference
+from megalight.ops.router import Rule, reference_route, reference_statistics
 from tests.ops.checks import TOLERANCE, check, error, poisoned
 
 RULES = [
@@ -122,14 +121,14 @@ def check_scaled_products(module: Any, sizes: Sequence[int], out: int, width: in
     x, grad = torch.randn(total + tail, width), torch.randn(total + tail, out)
     x[total:], grad[total:] = torch.nan, torch.nan
     rows, factor = quantize(x, value), quantize(weight.flatten(0, 1), value)
-    factor_t = scaled_reference.columns(weight, value, None, None)
+    factor_t = columns(weight, value, None, None)
     for a, b, fast in ((rows, factor, True), (rows, factor, False), (quantize(grad, gradient), factor_t, False)):
         found = module.product(a, b, offsets, torch.float32, fast)
-        exact = scaled_reference.reference_product(a, b, offsets, torch.float32, fast)
+        exact = reference_product(a, b, offsets, torch.float32, fast)
         assert error(found[:total], exact[:total], 1.0) <= 1e-5
     casts = [module.columns(*given, offsets, None) for given in ((grad, gradient), (x, value))]
     for cast, given in zip(casts, ((grad, gradient), (x, value)), strict=True):
-        right = scaled_reference.columns(*given, offsets, None)
+        right = columns(*given, offsets, None)
         assert torch.equal(cast.scale, right.scale)
         assert cast.data.shape == right.data.shape
         filled = 128 * sum(-(-size // 128) for size in sizes)
@@ -147,7 +146,7 @@ def check_scaled_products(module: Any, sizes: Sequence[int], out: int, width: in
     for start, write in ((1.0, False), (torch.nan, True)):
         found, exact = torch.full_like(weight, start), torch.full_like(weight, start)
         module.accumulate(found, *casts, offsets, write)
-        scaled_reference.accumulate(exact, *casts, offsets, write)
+        accumulate(exact, *casts, offsets, write)
         assert error(found, exact, 1.0) <= 1e-5
 
 
@@ -158,7 +157,7 @@ def check_permutation(
     experts, num_experts = routes(name, device)
     rows = most_rows(experts.numel(), num_experts, alignment) if capacity is None else capacity * num_experts
     where = module.permutation(experts, num_experts, alignment, capacity, rows)
-    exact = permute_reference.permutation(experts, num_experts, alignment, capacity, rows)
+    exact = reference_permutation(experts, num_experts, alignment, capacity, rows)
     for name in ("positions", "sizes", "offsets"):
         found, right = getattr(where, name), getattr(exact, name)
         assert found.dtype == right.dtype
@@ -168,13 +167,13 @@ def check_permutation(
     for inputs in ((x, probs), (x,)):
         check(
             lambda x, p=None: _present(module.permute(x, where, p)),
-            lambda x, p=None: _present(permute_reference.permute(x, exact, p)),
+            lambda x, p=None: _present(reference_permute(x, exact, p)),
             inputs,
         )
     for inputs in ((grouped, probs), (grouped,)):
         check(
             lambda r, p=None: module.unpermute(r, where, p),
-            lambda r, p=None: permute_reference.unpermute(r, exact, p),
+            lambda r, p=None: reference_unpermute(r, exact, p),
             inputs,
         )
 
@@ -187,7 +186,7 @@ def check_route(module: Any, device: str, rule: Rule, tokens: int, num_experts: 
     logits = 2 * torch.randn(tokens, num_experts, device=device)
     logits[::3] = logits[::3].round()  # equal scores
     bias = torch.randn(num_experts, device=device) if biased else None
-    found, exact = module.route(logits, rule, bias), router_reference.route(logits, rule, bias)
+    found, exact = module.route(logits, rule, bias), reference_route(logits, rule, bias)
     same = (found.experts == exact.experts).all(-1)
     # sigmoids that differ by rounding may change places; float64 is exact enough for the values of the same experts
     assert int((~same).sum()) <= tokens // 100
@@ -214,11 +213,11 @@ def check_statistics(
     rule = Rule(2, score)
     check(
         lambda x: (module.statistics(x, rule, bounds, mask).scores, module.statistics(x, rule, bounds, mask).squares),
-        lambda x: router_reference.statistics(x, rule, bounds, mask)[::2],
+        lambda x: reference_statistics(x, rule, bounds, mask)[::2],
         (logits,),
     )
     counts = module.statistics(logits, rule, bounds, mask).counts
-    assert torch.equal(counts, router_reference.statistics(logits, rule, bounds, mask).counts)
+    assert torch.equal(counts, reference_statistics(logits, rule, bounds, mask).counts)
 
 
 def check_weighted(module: Any, device: str, dtype: torch.dtype, shape: tuple[int, ...], kind: str) -> None:
@@ -229,13 +228,11 @@ def check_weighted(module: Any, device: str, dtype: torch.dtype, shape: tuple[in
         for inputs in ((x, weights), (x,)):
             check(
                 lambda x, w=None, offset=offset, clamp=clamp: module.weighted(x, kind, True, w, offset, clamp),
-                lambda x, w=None, offset=offset, clamp=clamp: activation_reference.weighted(
-                    x, kind, True, w, offset, clamp
-                ),
+                lambda x, w=None, offset=offset, clamp=clamp: weighted(x, kind, True, w, offset, clamp),
                 inputs,
             )
     check(
         lambda x, w: module.weighted(x, kind, False, w, 0.0, None),
-        lambda x, w: activation_reference.weighted(x, kind, False, w, 0.0, None),
+        lambda x, w: weighted(x, kind, False, w, 0.0, None),
         (x, weights),
     )

@@ -4,23 +4,34 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalight.ops import activation as activations
 from megalight.ops import activation as op
-from megalight.ops.activation import KINDS, activation, gated, gated_pair, reference
+from megalight.ops.activation import (
+    KINDS,
+    REFERENCE_KINDS,
+    TORCH_KINDS,
+    activation,
+    gated,
+    gated_pair,
+    reference_gated,
+    torch_activation,
+    torch_gated_pair,
+)
 from tests.ops.checks import check_activations, check_gated_pair, error
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_torch_equals_the_reference(kind: str, dtype: torch.dtype) -> None:
-    check_activations(reference, "cpu", dtype, (63, 65), kind)
+    check_activations(activations, "cpu", dtype, (63, 65), kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_pair_equals_the_packed_form(kind: str, dtype: torch.dtype) -> None:
-    check_gated_pair(reference.torch_gated_pair, "cpu", dtype, (63, 65), kind)
+    check_gated_pair(torch_gated_pair, "cpu", dtype, (63, 65), kind)
     gate, up = torch.randn(2, 3, 5, dtype=torch.float64)
-    packed = reference.gated(torch.cat((gate, up), -1), kind)
+    packed = reference_gated(torch.cat((gate, up), -1), kind)
     assert error(gated_pair(gate, up, kind, backend="reference"), packed) < 1e-14
 
 
@@ -32,7 +43,7 @@ def test_pairs_that_differ_are_refused() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_reference_passes_gradcheck(kind: str) -> None:
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: reference.gated(x, kind), (x,))
+    assert torch.autograd.gradcheck(lambda x: reference_gated(x, kind), (x,))
 
 
 def test_gate_comes_first() -> None:
@@ -47,7 +58,7 @@ def test_unknown_kind_names_the_nearest() -> None:
 
 
 def test_all_backends_know_all_kinds() -> None:
-    assert set(reference.TORCH_KINDS) == set(reference.KINDS) == set(op.KINDS)
+    assert set(TORCH_KINDS) == set(REFERENCE_KINDS) == set(op.KINDS)
 
 
 @pytest.mark.parametrize("kind", ["silu", "quick_gelu", "gelu_tanh", "squared_relu"])
@@ -61,7 +72,7 @@ def test_weighted_gates(kind: str, offset: float, clamp: float | None, weighted:
         gate, up = x[:, :4], x[:, 4:]
         if clamp is not None:
             gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
-        y = reference.torch_activation(gate, kind) * (up + offset)
+        y = torch_activation(gate, kind) * (up + offset)
         return y if weights is None else y * weights[:, None]
 
     def ours(x: Tensor, weights: Tensor | None = None) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megalight.errors import BackendError, ConfigurationError
-from megalight.ops.adam import Coded, adam_step, reference
+from megalight.ops.adam import Coded, adam_step, reference_adam_step, torch_adam_step
 from megalight.ops.quantize.formats import Scheme
 from tests.ops.checks import check_adam, check_coded_adam, error
 
@@ -16,7 +16,7 @@ from tests.ops.checks import check_adam, check_coded_adam, error
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_torch_equals_the_reference(decoupled: bool, tensors: bool, dtype: torch.dtype) -> None:
     check_adam(
-        reference.torch_adam_step,
+        torch_adam_step,
         "cpu",
         1003,
         decoupled=decoupled,
@@ -37,7 +37,7 @@ def test_reference_equals_torch_optim(decoupled: bool) -> None:
     for step in range(1, 5):
         theirs.grad = torch.randn(17, dtype=torch.float64)
         optimizer.step()
-        reference.adam_step(
+        reference_adam_step(
             ours,
             theirs.grad,
             exp_avg,

@@ -10,7 +10,7 @@ from torch import Tensor
 from megalight.errors import BackendError, LayoutError
 from megalight.ops import attention_block
 from megalight.ops.attention import hopper
-from megalight.ops.attention import reference as whole
+from megalight.ops.attention.torch_kernels import reference_attention
 from megalight.ops.attention_block import (
     ATTENTION_BLOCK,
     ATTENTION_BLOCK_BACKWARD,
@@ -18,9 +18,9 @@ from megalight.ops.attention_block import (
     REGISTRIES,
     block_attention,
     block_attention_backward,
-    reference,
     torch_kernels,
 )
+from megalight.ops.attention_block.torch_kernels import reference_backward, reference_forward
 from megalight.ops.attention_merge import merge
 from megalight.types import PackedSequences
 from tests.ops.checks import error
@@ -37,7 +37,7 @@ def exact(
 ) -> Tensor:
     """Attention of one device, folded like ``q``."""
     rows = (t.flatten(0, 1) for t in (q, k, v))
-    return whole.attention(*rows, sequences, causal, scale, None, None, 0.0).view(*q.shape[:3], -1)
+    return reference_attention(*rows, sequences, causal, scale, None, None, 0.0).view(*q.shape[:3], -1)
 
 
 def uniform(batch: int, queries: int, keys: int) -> PackedSequences:
@@ -133,7 +133,7 @@ class EqualHeads:
         assert q.shape[-1] == k.shape[-1] == v.shape[-1]
         described, packed = self._described(cu, cu_keys), cu is not None
         given = (t[None] if packed else t for t in (q, k, v))
-        found = reference.forward(*given, described, rest[3], scale)
+        found = reference_forward(*given, described, rest[3], scale)
         return tuple(t[0] for t in found) if packed else found
 
     def _flash_attention_backward(
@@ -142,7 +142,7 @@ class EqualHeads:
         assert q.shape[-1] == v.shape[-1] == out.shape[-1] == grad.shape[-1]
         described, packed = self._described(*rest[:2]), rest[0] is not None
         given = (t[None] if packed else t for t in (grad, q, k, v, out, lse))
-        found = reference.backward(*given, described, rest[5], scale)
+        found = reference_backward(*given, described, rest[5], scale)
         return tuple(t[0] for t in found) if packed else found
 
 
@@ -153,11 +153,11 @@ def test_varlen_cuts_what_it_padded(packed: bool, monkeypatch: pytest.MonkeyPatc
     q, k, v = (t.detach() for t in leaves(1 if packed else 2, 7, 7))
     v = v[..., :4]
     found, expected = (
-        forward(q, k, v, sequences, True, None) for forward in (torch_kernels.varlen_forward, reference.forward)
+        forward(q, k, v, sequences, True, None) for forward in (torch_kernels.varlen_forward, reference_forward)
     )
     grad = torch.randn_like(expected[0])
     found += torch_kernels.varlen_backward(grad, q, k, v, *found, sequences, True, None)
-    expected += reference.backward(grad, q, k, v, *expected, sequences, True, None)
+    expected += reference_backward(grad, q, k, v, *expected, sequences, True, None)
     for one, other in zip(found, expected, strict=True):
         assert one.shape == other.shape
         assert error(one, other) < 1e-12
@@ -201,7 +201,7 @@ def test_backends_are_told_of_fast_kernels(fast: bool, monkeypatch: pytest.Monke
         return fast and options == (False, None, attention_block.LONG)
 
     found: list[Any] = []
-    monkeypatch.setattr(attention_block, "_choose", lambda _, spec, __: found.append(spec) or reference.forward)
+    monkeypatch.setattr(attention_block, "_choose", lambda _, spec, __: found.append(spec) or reference_forward)
     monkeypatch.setattr(hopper, "serves_backward", serves)
     monkeypatch.setattr(hopper, "fills", lambda *_: True)
     monkeypatch.setattr(hopper, "DEVICES", ("cpu",))

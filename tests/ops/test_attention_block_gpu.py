@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from megalight.errors import BackendError
-from megalight.ops.attention_block import block_attention, block_attention_backward, reference
+from megalight.ops.attention_block import block_attention, block_attention_backward
+from megalight.ops.attention_block.torch_kernels import reference_backward, reference_forward
 from megalight.ops.attention_merge import merge
 from megalight.types import PackedSequences
 from tests.ops.checks import TOLERANCE, check_merge, error, poisoned
@@ -40,14 +41,14 @@ def check_block(
     """Output, log-sum-exp and gradients of one block."""
     dtype = tensors[0].dtype
     exact = [t.double() for t in tensors]
-    wanted, wanted_lse = reference.forward(*exact, sequences, causal, scale, window)
+    wanted, wanted_lse = reference_forward(*exact, sequences, causal, scale, window)
     options = {"causal": causal, "scale": scale, "window": window, "backend": backend}
     out, lse = block_attention(*tensors, sequences, **options)
     assert (out.dtype, lse.dtype, out.shape, lse.shape) == (dtype, torch.float32, wanted.shape, wanted_lse.shape)
     assert error(out, wanted) <= TOLERANCE[dtype]
     assert error(lse, wanted_lse) <= 1e-4
     grad = torch.randn_like(out)
-    expected = reference.backward(grad.double(), *exact, wanted, wanted_lse, sequences, causal, scale, window)
+    expected = reference_backward(grad.double(), *exact, wanted, wanted_lse, sequences, causal, scale, window)
     grads = block_attention_backward(grad, *tensors, out, lse, sequences, **options)
     for name, found, exactly in zip("qkv", grads, expected, strict=True):
         assert found.shape == exactly.shape
@@ -128,7 +129,7 @@ def check_merged_blocks(backend: str, heads: tuple[int, int, int], batch: int) -
     mine = torch.zeros_like(q, dtype=torch.float32), total[1].float()
     for rows, keys, causal in blocks:
         target = total[0][:, rows], total[1][:, :, rows]
-        part = reference.forward(exact[0][:, rows], exact[1][:, keys], exact[2][:, keys], None, causal, None)
+        part = reference_forward(exact[0][:, rows], exact[1][:, keys], exact[2][:, keys], None, causal, None)
         merge(*target, *part, into=target)
         target = mine[0][:, rows], mine[1][:, :, rows]
         part = block_attention(q[:, rows], k[:, keys], v[:, keys], causal=causal, backend=backend)
@@ -142,7 +143,7 @@ def check_merged_blocks(backend: str, heads: tuple[int, int, int], batch: int) -
     for rows, keys, causal in blocks:
         given = (grad[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows], lse[:, :, rows])
         parts = block_attention_backward(*given, causal=causal, backend=backend)
-        exactly = reference.backward(
+        exactly = reference_backward(
             grad[:, rows].double(), exact[0][:, rows], exact[1][:, keys], exact[2][:, keys],
             total[0][:, rows], total[1][:, :, rows], None, causal, None,
         )  # fmt: skip
@@ -173,8 +174,8 @@ def test_backward_kernels_take_what_cudnn_found() -> None:
     found = block_attention(q, k, v, causal=False, backend="cudnn")
     grad = torch.randn_like(q)
     exact = [t.double() for t in (q, k, v)]
-    expected = reference.backward(
-        grad.double(), *exact, *reference.forward(*exact, None, False, None), None, False, None
+    expected = reference_backward(
+        grad.double(), *exact, *reference_forward(*exact, None, False, None), None, False, None
     )
     grads = block_attention_backward(grad, q, k, v, *found, causal=False, backend="triton")
     assert all(error(one, other) <= 1.5 * TOLERANCE[torch.bfloat16] for one, other in zip(grads, expected, strict=True))

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megalight.errors import BackendError
-from megalight.ops.attention import attention, reference
+from megalight.ops.attention import attention
+from megalight.ops.attention.torch_kernels import reference_attention
 from megalight.types import PackedSequences
 from tests.ops.checks import check
 from tests.ops.checks import check_attention as check_kernel
@@ -39,7 +40,7 @@ def check_attention(
     shapes = ((sequences.num_tokens, heads), (keys.num_tokens, kv_heads), (keys.num_tokens, kv_heads))
     check(
         lambda q, k, v: attention(q, k, v, sequences, causal=causal, window=window, backend=backend),
-        lambda q, k, v: reference.attention(q, k, v, sequences, causal, None, window, None, 0.0),
+        lambda q, k, v: reference_attention(q, k, v, sequences, causal, None, window, None, 0.0),
         [torch.randn(*shape, dim, device="cuda").to(dtype) for shape in shapes],
         poison=False,
     )
@@ -60,7 +61,7 @@ def test_values_narrower_than_keys(sequences: Callable[..., PackedSequences], ba
     packed = sequences(2, 250) if sequences is uniform else ragged(63, 1, 307, 129)
     check(
         lambda q, k, v: attention(q, k, v, packed, scale=0.135, backend=backend),
-        lambda q, k, v: reference.attention(q, k, v, packed, True, 0.135, None, None, 0.0),
+        lambda q, k, v: reference_attention(q, k, v, packed, True, 0.135, None, None, 0.0),
         [torch.randn(500, 4, dim, device="cuda").bfloat16() for dim in (192, 192, 128)],
         poison=False,
     )
@@ -93,7 +94,7 @@ def test_views_of_a_packed_projection() -> None:
     sequences = uniform(2, 128)
     packed = torch.randn(256, 12, 64, device="cuda").bfloat16()
     q, k, v = packed.split((8, 2, 2), 1)
-    expected = reference.attention(q.double(), k.double(), v.double(), sequences, True, None, None, None, 0.0)
+    expected = reference_attention(q.double(), k.double(), v.double(), sequences, True, None, None, None, 0.0)
     for backend in ("cudnn", "varlen", "sdpa"):
         out = attention(q, k, v, sequences, backend=backend)
         torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
@@ -129,7 +130,7 @@ def test_soft_caps(
     sequences = ragged(*lengths)
     check(
         lambda q, k, v: attention(q, k, v, sequences, window=window, softcap=20.0, backend=backend),
-        lambda q, k, v: reference.attention(q, k, v, sequences, True, None, window, 20.0, 0.0),
+        lambda q, k, v: reference_attention(q, k, v, sequences, True, None, window, 20.0, 0.0),
         [3 * torch.randn(sum(lengths), n, dim, device="cuda").bfloat16() for n in (heads, kv_heads, kv_heads)],
         poison=False,
     )

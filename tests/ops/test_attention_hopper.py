@@ -10,7 +10,7 @@ import torch
 from megalight.imports import has
 from megalight.ops.attention import hopper
 from megalight.ops.attention.hopper import seen
-from megalight.ops.attention.reference import mask
+from megalight.ops.common import mask
 from megalight.types import PackedSequences
 
 

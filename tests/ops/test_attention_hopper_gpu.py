@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megalight.ops.attention import attention, hopper, reference
+from megalight.ops.attention import attention, hopper
+from megalight.ops.attention.torch_kernels import reference_attention
 from megalight.types import PackedSequences
 
 pytestmark = pytest.mark.gpu
@@ -62,7 +63,7 @@ def test_the_reference(
     options = (sequences, causal, 0.1, window, softcap)
     out, lse = hopper.run_forward(q, k, v, sink, *options)
     wide = [x.double().requires_grad_() for x in (q, k, v)] + ([] if sink is None else [sink.double()])
-    exact = reference.attention(*wide[:3], *options, 0.0, *wide[3:])
+    exact = reference_attention(*wide[:3], *options, 0.0, *wide[3:])
     grad = torch.randn_like(out)
     *found, delta = hopper.run_backward(grad, q, k, v, out, lse, *options)
     assert torch.allclose(delta, backward.run_delta(out, grad), rtol=1e-4, atol=1e-3)

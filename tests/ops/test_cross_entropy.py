@@ -8,12 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalight.ops.cross_entropy import chunked, linear_cross_entropy, logits, reference
+from megalight.ops import cross_entropy
+from megalight.ops.cross_entropy import blocks, chunked, gradient_, linear_cross_entropy, statistics
 from megalight.ops.cross_entropy.chunked import CrossEntropyKernels
 from tests.ops.checks import check_cross_entropy, error
 from tests.ops.test_linear import with_main_grad
 
-TORCH = partial(chunked.linear_cross_entropy, CrossEntropyKernels(reference.statistics, reference.gradient_))
+TORCH = partial(chunked.linear_cross_entropy, CrossEntropyKernels(statistics, gradient_))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -65,8 +66,8 @@ def test_gradcheck(softcap: float | None) -> None:
 
 @pytest.mark.parametrize("aligned", [64, 4])
 def test_main_gradients(aligned: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logits, "ALIGNED", aligned)
-    monkeypatch.setattr(logits, "_blocks_on", lambda device, rows: logits.blocks(rows))
+    monkeypatch.setattr(chunked, "ALIGNED", aligned)
+    monkeypatch.setattr(chunked, "_blocks_on", lambda device, rows: chunked.blocks(rows))
     hidden = torch.randn(9, 5, dtype=torch.float64, requires_grad=True)
     weight, bias = torch.randn(11, 5, dtype=torch.float64), torch.randn(11, dtype=torch.float64)
     labels = torch.randint(0, 11, (9,))
@@ -116,8 +117,8 @@ def test_chunks_fill_the_memory_that_logits_may_take() -> None:
 
 
 def test_rows_come_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "BLOCK", 97 * 4)
-    assert len(reference.blocks(torch.empty(63, 97))) == 16
+    monkeypatch.setattr(cross_entropy, "BLOCK", 97 * 4)
+    assert len(blocks(torch.empty(63, 97))) == 16
     check_cross_entropy(TORCH, "cpu", torch.float64, 63, 97, 16, softcap=2.0, padding=3)
 
 
@@ -190,6 +191,6 @@ def test_autocast() -> None:
 @pytest.mark.parametrize("size", [97, 128, 33])
 def test_unaligned_vocabularies_have_two_products(size: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: an aligned block, and the rest."""
-    monkeypatch.setattr(logits, "_blocks_on", lambda device, rows: logits.blocks(rows))
-    assert [len(range(size)[block]) for block in logits.blocks(size)] == {97: [64, 33], 128: [128], 33: [33]}[size]
+    monkeypatch.setattr(chunked, "_blocks_on", lambda device, rows: chunked.blocks(rows))
+    assert [len(range(size)[block]) for block in chunked.blocks(size)] == {97: [64, 33], 128: [128], 33: [33]}[size]
     check_cross_entropy(TORCH, "cpu", torch.float64, 63, size, 16, bias=bias, chunk=10)

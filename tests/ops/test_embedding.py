@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from megalight.errors import BackendError
 from megalight.ops import embedding as op
-from megalight.ops.choice import use_backends
+from megalight.ops import use_backends
 from megalight.ops.embedding import embedding
 from megalight.ops.parameter import collect
 from tests.ops import checks

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from megalight.ops.grouped_linear import grouped_linear, low_precision_stacks
-from megalight.ops.grouped_linear.low_precision import OneByOne, StackPrecision
+from megalight.ops.grouped_linear.low_precision import OneByOne, StackPrecision, stack_precision_of
 from megalight.ops.grouped_linear.low_precision_stacks import Apart, Together
 from megalight.ops.linear import linear
-from megalight.ops.linear.inputs import RecomputeRecipe, attach_recipe
 from megalight.ops.linear.low_precision import LowPrecision, Session
 from megalight.ops.linear.weight_gradient import WeightGradients, deferring
-from megalight.ops.parameter import release, stack_precision_of, state_of
+from megalight.ops.note import RecomputeRecipe, attach_recipe
+from megalight.ops.parameter import release, state_of
 from megalight.ops.permute import permutation, permute, unpermute
 from megalight.ops.quantize.amax_history import AmaxHistory
 from megalight.ops.quantize.recipes import RECIPES, recipe

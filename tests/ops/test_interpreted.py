@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megalight.imports import has
-from megalight.ops.delta_rule import reference as rule_reference
+from megalight.ops.delta_rule import reference_delta_rule
 from megalight.ops.linear import linear
 from megalight.ops.linear.low_precision import LowPrecision, Session
 from megalight.ops.parameter import state_of
@@ -104,7 +104,7 @@ def test_delta_rule_of_equal_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = (q, k[:1].expand_as(k).contiguous(), v, torch.zeros_like(decay), torch.ones_like(beta))
     sequences = PackedSequences.of_lengths([64])
     found = module.delta_rule(*inputs, sequences)
-    exact = rule_reference.delta_rule(*(t.double() for t in inputs), sequences)
+    exact = reference_delta_rule(*(t.double() for t in inputs), sequences)
     assert checks.error(found, exact) <= checks.TOLERANCE[torch.float32]
 
 
@@ -185,7 +185,7 @@ def test_attention(lengths: list[int], keys: Any, causal: bool, window: Any, sof
 )
 def test_attention_blocks(batch: int, lengths: Any, keys: Any, causal: bool, window: int | None) -> None:
     """Of 40 queries. Keys and values lie beside one another, and are a part of their sequences."""
-    from megalight.ops.attention_block import reference
+    from megalight.ops.attention_block.torch_kernels import reference_backward, reference_forward
 
     module, sequences, count = kernels("attention_block"), None, keys
     if lengths is not None:
@@ -194,10 +194,10 @@ def test_attention_blocks(batch: int, lengths: Any, keys: Any, causal: bool, win
     q, both = torch.randn(batch, 50, 4, 16)[:, 10:], torch.randn(batch, count + 5, 2, 32)[:, :count]
     given = (q, both[..., :16], both[..., 16:])
     options = (sequences, causal, 0.3, window)
-    found, expected = module.forward(*given, *options), reference.forward(*given, *options)
+    found, expected = module.forward(*given, *options), reference_forward(*given, *options)
     grad = torch.randn(batch, 40, 4, 16)
     found += module.backward(grad, *given, *expected, *options)
-    expected += reference.backward(grad, *given, *expected, *options)
+    expected += reference_backward(grad, *given, *expected, *options)
     for one, other in zip(found, expected, strict=True):
         assert one.shape == other.shape
         assert checks.error(one, other) < 1e-5

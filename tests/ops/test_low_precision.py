@@ -11,10 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 from megalight.errors import BackendError
 from megalight.ops.linear import linear
-from megalight.ops.linear.inputs import RecomputeRecipe, attach_recipe
-from megalight.ops.linear.low_precision import LowPrecision, Session
+from megalight.ops.linear.low_precision import LowPrecision, Session, precision_of
 from megalight.ops.linear.weight_gradient import WeightGradients, deferring
-from megalight.ops.parameter import precision_of, release, state_of
+from megalight.ops.note import RecomputeRecipe, attach_recipe
+from megalight.ops.parameter import release, state_of
 from megalight.ops.quantize import Scheme, cast, quantize
 from megalight.ops.quantize.amax_history import AmaxHistory
 from megalight.ops.quantize.recipes import RECIPES, recipe

@@ -6,17 +6,17 @@ import sys
 import pytest
 import torch
 
-from megalight import ops
+from megalight.ops import backends_of
 from megalight.ops.common import cuda_why_not, triton_why_not, wide
 
 
 def test_tables_name_every_backend_with_its_reason() -> None:
     for device in ("cpu", "cuda"):
-        tables = ops.tables(device)
+        tables = backends_of(device)
         assert {"attention", "rms_norm", "gated", "rotate_qkv", "weight_gradient", "adam"} <= set(tables)
         for op, rows in tables.items():
             assert any(reason is None for _, reason in rows), op
-            assert any(name == "reference" for name, _ in rows), op
+            assert any(backend.name == "reference" for backend, _ in rows), op
 
 
 def test_importing_ops_imports_no_torch() -> None:

@@ -15,7 +15,7 @@ from megalight.errors import BackendError, ConfigurationError
 from megalight.ops.linear import linear
 from megalight.ops.linear.low_precision import LowPrecision, Session
 from megalight.ops.parameter import state_of
-from megalight.ops.quantize import Quantized, Scheme, amax_of, cast, quantize
+from megalight.ops.quantize import Quantized, Scheme, amax_of, cast, quantize, rotate
 from megalight.ops.quantize.amax_history import annotate_amax, known_amax, rows_of
 from megalight.ops.quantize.formats import (
     DTYPES,
@@ -31,7 +31,6 @@ from megalight.ops.quantize.formats import (
     unpack_e2m1,
 )
 from megalight.ops.quantize.recipes import RECIPES, recipe
-from megalight.ops.quantize.reference import rotate
 
 BITS = {"e4m3": (4, 3, 7), "e5m2": (5, 2, 15), "e2m1": (2, 1, 1)}
 """Exponent bits, mantissa bits, bias."""

@@ -16,7 +16,8 @@ from megalight.nn.init import initialize
 from megalight.nn.moe import Dispatcher, Experts, SharedConfig
 from megalight.ops.grouped_linear import low_precision_stacks
 from megalight.ops.grouped_linear.low_precision_stacks import Apart
-from megalight.ops.parameter import cast_of, precision_of
+from megalight.ops.linear.low_precision import precision_of
+from megalight.ops.parameter import cast_of
 from megalight.parallel.data_parallel import DataParallelOptions
 from megalight.parallel.expert import ExpertOptions
 from megalight.parallel.layout import Layout

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalight.ops.activation import reference as activations
-from megalight.ops.adam import reference as adam
-from megalight.ops.norm import reference as norms
+from megalight.ops import adam
+from megalight.ops.activation import reference_activation, reference_gated
+from megalight.ops.norm import reference_layer_norm, reference_rms_norm
 
 
 def vjp(function: Any, inputs: list[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
@@ -38,7 +38,7 @@ def multi_tensor_adam(
     (grad,), (param,), (first,), (second,), *masters = lists
     master = masters[0][0] if masters else param
     rest = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": decay, "step": step}
-    adam.adam_step(master, grad, first, second, **rest, decoupled=bool(mode), out=param if masters else None)
+    adam.reference_adam_step(master, grad, first, second, **rest, decoupled=bool(mode), out=param if masters else None)
 
 
 def multi_tensor_adam_capturable(
@@ -72,12 +72,12 @@ def te_norms() -> dict[str, Any]:
         assert code == DTYPES[x.dtype]
         assert sm == 0
         assert not centered
-        return norms.rms_norm(x, w, eps), None, (x.square().mean(1) + eps).rsqrt()
+        return reference_rms_norm(x, w, eps), None, (x.square().mean(1) + eps).rsqrt()
 
     def rmsnorm_bwd(dy: Tensor, x: Tensor, rstd: Tensor, w: Tensor, sm: int, centered: bool) -> Any:
         check_rows(dy, w)
         eps = float((rstd**-2 - x.square().mean(1)).mean())
-        return vjp(lambda a, b: norms.rms_norm(a, b, eps), [x, w], dy)
+        return vjp(lambda a, b: reference_rms_norm(a, b, eps), [x, w], dy)
 
     def layernorm_fwd(
         x: Tensor, w: Tensor, b: Tensor, eps: float, out: None, quantizer: None, code: str, sm: int, centered: bool
@@ -88,13 +88,13 @@ def te_norms() -> dict[str, Any]:
         assert code == DTYPES[x.dtype]
         assert sm == 0
         assert not centered
-        return norms.layer_norm(x, w, b, eps), x.mean(1), (x.var(1, correction=0) + eps).rsqrt()
+        return reference_layer_norm(x, w, b, eps), x.mean(1), (x.var(1, correction=0) + eps).rsqrt()
 
     def layernorm_bwd(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor, sm: int, centered: bool) -> Any:
         check_rows(dy, w)
         eps = float((rstd**-2 - x.var(1, correction=0)).mean())
         torch.testing.assert_close(mean, x.mean(1))
-        return vjp(lambda a, b, c: norms.layer_norm(a, b, c, eps), [x, w, torch.zeros_like(w)], dy)
+        return vjp(lambda a, b, c: reference_layer_norm(a, b, c, eps), [x, w, torch.zeros_like(w)], dy)
 
     return {f.__name__: f for f in (rmsnorm_fwd, rmsnorm_bwd, layernorm_fwd, layernorm_bwd)}
 
@@ -104,7 +104,7 @@ def te_activations() -> dict[str, Any]:
     plain = {"silu": "silu", "gelu": "gelu_tanh", "qgelu": "quick_gelu", "relu": "relu", "srelu": "squared_relu"}
     gates = {"swiglu": "silu", "geglu": "gelu_tanh", "qgeglu": "quick_gelu", "reglu": "relu", "sreglu": "squared_relu"}
     found: dict[str, Any] = {}
-    for names, formula in ((plain, activations.activation), (gates, activations.gated)):
+    for names, formula in ((plain, reference_activation), (gates, reference_gated)):
         for name, kind in names.items():
 
             def forward(x: Tensor, quantizer: None, kind: str = kind, formula: Any = formula) -> Tensor:

@@ -12,8 +12,9 @@ from megalight import registry
 from megalight.imports import has
 from megalight.models.gpt import GPT, GPTBackendConfig, GPTConfig, InitConfig
 from megalight.nn.init import initialize
-from megalight.ops.attention import EXAMPLE, attention, reference
-from megalight.ops.choice import use_backends
+from megalight.ops import use_backends
+from megalight.ops.attention import EXAMPLE, attention
+from megalight.ops.attention.torch_kernels import reference_attention
 from megalight.types import PackedSequences
 from tests.models.test_gpt_cuda import SIZES, STYLES, batch
 from tests.ops.checks import check, error
@@ -72,7 +73,7 @@ def check_attention(
     options = {"causal": causal, "window": window, "softcap": softcap}
     check(
         lambda q, k, v, *s: attention(q, k, v, sequences, **options, sink=s[0] if s else None, backend=backend),
-        lambda q, k, v, *s: reference.attention(q, k, v, sequences, causal, None, window, softcap, 0.0, *s),
+        lambda q, k, v, *s: reference_attention(q, k, v, sequences, causal, None, window, softcap, 0.0, *s),
         [
             *(torch.randn(*shape, dim, device="cuda").bfloat16() for shape in shapes),
             *([torch.randn(heads[0], device="cuda").bfloat16()] if sink else []),

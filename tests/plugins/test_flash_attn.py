@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalight.ops.attention import EXAMPLE, reference
+from megalight.ops.attention import EXAMPLE
+from megalight.ops.attention.torch_kernels import reference_attention
 from megalight.plugins.flash_attn import VERSION_2, VERSION_3, VERSION_4
 from megalight.types import PackedSequences
 from tests.plugins import fakes
@@ -80,7 +81,7 @@ def test_arguments_mean_what_the_op_means(
     shapes = ((sequences.num_tokens, 4, 8), (keys.num_tokens, 2, 8), (keys.num_tokens, 2, 8))
     tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     options = (sequences, causal, 0.3, window, softcap, 0.0)
-    out, expected = version.attention(*tensors, *options), reference.attention(*tensors, *options)
+    out, expected = version.attention(*tensors, *options), reference_attention(*tensors, *options)
     weight = torch.randn_like(expected)
     for made, wanted in zip(
         (out, *torch.autograd.grad(out, tensors, weight)),
@@ -127,7 +128,7 @@ def test_only_release_4_has_sinks(version: Any, packages: Fakes, layout: str) ->
         return
     q, sink = torch.randn(12, 4, 8, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
     options = (LAYOUTS[layout], True, None, 2, None, 0.0, sink)
-    torch.testing.assert_close(version.attention(q, q, q, *options), reference.attention(q, q, q, *options))
+    torch.testing.assert_close(version.attention(q, q, q, *options), reference_attention(q, q, q, *options))
     # The argument is looked for where it is needed: older releases of the package have none.
     assert "takes no learnable_sink in this release" in version.why_not(spec)
 

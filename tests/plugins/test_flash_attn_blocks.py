@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalight.ops.attention_block import EXAMPLE, reference
+from megalight.ops.attention_block import EXAMPLE
+from megalight.ops.attention_block.torch_kernels import reference_backward, reference_forward
 from megalight.plugins import flash_attn
 from megalight.types import PackedSequences
 from tests.plugins import fakes
@@ -39,9 +40,9 @@ def _flash_attn_fwd(
     assert return_lse
     sequences, window = cut(cu_seqlens_q, cu_seqlens_k), left(window_size_left, window_size_right, causal)
     if sequences is None:
-        return *reference.forward(q, k, v, None, causal, softmax_scale, window), None
+        return *reference_forward(q, k, v, None, causal, softmax_scale, window), None
     assert (max_seqlen_q, max_seqlen_k) == (sequences.max_length, sequences.keys.max_length)  # type: ignore[union-attr]
-    out, lse = reference.forward(q[None], k[None], v[None], sequences, causal, softmax_scale, window)
+    out, lse = reference_forward(q[None], k[None], v[None], sequences, causal, softmax_scale, window)
     return out[0], lse[0], None  # log-sum-exps [H, T]
 
 
@@ -52,9 +53,9 @@ def _flash_attn_bwd(
 ) -> Any:  # fmt: skip
     sequences, window = cut(cu_seqlens_q, cu_seqlens_k), left(window_size_left, window_size_right, causal)
     if sequences is None:
-        return reference.backward(dout, q, k, v, out, lse, None, causal, softmax_scale, window)
+        return reference_backward(dout, q, k, v, out, lse, None, causal, softmax_scale, window)
     rows = (t[None] for t in (dout, q, k, v, out, lse))
-    return tuple(t[0] for t in reference.backward(*rows, sequences, causal, softmax_scale, window))
+    return tuple(t[0] for t in reference_backward(*rows, sequences, causal, softmax_scale, window))
 
 
 @pytest.fixture
@@ -83,12 +84,12 @@ def test_arguments_mean_what_the_op_means(packages: Fakes, layout: str, causal: 
     tensors = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
     options = (sequences, causal, 0.3, window)
     out, lse = flash_attn.forward(*tensors, *options)
-    wanted, wanted_lse = reference.forward(*tensors, *options)
+    wanted, wanted_lse = reference_forward(*tensors, *options)
     torch.testing.assert_close((out, lse), (wanted, wanted_lse))
     grad = torch.randn_like(out)
     # The merged log-sum-exp is larger than the block's own.
     found = flash_attn.backward(grad, *tensors, out, lse + 0.5, *options)
-    torch.testing.assert_close(found, reference.backward(grad, *tensors, wanted, wanted_lse + 0.5, *options))
+    torch.testing.assert_close(found, reference_backward(grad, *tensors, wanted, wanted_lse + 0.5, *options))
     assert packages.called("_flash_attn_bwd")[1]["deterministic"] is False
 
 

@@ -119,7 +119,7 @@ def test_scan_of_mamba_ssm(packages: Fakes, first: int) -> None:
     positions = begins(first)
     steps = [doubles(10, 4).abs(), -doubles(4).abs()]
     inputs = [doubles(10, 4, 8), *steps, doubles(10, 2, 3), doubles(10, 2, 3), doubles(4)]
-    own, exact = mamba_ssm.ssd, ssd.reference.ssd
+    own, exact = mamba_ssm.ssd, ssd.reference_ssd
     same_as_the_reference(lambda *t: own(*t, positions), lambda *t: exact(*t, positions), inputs)
     inputs = [inputs[0], doubles(10, 4), *inputs[2:], doubles(4)]
     same_as_the_reference(lambda *t: own(*t[:6], positions, t[6]), lambda *t: exact(*t[:6], positions, t[6]), inputs)
@@ -155,7 +155,7 @@ def test_rule_of_flash_linear_attention(packages: Fakes, lengths: list[int], gro
     keys = F.normalize(doubles(10, groups, 3), dim=-1)
     inputs = [doubles(10, groups, 3), keys, doubles(10, 4, 2), -doubles(10, 4).abs(), doubles(10, 4).sigmoid()]
     same_as_the_reference(
-        lambda *t: fla.delta_rule(*t, sequences), lambda *t: delta_rule.reference.delta_rule(*t, sequences), inputs
+        lambda *t: fla.delta_rule(*t, sequences), lambda *t: delta_rule.reference_delta_rule(*t, sequences), inputs
     )
     good = delta_rule.EXAMPLE._replace(device="cuda")
     assert fla.why_not(good) is None

@@ -11,9 +11,9 @@ import torch
 
 from megalight.callbacks import CUDAGraph
 from megalight.errors import BackendError, ConfigurationError
+from megalight.ops import backends_of, registries
 from megalight.ops.activation import GATED
 from megalight.ops.attention import ATTENTION, EXAMPLE, attention
-from megalight.ops.choice import backends_of, registries
 from megalight.ops.linear.low_precision import LOW_PRECISION, LowPrecision
 from megalight.optim import Adam, AdamConfig
 from megalight.parallel.graphs.backends import GRAPH_BACKENDS, GraphBackend
@@ -46,7 +46,7 @@ def test_they_are_loaded_and_bring_their_backends() -> None:
 def test_loading_them_imports_no_package() -> None:
     code = (
         "import sys; from megalight.registry import load_plugins; load_plugins();"
-        "import megalight.ops.choice as c; table = c.backends_of('cuda');"
+        "import megalight.ops as c; table = c.backends_of('cuda');"
         "assert {b.plugin for rows in table.values() for b, _ in rows if b.name in ('reference', 'triton')} == {None};"
         "assert not {'transformer_engine', 'apex', 'flash_attn', 'flash_attn_interface'} & set(sys.modules)"
     )

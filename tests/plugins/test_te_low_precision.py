@@ -13,9 +13,9 @@ from megalight.errors import BackendError, ConfigurationError
 from megalight.nn import Linear, RMSNorm
 from megalight.nn.init import initialize
 from megalight.ops.linear import linear
-from megalight.ops.linear.low_precision import LowPrecision, Session
+from megalight.ops.linear.low_precision import LowPrecision, Session, precision_of
 from megalight.ops.linear.weight_gradient import WeightGradients, deferring
-from megalight.ops.parameter import precision_of, state_of
+from megalight.ops.parameter import state_of
 from megalight.ops.quantize.recipes import recipe
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel

@@ -174,7 +174,7 @@ def test_attention(te: Fakes, layout: str, causal: bool, window: int | None) -> 
     tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     options = (sequences, causal, 0.3, window, None, 0.0)
     out = attention.attention(*tensors, *options)
-    expected = attention_op.reference.attention(*tensors, *options)
+    expected = attention_op.reference_attention(*tensors, *options)
     weight = torch.randn_like(expected)
     for made, wanted in zip(
         (out, *torch.autograd.grad(out, tensors, weight)),

@@ -11,7 +11,7 @@ from megalight.models.gpt.config import GPTBackendConfig
 from megalight.ops import activation as activation_op
 from megalight.ops import adam as adam_op
 from megalight.ops import norm as norm_op
-from megalight.ops.choice import use_backends
+from megalight.ops import use_backends
 from megalight.ops.linear import linear
 from megalight.ops.linear import weight_gradient as wgrad
 from megalight.plugins import transformer_engine

@@ -20,8 +20,7 @@ from megalight.models.gpt.model import GPT
 from megalight.nn.init import initialize
 from megalight.nn.moe import MoEConfig
 from megalight.ops.common import AMAX
-from megalight.ops.linear.low_precision import Session
-from megalight.ops.parameter import precision_of
+from megalight.ops.linear.low_precision import Session, precision_of
 from megalight.ops.quantize import quantize
 from megalight.ops.quantize.recipes import recipe
 from megalight.parallel.mesh import ParallelMesh

@@ -14,8 +14,7 @@ import torch
 from megalight import checkpoint
 from megalight.callbacks import EMA
 from megalight.errors import ConfigurationError, MegalightError
-from megalight.ops.linear.low_precision import LowPrecision, Session
-from megalight.ops.parameter import precision_of
+from megalight.ops.linear.low_precision import LowPrecision, Session, precision_of
 from megalight.ops.quantize import quantize
 from megalight.ops.quantize.recipes import recipe
 from megalight.parallel.groups import FAILED

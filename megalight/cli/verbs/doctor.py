@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Torch only here: a layout needs none, and is printed at once.
     import torch
 
-    from megalight.ops.choice import backends_of
+    from megalight.ops import backends_of
 
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     backends = backends_of(device)

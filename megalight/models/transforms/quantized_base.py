@@ -15,7 +15,8 @@ from megalight.errors import ConfigurationError
 from megalight.models.transforms.lora import linear_layers, matches
 from megalight.nn import Linear
 from megalight.nn.moe import Experts
-from megalight.ops.parameter import precision_of, stack_precision_of
+from megalight.ops.grouped_linear.low_precision import stack_precision_of
+from megalight.ops.linear.low_precision import precision_of
 from megalight.ops.quantized_weight import NVFP4_BLOCK, check, largest_of, store, stored_of
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.tensor.linear import ColumnLinear, RowLinear

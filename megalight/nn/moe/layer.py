@@ -13,8 +13,7 @@ from megalight.nn.linear import Linear
 from megalight.nn.mlp import MLP
 from megalight.nn.moe.experts import Experts
 from megalight.nn.moe.router import Router
-from megalight.ops.linear.inputs import recipe_of
-from megalight.ops.note import note_of
+from megalight.ops.note import note_of, recipe_of
 
 # Run work on a side stream, beside the current CUDA stream.
 

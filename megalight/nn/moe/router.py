@@ -18,7 +18,7 @@ from megalight.nn.moe.config import BalanceConfig, CapacityConfig, RouterConfig
 from megalight.nn.side_losses import Pool
 from megalight.ops.common import apply, once_differentiable, wide
 from megalight.ops.linear import linear
-from megalight.ops.linear.inputs import save_input, saved_input
+from megalight.ops.note import save_input, saved_input
 from megalight.ops.permute import drop
 from megalight.ops.router import Routes, route
 

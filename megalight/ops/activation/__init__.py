@@ -2,18 +2,104 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megalight.errors import nearest
-from megalight.ops.activation import reference
-from megalight.ops.common import lazy, select, serve_all, triton_why_not
+from megalight.ops.common import lazy, select, serve_all, triton_why_not, wide
 from megalight.registry import Backend, BackendRegistry, remembered
 
-KINDS: tuple[str, ...] = tuple(reference.KINDS)
+# Activations in plain torch. Half types are computed in float32 and rounded once, at the end.
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+REFERENCE_KINDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": lambda x: x * torch.sigmoid(x),
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": torch.relu,
+    "squared_relu": lambda x: torch.relu(x).square(),
+    "sigmoid": torch.sigmoid,
+}
+"""Name -> formula. ``gelu`` is exact (erf), ``gelu_tanh`` GPT-2's, ``quick_gelu`` CLIP's, ``squared_relu`` Primer's."""
+
+
+def reference_activation(x: Tensor, kind: str) -> Tensor:
+    """``act(x)``."""
+    return REFERENCE_KINDS[kind](x.to(wide(x.dtype))).to(x.dtype)
+
+
+def reference_gated(x: Tensor, kind: str) -> Tensor:
+    """``act(gate) * up`` with ``x = gate | up`` along the last dim."""
+    gate, up = x.to(wide(x.dtype)).chunk(2, -1)
+    return (REFERENCE_KINDS[kind](gate) * up).to(x.dtype)
+
+
+def reference_gated_pair(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    """``act(gate) * up``."""
+    dtype = wide(gate.dtype)
+    return (REFERENCE_KINDS[kind](gate.to(dtype)) * up.to(dtype)).to(gate.dtype)
+
+
+def weighted(x: Tensor, kind: str, gates: bool, weights: Tensor | None, offset: float, clamp: float | None) -> Tensor:
+    """``act(gate) * (up + offset) * weights`` with clamped halves, or ``act(x) * weights``."""
+    wide_x = x.to(wide(x.dtype))
+    if gates:
+        gate, up = wide_x.chunk(2, -1)
+        if clamp is not None:
+            gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+        y = REFERENCE_KINDS[kind](gate) * (up + offset)
+    else:
+        y = REFERENCE_KINDS[kind](wide_x)
+    if weights is not None:
+        y = y * weights.to(y.dtype).unsqueeze(-1)
+    return y.to(x.dtype)
+
+
+# Activations with torch's own functions.
+
+
+TORCH_KINDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
+    "squared_relu": lambda x: F.relu(x).square(),
+    "sigmoid": torch.sigmoid,
+}
+
+
+def torch_activation(x: Tensor, kind: str) -> Tensor:
+    """``act(x)``."""
+    return TORCH_KINDS[kind](x)
+
+
+def torch_gated(x: Tensor, kind: str) -> Tensor:
+    """``act(gate) * up`` with ``x = gate | up`` along the last dim."""
+    gate, up = x.chunk(2, -1)
+    return TORCH_KINDS[kind](gate) * up
+
+
+def torch_gated_pair(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    """``act(gate) * up``."""
+    return TORCH_KINDS[kind](gate) * up
+
+
+KINDS: tuple[str, ...] = tuple(REFERENCE_KINDS)
 """Names of the known activations."""
 
 
@@ -39,16 +125,16 @@ def _triton_why_not(spec: ActivationSpec) -> str | None:
 
 _TRITON = "megalight.ops.activation.triton"
 GATED.register(Backend("triton", lazy(_TRITON, "gated", measures=True), 20, _triton_why_not))
-GATED.register(Backend("torch", reference.torch_gated, 10, serve_all))
-GATED.register(Backend("reference", reference.gated, 0, serve_all))
+GATED.register(Backend("torch", torch_gated, 10, serve_all))
+GATED.register(Backend("reference", reference_gated, 0, serve_all))
 ACTIVATION.register(Backend("triton", lazy(_TRITON, "activation", measures=True), 20, _triton_why_not))
-ACTIVATION.register(Backend("torch", reference.torch_activation, 10, serve_all))
-ACTIVATION.register(Backend("reference", reference.activation, 0, serve_all))
+ACTIVATION.register(Backend("torch", torch_activation, 10, serve_all))
+ACTIVATION.register(Backend("reference", reference_activation, 0, serve_all))
 WEIGHTED.register(Backend("triton", lazy("megalight.ops.activation.triton", "weighted"), 20, _triton_why_not))
-WEIGHTED.register(Backend("reference", reference.weighted, 0, serve_all))
+WEIGHTED.register(Backend("reference", weighted, 0, serve_all))
 GATED_PAIR.register(Backend("triton", lazy("megalight.ops.activation.triton", "gated_pair"), 20, _triton_why_not))
-GATED_PAIR.register(Backend("torch", reference.torch_gated_pair, 10, serve_all))
-GATED_PAIR.register(Backend("reference", reference.gated_pair, 0, serve_all))
+GATED_PAIR.register(Backend("torch", torch_gated_pair, 10, serve_all))
+GATED_PAIR.register(Backend("reference", reference_gated_pair, 0, serve_all))
 
 
 @remembered

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from megalight.ops.activation import activation, gated, reference
+from megalight.ops.activation import activation, gated, torch_activation, torch_gated
 from megalight.ops.activation.triton import _slope, _value
 from megalight.ops.common import apply, once_differentiable, serve_all, triton_why_not
 from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
@@ -294,7 +294,7 @@ def _choose(
 
 
 def _plain(x: Tensor, kind: str, gates: bool) -> Tensor:
-    return reference.torch_gated(x, kind) if gates else reference.torch_activation(x, kind)
+    return torch_gated(x, kind) if gates else torch_activation(x, kind)
 
 
 def _cast_reference(

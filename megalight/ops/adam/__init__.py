@@ -10,11 +10,262 @@ import torch
 from torch import Tensor
 
 from megalight.errors import ConfigurationError
-from megalight.ops.adam import reference
 from megalight.ops.cast_flat import cast_flat
-from megalight.ops.common import lazy, serve_all, triton_why_not
+from megalight.ops.common import lazy, serve_all, triton_why_not, wide
 from megalight.ops.quantize.formats import DTYPES, Scheme
 from megalight.registry import Backend, BackendRegistry, remembered
+
+# Moments of Adam in 16 or 8 bits, rounded at random, so that small changes are not lost.
+#
+# A moment in 16 bits is bfloat16. One in 8 bits is a float of three mantissa bits, and blocks of :data:`MOMENT_BLOCK`
+# elements share the highest exponent that their codes reach. A first moment has a sign, and four bits for 16 octaves
+# below that exponent. A second moment has none: its root is stored, in 32 octaves, and is never rounded to 0, so that
+# no update is divided by 0.
+#
+# A value is rounded up with a probability that is its distance to the value below. The random number is a hash of the
+# value and of the step. So it needs no state, is the same on each device and in each layout, and a resumed run
+# repeats it. Without this, a second moment would never fall in 16 bits: 0.999 of it rounds back to all of it.
+#
+# All formats hold their values exactly in bfloat16, which is how checkpoints and other formats read them.
+
+
+MOMENT_BLOCK = 64
+"""Elements that share an exponent. Parameters in flat buffers begin at multiples of it: no block has parts of two."""
+
+MULTIPLIER, STEPS = -1640531535, -2048144789
+"""Odd numbers, as int32, that spread bits of values and of steps over the high bits of a product."""
+
+HALF_BITS, CODE_BITS = 16, 20
+"""Bits of a float32 that bfloat16 and codes leave out."""
+LOWEST = 32
+"""Codes go no further down than 32 octaves, so exponents are at least this: a smaller code would have none."""
+
+MAGNITUDE = (1 << 31) - 1
+"""All bits but the sign."""
+
+
+def exponents_like(codes: Tensor) -> Tensor:
+    """Make room for the exponents of codes: uint8, ``[ceil(n / MOMENT_BLOCK)]``, zero as all codes are at first."""
+    return torch.zeros(-(-codes.numel() // MOMENT_BLOCK), dtype=torch.uint8, device=codes.device)
+
+
+def half_moment(values: Tensor, step: float | Tensor | None) -> Tensor:
+    """Round values to bfloat16: at random if there is a step, else to the nearest one."""
+    if step is None:
+        return values.to(torch.bfloat16)
+    bits = values.float().view(torch.int32)
+    kept = (bits + _noise(bits, step, HALF_BITS)) & -(1 << HALF_BITS)
+    return kept.view(torch.float32).to(torch.bfloat16)
+
+
+def encode_moment(values: Tensor, codes: Tensor, exponents: Tensor, second: bool, step: float | Tensor | None) -> None:
+    """Round values to codes: at random if there is a step, else to the nearest ones.
+
+    Args:
+        values: floating point, contiguous.
+        codes: uint8, as many; written.
+        exponents: those of its blocks (:func:`exponents_like`); written.
+        second: a second moment, which is not negative.
+    """
+    values = values.reshape(-1).float()
+    bits = values.view(torch.int32)
+    # From the bits before the root, whose last one differs between libraries.
+    rounding = 1 << (CODE_BITS - 1) if step is None else _noise(bits, step, CODE_BITS)
+    size = values.sqrt().view(torch.int32) if second else bits & MAGNITUDE
+    # Sign and mantissa aside, these are the three highest bits of the mantissa under the exponent.
+    steps = (size + rounding) >> CODE_BITS
+    blocks = torch.nn.functional.pad(steps, (0, -len(steps) % MOMENT_BLOCK)).view(-1, MOMENT_BLOCK)
+    highest = (blocks.amax(1) >> 3).clamp_(LOWEST, 255)
+    exponents.copy_(highest)
+    limit = 255 if second else 127
+    found = (blocks - (highest * 8 + 7 - limit)[:, None]).view(-1)[: len(steps)].clamp_(0, limit)
+    if second:
+        found = found.clamp_(min=1).mul_(size > 0)
+    else:
+        found |= (bits < 0).int() << 7
+    codes.view(-1).copy_(found)
+
+
+def decode_moment(codes: Tensor, exponents: Tensor, second: bool) -> Tensor:
+    """Return the values of codes, float32, in their shape."""
+    limit = 255 if second else 127
+    found = codes.view(-1).int()
+    size = found & limit
+    highest = exponents.int().repeat_interleave(MOMENT_BLOCK)[: len(found)]
+    values = torch.where(size > 0, (size + (highest * 8 + 7 - limit)) << CODE_BITS, 0).view(torch.float32)
+    values = values.square() if second else torch.where(found > 127, -values, values)
+    return values.view(codes.shape)
+
+
+def read_moment(moment: Tensor, exponents: Tensor | None, second: bool) -> Tensor:
+    """Return a moment's values: floating-point ones as they are, those of codes in float32."""
+    return moment if exponents is None else decode_moment(moment, exponents, second)
+
+
+def write_moment(
+    moment: Tensor, exponents: Tensor | None, values: Tensor, second: bool, step: float | Tensor | None = None
+) -> None:
+    """Store values in a moment, rounded to its format: at random if there is a step, else to the nearest ones."""
+    if exponents is not None:
+        encode_moment(values, moment, exponents, second, step)
+    elif moment.dtype == torch.bfloat16:
+        moment.copy_(half_moment(values, step))
+    else:
+        moment.copy_(values)
+
+
+def _noise(bits: Tensor, step: float | Tensor, width: int) -> Tensor:
+    """Return random numbers of ``width`` bits, which follow from the bits of values and the step."""
+    shift = step.to(bits.device, torch.int32) * STEPS if isinstance(step, Tensor) else wrapped(int(step) * STEPS)
+    # A product's high bits depend on all bits below them. int32 wraps around.
+    return (((bits + shift) * MULTIPLIER) >> (32 - width)) & ((1 << width) - 1)
+
+
+def wrapped(number: int) -> int:
+    """Return a number modulo 2^32, as an int32."""
+    return (number + (1 << 31)) % (1 << 32) - (1 << 31)
+
+
+# Adam in plain torch: the exact reference, torch's fused kernel, and the fused kernel chunk by chunk for hosts.
+
+
+def reference_adam_step(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: float | Tensor,
+    decoupled: bool = True,
+    grad_scale: Tensor | None = None,
+    out: Tensor | None = None,
+    exponents: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> None:
+    """Adam (Kingma and Ba 2015) or, with ``decoupled``, AdamW (Loshchilov and Hutter 2019)."""
+    # Parameters in half precision are rounded once, after the whole update.
+    stored, param = param, param.to(wide(param.dtype))
+    grad = grad.to(param.dtype)
+    if grad_scale is not None:
+        grad = grad * grad_scale.to(param.dtype)
+    # The decay comes before the update and uses the old parameter, as in `torch.optim.AdamW`.
+    if weight_decay and decoupled:
+        param = param * (1 - lr * weight_decay)
+    elif weight_decay:
+        grad = grad + weight_decay * param
+    # Moments may be stored in fewer bits. The update uses them before they are rounded.
+    first = beta1 * read_moment(exp_avg, exponents[0], False).to(param.dtype) + (1 - beta1) * grad
+    second = beta2 * read_moment(exp_avg_sq, exponents[1], True).to(param.dtype) + (1 - beta2) * grad * grad
+    write_moment(exp_avg, exponents[0], first, False, step)
+    write_moment(exp_avg_sq, exponents[1], second, True, step)
+    step = torch.as_tensor(step, dtype=torch.float64)  # 1 - beta**step loses digits in float32
+    param = param - lr * (first / (1 - beta1**step)) / ((second / (1 - beta2**step)).sqrt() + eps)
+    stored.copy_(param)
+    if out is not None:
+        out.copy_(param)
+
+
+# One Adam step with torch's fused kernels.
+
+
+def torch_adam_step(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: float | Tensor,
+    decoupled: bool = True,
+    grad_scale: Tensor | None = None,
+    out: Tensor | None = None,
+) -> None:
+    """Call the fused update. To scale the gradient and to write ``out`` take separate passes over memory."""
+    # torch's own `grad_scale` argument divides, and needs a `found_inf`; so multiply first.
+    if grad_scale is not None:
+        grad = grad * grad_scale.to(grad.dtype)
+    if isinstance(step, Tensor):
+        # torch's kernel wants the step on the device, and does not advance it here.
+        count = step.to(param.device, torch.float32)
+    else:
+        count = torch.full((), float(step), dtype=torch.float32, device=param.device)
+    update = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    update(
+        [param],
+        [grad],
+        [exp_avg],
+        [exp_avg_sq],
+        [],
+        [count],
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+    )
+    if out is not None:
+        out.copy_(param)
+
+
+# One Adam step with torch's fused kernels, piece by piece: for hosts, and for moments or gradients in fewer bits.
+#
+# A piece is scaled or widened, updated, and rounded while it is in the caches of the cores. Whole tensors would take
+# the memory of a scaled gradient, which the host sets to zero in each step, and one more pass for every such change.
+
+
+SHARE = 1 << 17
+"""Elements of a piece for each thread: 512 KiB per tensor, so that those of a step about fit into a core's cache."""
+
+
+def piece() -> int:
+    """Return the number of elements of a piece, a multiple of :data:`MOMENT_BLOCK`."""
+    return SHARE * torch.get_num_threads()
+
+
+def chunked_adam_step(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    step: float | Tensor,
+    out: Tensor | None = None,
+    exponents: tuple[Tensor | None, Tensor | None] = (None, None),
+    **options: Any,
+) -> None:
+    """Update pieces in turn; see :func:`megalight.ops.adam.adam_step`."""
+    size = piece()
+    flat = [tensor.view(-1) for tensor in (param, grad, exp_avg, exp_avg_sq)]
+    for start in range(0, param.numel(), size):
+        own, gradient, *moments = (tensor[start : start + size] for tensor in flat)
+        blocks = slice(start // MOMENT_BLOCK, (start + size) // MOMENT_BLOCK)
+        shared = [None if each is None else each[blocks] for each in exponents]
+        wide = [
+            read_moment(moment, each, bool(second)).to(param.dtype)
+            for second, (moment, each) in enumerate(zip(moments, shared, strict=True))
+        ]
+        torch_adam_step(
+            own,
+            gradient.to(param.dtype),
+            *wide,
+            step=step,
+            out=None if out is None else out.view(-1)[start : start + size],
+            **options,
+        )
+        for second, (moment, each, values) in enumerate(zip(moments, shared, wide, strict=True)):
+            if values is not moment:
+                write_moment(moment, each, values, bool(second), step)
+
 
 # Codes of updated parameters, which a step writes beside them.
 
@@ -95,9 +346,9 @@ def _triton_why_not(spec: AdamSpec) -> str | None:
 
 
 ADAM.register(Backend("triton", lazy("megalight.ops.adam.triton", "adam_step"), 20, _triton_why_not))
-ADAM.register(Backend("torch", reference.torch_adam_step, 10, _torch_why_not))
-ADAM.register(Backend("chunked", reference.chunked_adam_step, 15, _chunked_why_not))
-ADAM.register(Backend("reference", reference.adam_step, 0, serve_all))
+ADAM.register(Backend("torch", torch_adam_step, 10, _torch_why_not))
+ADAM.register(Backend("chunked", chunked_adam_step, 15, _chunked_why_not))
+ADAM.register(Backend("reference", reference_adam_step, 0, serve_all))
 
 
 @remembered
@@ -142,7 +393,7 @@ def adam_step(
         param: ``[n]``: the (master) parameters.
         grad: ``[n]``: the gradient; it is not written.
         exp_avg: ``[n]``: the first moment, in any floating-point dtype, or codes of 8 bits (uint8).
-        exp_avg_sq: ``[n]``: the second moment, likewise. :mod:`megalight.ops.adam.low_precision_moments` says how
+        exp_avg_sq: ``[n]``: the second moment, likewise. :mod:`megalight.ops.adam` says how
             moments of fewer than 32 bits are rounded.
         lr: learning rate. Use a 0-dim device tensor if a CUDA graph captures the step.
         beta1: decay of the first moment.

@@ -5,25 +5,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megalight.ops.adam import Coded, low_precision_moments
+from megalight.ops import adam
+from megalight.ops.adam import STEPS, Coded, wrapped
 from megalight.ops.cast_flat import TYPES, scaled
 from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
+from megalight.ops.quantize import TINY
 from megalight.ops.quantize.formats import LARGEST
-from megalight.ops.quantize.reference import TINY
 
 # Eight elements per thread with four warps. The step is bound by memory, so wide loads matter.
 BLOCK = 1024
 
 
 FLOATS, ROUNDED, CODES = constexpr(0), constexpr(1), constexpr(2)
-"""How moments are stored: floats, bfloat16 rounded at random, or 8 bits (:mod:`.low_precision_moments`)."""
-SHARING = constexpr(low_precision_moments.BLOCK)
-HALF_BITS, CODE_BITS = constexpr(low_precision_moments.HALF_BITS), constexpr(low_precision_moments.CODE_BITS)
+"""How moments are stored: floats, bfloat16 rounded at random, or 8 bits (:mod:`megalight.ops.adam`)."""
+SHARING = constexpr(adam.MOMENT_BLOCK)
+HALF_BITS, CODE_BITS = constexpr(adam.HALF_BITS), constexpr(adam.CODE_BITS)
 HALF_MASK, CODE_MASK = (
-    constexpr((1 << low_precision_moments.HALF_BITS) - 1),
-    constexpr((1 << low_precision_moments.CODE_BITS) - 1),
+    constexpr((1 << adam.HALF_BITS) - 1),
+    constexpr((1 << adam.CODE_BITS) - 1),
 )
-MULTIPLIER, LOWEST = constexpr(low_precision_moments.MULTIPLIER), constexpr(low_precision_moments.LOWEST)
+MULTIPLIER, LOWEST = constexpr(adam.MULTIPLIER), constexpr(adam.LOWEST)
 
 
 @jit
@@ -190,9 +191,9 @@ def adam_step(
         rates = torch.as_tensor(lr, dtype=torch.float64, device=param.device)
         count = torch.as_tensor(step, dtype=torch.float64, device=param.device)
         scalars = torch.stack((rates, rates / (1 - beta1**count), (1 - beta2**count).rsqrt(), count)).float()
-        shift = low_precision_moments.STEPS
+        shift = STEPS
     else:
-        shift = low_precision_moments.wrapped(int(step) * low_precision_moments.STEPS)
+        shift = wrapped(int(step) * STEPS)
         rate = float(lr)
         step_size, root_correction = rate / (1 - beta1 ** float(step)), (1 - beta2 ** float(step)) ** -0.5
     if not param.numel():

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from megalight.errors import LayoutError
-from megalight.ops.attention import hopper, reference, torch_kernels, variants
+from megalight.ops.attention import hopper, torch_kernels, variants
+from megalight.ops.attention.torch_kernels import reference_attention
 from megalight.ops.attention.variants import chunked
 from megalight.ops.attention.variants import mutual_attention as mutual_attention
 from megalight.ops.common import (
@@ -164,7 +165,7 @@ ATTENTION.register(Backend("varlen", torch_kernels.varlen_attention, 20, _varlen
 ATTENTION.register(Backend("sdpa", torch_kernels.sdpa_attention, 10, _sdpa_why_not))
 ATTENTION.register(Backend("flex", torch_kernels.flex_attention, 7, _flex_why_not))
 ATTENTION.register(Backend("block", variants.sink_attention, 5, _block_why_not))
-ATTENTION.register(Backend("reference", reference.attention, 0, serve_all))
+ATTENTION.register(Backend("reference", reference_attention, 0, serve_all))
 
 
 @remembered

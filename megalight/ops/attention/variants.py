@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megalight.errors import LayoutError
-from megalight.ops.attention.reference import softmax
+from megalight.ops.attention.torch_kernels import softmax
 from megalight.ops.attention_block import block_attention, block_attention_backward
 from megalight.ops.attention_merge import merge
 from megalight.ops.common import apply, once_differentiable, wide

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megalight.errors import LayoutError
-from megalight.ops.attention_block import reference, torch_kernels
-from megalight.ops.attention_block.torch_kernels import packed
+from megalight.ops.attention_block import torch_kernels
+from megalight.ops.attention_block.torch_kernels import packed, reference_backward, reference_forward
 from megalight.ops.common import cuda_why_not, heads_why_not, lazy, serve_all, triton_heads_why_not
 from megalight.registry import Backend, BackendRegistry, remembered
 from megalight.types import PackedSequences
@@ -108,7 +108,7 @@ def _lazy(name: str) -> Callable[..., Any]:
 ATTENTION_BLOCK.register(Backend("cudnn", torch_kernels.cudnn_forward, 20, _cudnn_why_not))
 ATTENTION_BLOCK.register(Backend("triton", _lazy("forward"), 15, _triton_why_not, slower=_triton_slower))
 ATTENTION_BLOCK.register(Backend("varlen", torch_kernels.varlen_forward, 10, _varlen_why_not))
-ATTENTION_BLOCK.register(Backend("reference", reference.forward, 0, serve_all))
+ATTENTION_BLOCK.register(Backend("reference", reference_forward, 0, serve_all))
 ATTENTION_BLOCK_BACKWARD.register(
     Backend("cudnn", torch_kernels.cudnn_backward, 20, _cudnn_why_not, slower=_cudnn_slower)
 )
@@ -116,7 +116,7 @@ ATTENTION_BLOCK_BACKWARD.register(
     Backend("triton", _lazy("backward"), 15, _triton_why_not, slower=_triton_backward_slower)
 )
 ATTENTION_BLOCK_BACKWARD.register(Backend("varlen", torch_kernels.varlen_backward, 10, _varlen_why_not))
-ATTENTION_BLOCK_BACKWARD.register(Backend("reference", reference.backward, 0, serve_all))
+ATTENTION_BLOCK_BACKWARD.register(Backend("reference", reference_backward, 0, serve_all))
 
 
 # Imported when it is asked: attention imports this module.

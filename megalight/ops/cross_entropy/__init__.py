@@ -9,10 +9,101 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megalight.ops.common import lazy, serve_all, triton_why_not
-from megalight.ops.cross_entropy import chunked, reference
+from megalight.ops.common import lazy, serve_all, triton_why_not, wide
+from megalight.ops.cross_entropy import chunked
 from megalight.ops.cross_entropy.chunked import Combine, CrossEntropyKernels
 from megalight.registry import Backend, BackendRegistry, remembered
+
+# Linear layer and cross entropy with all logits in float32 or wider. It takes much memory; tests use it.
+
+
+def reference_linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    softcap: float | None,
+    chunk: int | None,
+    first_row: int,
+    num_rows: int,
+    combine: Combine | None,
+) -> Tensor:
+    """Return ``logsumexp(logits) - logits[label]`` per token; 0 if the label is negative.
+
+    With ``combine``, only values are right, not gradients.
+    """
+    dtype = wide(hidden.dtype)
+    logits = hidden.to(dtype) @ weight.to(dtype).T
+    if bias is not None:
+        logits = logits + bias.to(dtype)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    real = max(0, min(weight.shape[0], num_rows - first_row))
+    # Columns of padding are cut off before the sum.
+    logits = logits[:, :real]
+    local = labels - first_row
+    inside = (local >= 0) & (local < real)
+    target = torch.zeros_like(logits[:, 0]) if real == 0 else logits.gather(1, local.clamp(0, real - 1)[:, None])[:, 0]
+    target = target.where(inside, torch.zeros_like(target))
+    logsumexp = logits.logsumexp(-1)
+    if combine is not None:
+        logsumexp, target = combine(logsumexp, target)
+    return (logsumexp - target).masked_fill(labels < 0, 0.0)
+
+
+# The row-wise parts of cross entropy in plain torch.
+
+
+BLOCK = 1 << 24
+"""Number of logits that are processed at once."""
+
+
+def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+    logits = logits.to(wide(logits.dtype))
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def blocks(logits: Tensor) -> list[slice]:
+    """Return slices of a few rows: intermediate results have a wider dtype and several copies in memory."""
+    step = max(1, BLOCK // max(1, logits.shape[1]))
+    return [slice(start, start + step) for start in range(0, logits.shape[0], step)]
+
+
+def statistics(logits: Tensor, labels: Tensor, real: int, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """Return ``logsumexp`` over the first ``real`` columns of ``logits [T, V]``, and the logit of the label.
+
+    The logit of labels outside ``[0, real)`` is 0.
+    """
+    # If this rank holds padding only, its part of the vocabulary has probability 0: a log-sum-exp of -inf.
+    logsumexp = torch.full(labels.shape, -torch.inf, dtype=wide(logits.dtype), device=logits.device)
+    target = torch.zeros_like(logsumexp)
+    for part in blocks(logits) if real else ():
+        # Labels outside this part of the vocabulary are clamped for `gather`, which checks bounds, and masked
+        # afterwards.
+        values = _capped(logits[part, :real], softcap)
+        inside = (labels[part] >= 0) & (labels[part] < real)
+        logsumexp[part] = values.logsumexp(-1)
+        target[part] = values.gather(1, labels[part].clamp(0, real - 1)[:, None])[:, 0].where(inside, target[part])
+    return logsumexp, target
+
+
+def gradient_(
+    logits: Tensor, labels: Tensor, logsumexp: Tensor, grad: Tensor, real: int, softcap: float | None
+) -> None:
+    """Overwrite ``logits [T, V]`` with the gradient of ``sum(grad * (logsumexp - target))``."""
+    # Padding has no gradient. (Its logits are arbitrary, so exp() of them could be infinite.)
+    logits[:, real:] = 0
+    for part in blocks(logits) if real else ():
+        values = _capped(logits[part, :real], softcap)
+        # softmax - one-hot. With the log-sum-exp of all ranks, each rank computes its columns without communication.
+        slope = (values - logsumexp[part, None]).exp()
+        inside = (labels[part] >= 0) & (labels[part] < real)
+        slope.scatter_add_(1, labels[part].clamp(0, real - 1)[:, None], -inside[:, None].to(slope.dtype))
+        slope.mul_(grad[part, None])
+        if softcap is not None:
+            # The derivative of c tanh(x / c) is 1 - tanh(x / c)^2, and `values` is c tanh(x / c).
+            slope.mul_(1 - (values / softcap).square())
+        logits[part, :real] = slope
 
 
 class CrossEntropySpec(NamedTuple):
@@ -33,10 +124,10 @@ def _triton_why_not(spec: CrossEntropySpec) -> str | None:
 
 _KERNELS = "megalight.ops.cross_entropy.triton"
 _TRITON = CrossEntropyKernels(lazy(_KERNELS, "statistics"), lazy(_KERNELS, "gradient_"))
-_TORCH = CrossEntropyKernels(reference.statistics, reference.gradient_)
+_TORCH = CrossEntropyKernels(statistics, gradient_)
 CROSS_ENTROPY.register(Backend("triton", partial(chunked.linear_cross_entropy, _TRITON), 20, _triton_why_not))
 CROSS_ENTROPY.register(Backend("torch", partial(chunked.linear_cross_entropy, _TORCH), 10, serve_all))
-CROSS_ENTROPY.register(Backend("reference", reference.linear_cross_entropy, 0, serve_all))
+CROSS_ENTROPY.register(Backend("reference", reference_linear_cross_entropy, 0, serve_all))
 
 
 @remembered

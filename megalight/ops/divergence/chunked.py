@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megalight.ops import cross_entropy
 from megalight.ops.common import once_differentiable, wide
-from megalight.ops.cross_entropy import reference
-from megalight.ops.cross_entropy.chunked import SHARE, Combine, cut, memory_of
-from megalight.ops.cross_entropy.logits import logits_of, propagate
+from megalight.ops.cross_entropy.chunked import SHARE, Combine, cut, logits_of, memory_of, propagate
 from megalight.ops.divergence.spec import KINDS, DivergenceKernels, Measure
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ def _logs(
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield blocks of rows with the log-probabilities of teacher and student at the temperature."""
     # Without real rows, this part of the vocabulary has probability 0.
-    for block in reference.blocks(student) if measure.real else ():
+    for block in cross_entropy.blocks(student) if measure.real else ():
         log_q, log_p = (
             _capped(logits[block, : measure.real], cap) / measure.temperature - logsumexp[place, block, None]
             for place, (logits, cap) in enumerate(zip((student, teacher), measure.caps, strict=True))
@@ -45,12 +44,12 @@ def statistics(student: Tensor, teacher: Tensor, labels: Tensor, measure: Measur
     logsumexp = torch.full((3, len(labels)), -torch.inf, dtype=wide(student.dtype), device=student.device)
     logsumexp[2] = 0
     target = torch.zeros_like(logsumexp[0])
-    for block in reference.blocks(student) if measure.real else ():
+    for block in cross_entropy.blocks(student) if measure.real else ():
         for place, (logits, cap) in enumerate(zip((student, teacher), measure.caps, strict=True)):
             values = _capped(logits[block, : measure.real], cap) / measure.temperature
             logsumexp[place, block] = values.logsumexp(-1)
     if measure.own:
-        logsumexp[2], target = reference.statistics(student, labels, measure.real, measure.caps[0])
+        logsumexp[2], target = cross_entropy.statistics(student, labels, measure.real, measure.caps[0])
     return logsumexp, target
 
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megalight.ops import cross_entropy
 from megalight.ops.common import once_differentiable, wide
-from megalight.ops.cross_entropy import reference
-from megalight.ops.cross_entropy.chunked import SHARE, Combine, cut, memory_of
-from megalight.ops.cross_entropy.logits import logits_of, propagate
+from megalight.ops.cross_entropy import statistics
+from megalight.ops.cross_entropy.chunked import SHARE, Combine, cut, logits_of, memory_of, propagate
 from megalight.types import TopTokens
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class _TopDivergence(torch.autograd.Function):
                 target[0, here] = (values.gather(1, columns) * (probs[here, :-1] * inside)).sum(-1)
             if plan.own:
                 local = (labels[part] - plan.first_row).where(labels[part] >= 0, labels[part])
-                logsumexp[2, part], target[2, part] = reference.statistics(logits, local, plan.real, plan.softcap)
+                logsumexp[2, part], target[2, part] = statistics(logits, local, plan.real, plan.softcap)
             if len(kept) < plan.kept:
                 kept.append(logits)
         # One collective for all chunks: ranks with more memory may have fewer chunks.
@@ -157,7 +157,7 @@ def _capped(logits: Tensor, plan: TopKConstants) -> Tensor:
 def _blocks(logits: Tensor, plan: TopKConstants) -> Iterator[tuple[slice, Tensor]]:
     """Yield blocks of rows with the student's logits at the temperature."""
     # Without real rows, this part of the vocabulary has probability 0.
-    for block in reference.blocks(logits) if plan.real else ():
+    for block in cross_entropy.blocks(logits) if plan.real else ():
         yield block, _capped(logits[block], plan) / plan.temperature
 
 

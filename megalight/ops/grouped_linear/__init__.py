@@ -15,9 +15,10 @@ from torch import Tensor
 from megalight.ops.common import apply, once_differentiable
 from megalight.ops.grouped_linear import low_precision
 from megalight.ops.grouped_linear.backends import EXAMPLE, PRODUCT, WGRAD, GroupedLinearSpec, choose
-from megalight.ops.linear.inputs import recipe_of, save_cast, save_input, saved_input
+from megalight.ops.grouped_linear.low_precision import stack_precision_of
 from megalight.ops.linear.weight_gradient import queue_for
-from megalight.ops.parameter import main_grad_of, stack_precision_of, state_of
+from megalight.ops.note import recipe_of, save_cast, save_input, saved_input
+from megalight.ops.parameter import main_grad_of, state_of
 from megalight.ops.quantized_weight import readable
 from megalight.registry import BackendRegistry
 
@@ -43,7 +44,7 @@ def grouped_linear(
     Rows after the last group get any values; nothing may read them. An expert without rows gets a gradient of zeros.
 
     If the weight has a main gradient (:mod:`megalight.ops.parameter`), its gradient is added there, in float32 if that
-    is float32, and autograd gets None. If ``x`` has a recipe (:mod:`megalight.ops.linear.inputs`), only the recipe is
+    is float32, and autograd gets None. If ``x`` has a recipe (:mod:`megalight.ops.note`), only the recipe is
     kept. A quantized stack (:mod:`megalight.ops.quantized_weight`) is dequantized for each GEMM. If the stack has a
     precision (:mod:`megalight.ops.grouped_linear.low_precision`), its GEMMs use that.
 

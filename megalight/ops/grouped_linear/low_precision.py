@@ -5,7 +5,7 @@ Each expert multiplies as a linear layer of its own would, in both ways.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any, ClassVar
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from megalight.ops.grouped_linear.backends import groups
-from megalight.ops.linear.inputs import Saveable
 from megalight.ops.linear.low_precision import LowPrecision
-from megalight.ops.parameter import state_of
+from megalight.ops.note import Saveable
+from megalight.ops.parameter import ParameterState, WeightCast, state_of
 from megalight.ops.quantize.amax_history import AmaxHistory
 
 
-class StackPrecision(ABC):
+class StackPrecision(WeightCast):
     """Products of a stack of weights ``[E, out, in]`` in low precision; the state of the stack refers to it.
 
     Attributes:
@@ -60,17 +60,11 @@ class StackPrecision(ABC):
     def accumulate(self, out: Tensor, grads: Any, x: Any, write: bool) -> None:
         """Add the weight gradient to ``out [E, out, in]``, or overwrite it; ``x`` may be restored from a cast."""
 
-    @abstractmethod
-    def forget(self) -> None:
-        """Drop the casts of the weights, because the weights may change or go."""
 
-    @abstractmethod
-    def refresh(self, weight: Tensor) -> None:
-        """Cast the weights, once a step, into fixed memory, where recorded graphs read them."""
-
-    @abstractmethod
-    def release(self) -> None:
-        """Free that memory; no graph reads it any more."""
+def stack_precision_of(parameter: Tensor) -> StackPrecision | None:
+    """Return the precision of products with a stack of matrices; None: its own dtype."""
+    state: ParameterState | None = getattr(parameter, "megalight", None)
+    return None if state is None else state.stack_precision
 
 
 def add_weight_gradient(weight: Tensor, precision: StackPrecision, grads: Any, x: Any) -> None:

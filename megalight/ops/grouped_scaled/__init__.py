@@ -16,8 +16,8 @@ from megalight.ops.common import HALF, lazy, serve_all, triton_why_not
 from megalight.ops.grouped_linear.backends import groups
 from megalight.ops.parameter import put
 from megalight.ops.permute import GROUP, most_columns
+from megalight.ops.quantize import quantize, tile_amax
 from megalight.ops.quantize.formats import Quantized, Scheme
-from megalight.ops.quantize.reference import quantize, tile_amax
 from megalight.registry import Backend, BackendRegistry, remembered
 
 # Grouped GEMMs of codes in plain torch, one group after the other, in float64. The host waits for the offsets.

@@ -10,8 +10,8 @@ from torch import Tensor
 from megalight.ops.grouped_linear.triton import described, launch_product, programs, tile_of
 from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, tl
 from megalight.ops.permute import GROUP, most_columns
+from megalight.ops.quantize import TINY
 from megalight.ops.quantize.formats import DTYPES, LARGEST, Quantized, Scheme
-from megalight.ops.quantize.reference import TINY
 
 FAST: dict[str, Any] = {"ROWS": 128, "COLUMNS": 256, "DEPTH": 128, "GROUP": 8, "num_warps": 8, "num_stages": 3}
 """Tile of a forward product. Tensor cores sum products of 8 bits with 14 bits."""

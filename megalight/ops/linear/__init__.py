@@ -10,9 +10,10 @@ from torch import Tensor
 
 from megalight.ops.common import apply, once_differentiable
 from megalight.ops.linear import aligned, weight_gradient
-from megalight.ops.linear.inputs import recipe_of, save_cast, save_input, saved_input
+from megalight.ops.linear.low_precision import LowPrecision, precision_of
 from megalight.ops.linear.weight_gradient import queue_for
-from megalight.ops.parameter import ParameterState, main_grad_of, may_hide, precision_of, state_of
+from megalight.ops.note import recipe_of, save_cast, save_input, saved_input
+from megalight.ops.parameter import ParameterState, main_grad_of, may_hide, state_of
 from megalight.ops.quantize import Quantized
 from megalight.ops.quantized_weight import readable
 from megalight.ops.sum_rows import sum_rows
@@ -28,17 +29,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     If a weight or bias has a main gradient (:mod:`megalight.ops.parameter`), its gradient is added there, and autograd
     gets None. Otherwise it gets an ordinary gradient.
 
-    If ``x`` has a recipe (:mod:`megalight.ops.linear.inputs`), only the recipe is kept, and the backward computes ``x``
+    If ``x`` has a recipe (:mod:`megalight.ops.note`), only the recipe is kept, and the backward computes ``x``
     again. If a weight has a precision (:mod:`megalight.ops.linear.low_precision`), its GEMMs use that. If it is
     quantized (:mod:`megalight.ops.quantized_weight`), GEMMs dequantize it, and the backward keeps only the quantized
     values.
     """
     # The state is read here once, and not by a function for each of its parts: every layer comes here several times.
     state: ParameterState | None = getattr(weight, "megalight", None)
-    if state is not None and state.precision is not None and not torch.is_grad_enabled():
+    precision: LowPrecision | None = None if state is None else state.precision
+    if precision is not None and not torch.is_grad_enabled():
         # No backward will come: cast only what the forward product needs.
-        return state.precision.product(x, weight, bias)
-    own = state is not None and (state.main_grad is not None or state.precision is not None or state.stored is not None)
+        return precision.product(x, weight, bias)
+    own = state is not None and (state.main_grad is not None or precision is not None or state.stored is not None)
     # The plain case goes to torch, whose autograd is written in C++ and keeps fewer things on the host.
     if not own and recipe_of(x) is None and main_grad_of(bias) is None:
         # Here and below in place, as a function of its own would be called for every layer.
@@ -64,7 +66,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None =
 def product_and_save(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, needed: bool) -> Tensor:
     """For the forward of an autograd function: return the product, and save ``x`` if the weight gradient is needed."""
     state: ParameterState | None = getattr(weight, "megalight", None)
-    precision = None if state is None else state.precision
+    precision: LowPrecision | None = None if state is None else state.precision
     if precision is None:
         save_input(ctx, x, needed)
         if state is not None and state.stored is not None:
@@ -87,12 +89,9 @@ def input_gradient(grad_y: Tensor, weight: Tensor, out: Tensor | None = None) ->
     """``grad_y [..., out] x weight [out, in] -> [..., in]``, in ``grad_y``'s dtype; ``out`` as in :func:`product`."""
     if out is not None:
         return torch.mm(grad_y, readable(weight), out=out)
-    state: ParameterState | None = getattr(weight, "megalight", None)
-    if state is not None:
-        if state.precision is not None:
-            return state.precision.input_gradient(grad_y, weight)
-        if state.stored is not None:
-            weight = state.stored.values()
+    if (precision := precision_of(weight)) is not None:
+        return precision.input_gradient(grad_y, weight)
+    weight = readable(weight)
     weight = weight if weight.dtype == grad_y.dtype else weight.to(grad_y.dtype)
     odd = (weight.shape[0] | weight.shape[1]) % aligned.MULTIPLE and aligned.pays(weight, weight.shape)
     return aligned.input_gradient(grad_y, weight) if odd else grad_y @ weight
@@ -120,8 +119,9 @@ def accumulate_weight_gradient(grad_y: Tensor, x: Tensor | Quantized, weight: Te
             else:
                 weight_gradient.add_weight_gradient(weight, grad_y, x)
             return None
-        if state.precision is not None:
-            return state.precision.weight_gradient(grad_y, x, weight)
+        precision: LowPrecision | None = state.precision
+        if precision is not None:
+            return precision.weight_gradient(grad_y, x, weight)
     assert isinstance(x, Tensor)
     grad_y = grad_y.reshape(-1, grad_y.shape[-1])
     # Under autocast, the saved input may still have its original dtype.

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from megalight.errors import BackendError, ConfigurationError
 from megalight.ops.linear.aligned import cut, filled
-from megalight.ops.linear.inputs import Saveable
-from megalight.ops.note import Casts, annotate, elided_output_of, without_values
-from megalight.ops.parameter import put
+from megalight.ops.note import Casts, Saveable, annotate, elided_output_of, without_values
+from megalight.ops.parameter import ParameterState, WeightCast, put
 from megalight.ops.quantize import Cast, Quantized, Scheme, cast, tile_amax, transpose
 from megalight.ops.quantize.amax_history import (
     GRADIENT,
@@ -144,7 +143,7 @@ class Session:
         return generator.manual_seed(self.seed * 1_000_003 + self._number)
 
 
-class LowPrecision:
+class LowPrecision(WeightCast):
     """Products of one weight ``[out, in]`` in low precision; the weight's state refers to it.
 
     Args:
@@ -500,3 +499,9 @@ def _shaped(y: Tensor, like: Tensor) -> Tensor:
 LOW_PRECISION: Registry[type[LowPrecision]] = Registry("implementation of low precision")
 """Implementations of low precision by name; plugins add theirs."""
 LOW_PRECISION.register("own")(LowPrecision)
+
+
+def precision_of(parameter: Tensor) -> LowPrecision | None:
+    """Return the precision of products with a parameter; None: its own dtype."""
+    state: ParameterState | None = getattr(parameter, "megalight", None)
+    return None if state is None else state.precision

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megalight.ops.common import apply, once_differentiable
 from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, tl
-from megalight.ops.permute.reference import Permutation
+from megalight.ops.permute import Permutation
 
 TILE = 16384
 """Elements of a tile of pairs by experts."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from megalight.ops.common import triton_why_not
 from megalight.ops.jit import Value, constexpr, jit, next_power, tl
 from megalight.ops.note import Magnitudes, Note, annotate
-from megalight.ops.quantize.reference import amax_of
+from megalight.ops.quantize import amax_of
 
 # One program that keeps the largest of some magnitudes.
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalight.ops.jit import UNIT, Value, cdiv, constexpr, jit, tl
+from megalight.ops.quantize import TINY
 from megalight.ops.quantize.amax_history import annotate_amax
 from megalight.ops.quantize.formats import DTYPES, LARGEST, Quantized, Scheme
-from megalight.ops.quantize.reference import TINY
 
 # A tile is as wide as the blocks of `blockwise` scaling, so no scale needs values of two programs.
 BLOCK = 128

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalight.ops.common import apply, once_differentiable
 from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, tl
-from megalight.ops.router.reference import EPS, Routes, Rule, Statistics
+from megalight.ops.router import EPS, Routes, Rule, Statistics
 
 TILE = 2048
 """Logits that a program handles at once."""

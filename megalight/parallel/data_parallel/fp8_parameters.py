@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megalight.ops.adam import Coded
-from megalight.ops.linear.low_precision import LowPrecision
-from megalight.ops.parameter import precision_of
+from megalight.ops.linear.low_precision import LowPrecision, precision_of
 from megalight.ops.quantize import scales_of
 from megalight.ops.quantize.formats import Format
 from megalight.ops.quantized_weight import QuantizedWeight, stored_of

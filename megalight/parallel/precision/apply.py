@@ -19,10 +19,10 @@ from megalight.nn.moe import Dispatcher, Experts
 from megalight.ops.common import measuring
 from megalight.ops.fp8_attention import FP8Attention, FP8AttentionSpec, sizes_why_not
 from megalight.ops.fp8_attention import FP8AttentionSpec as AttentionSpec
-from megalight.ops.grouped_linear.low_precision import OneByOne, StackPrecision
+from megalight.ops.grouped_linear.low_precision import OneByOne, StackPrecision, stack_precision_of
 from megalight.ops.grouped_linear.low_precision_stacks import Together
 from megalight.ops.linear.low_precision import LowPrecision, Reduce, Session
-from megalight.ops.parameter import known_state, stack_precision_of, state_of
+from megalight.ops.parameter import known_state, state_of
 from megalight.ops.quantize.amax_history import STEPS, AmaxHistory
 from megalight.parallel.layers import tower_layers_of
 from megalight.parallel.mesh import ParallelMesh

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megalight.errors import ConfigurationError
-from megalight.ops.linear.inputs import RecomputeRecipe, attach_recipe, recipe_of
+from megalight.ops.note import RecomputeRecipe, attach_recipe, recipe_of
 from megalight.parallel.forward_override import Override
 from megalight.parallel.interleaved_passes import uninterrupted
 from megalight.parallel.recompute.options import Layer

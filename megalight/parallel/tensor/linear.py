@@ -20,9 +20,9 @@ from megalight.ops.linear import (
     linear,
     product_and_save,
 )
-from megalight.ops.linear.inputs import recipe_of, save_input, saved_input
+from megalight.ops.linear.low_precision import precision_of
 from megalight.ops.linear.weight_gradient import queue_for
-from megalight.ops.parameter import precision_of
+from megalight.ops.note import recipe_of, save_input, saved_input
 from megalight.ops.quantize import Quantized
 from megalight.parallel.collectives import PendingCollective, all_gather, all_reduce, copy, join, reduce_scatter
 from megalight.parallel.mesh import ParallelMesh

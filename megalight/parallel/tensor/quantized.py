@@ -13,10 +13,9 @@ from torch.distributed import ProcessGroup
 
 from megalight.ops.common import once_differentiable
 from megalight.ops.linear import accumulate_bias_gradient, accumulate_weight_gradient
-from megalight.ops.linear.inputs import recipe_of, save_cast, saved_input
-from megalight.ops.linear.low_precision import LowPrecision
+from megalight.ops.linear.low_precision import LowPrecision, precision_of
 from megalight.ops.linear.weight_gradient import queue_for
-from megalight.ops.parameter import precision_of
+from megalight.ops.note import recipe_of, save_cast, saved_input
 from megalight.ops.quantize import Quantized
 from megalight.ops.quantize.amax_history import GRADIENT, INPUT
 from megalight.parallel.collectives import start_all_gather

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megalight.ops.parameter import precision_of
+from megalight.ops.linear.low_precision import precision_of
 from megalight.parallel.context.options import ContextOptions
 from megalight.parallel.context.spec import ContextGroups
 from megalight.parallel.expert.copy_engine import PeerExchange

@@ -13,8 +13,7 @@ from megalight.ops.activation import ActivationSpec
 from megalight.ops.adam import AdamSpec
 from megalight.ops.common import HALF, once_differentiable, whole_why_not
 from megalight.ops.linear.weight_gradient import WeightGradientSpec
-from megalight.ops.norm import NormSpec
-from megalight.ops.norm.reference import of_sum
+from megalight.ops.norm import NormSpec, of_sum
 from megalight.plugins.multi_tensor import MultiTensorAdam
 from megalight.plugins.transformer_engine.package import KERNELS, PACKAGE, dtype_code, kernel
 from megalight.plugins.transformer_engine.package import why_not as package_why_not

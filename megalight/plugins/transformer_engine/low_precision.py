@@ -18,11 +18,10 @@ from torch import Tensor
 from megalight.errors import BackendError, ConfigurationError, MissingPackageError
 from megalight.ops.linear.low_precision import LowPrecision
 from megalight.ops.note import Casts, annotate
-from megalight.ops.quantize import Scheme
+from megalight.ops.quantize import TINY, Scheme
 from megalight.ops.quantize.amax_history import GRADIENT, INPUT, WEIGHT
 from megalight.ops.quantize.formats import LARGEST
 from megalight.ops.quantize.recipes import QuantizationRecipe
-from megalight.ops.quantize.reference import TINY
 from megalight.plugins.transformer_engine.kernels import GEMM, workspace
 from megalight.plugins.transformer_engine.package import PACKAGE
 from megalight.plugins.transformer_engine.package import why_not as package_why_not

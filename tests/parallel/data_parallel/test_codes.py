@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from megalight.ops import adam as coded
 from megalight.ops.linear import linear
-from megalight.ops.linear.low_precision import LowPrecision, Session
-from megalight.ops.parameter import precision_of, state_of
+from megalight.ops.linear.low_precision import LowPrecision, Session, precision_of
+from megalight.ops.parameter import state_of
 from megalight.ops.quantize import Quantized, quantize
 from megalight.ops.quantize.recipes import recipe
 from megalight.optim import Adam, shard_optimizer

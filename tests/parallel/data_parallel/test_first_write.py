@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megalight.errors import MegalightError
-from megalight.ops.choice import use_backends
+from megalight.ops import use_backends
 from megalight.ops.cross_entropy import linear_cross_entropy
 from megalight.ops.linear import linear
 from megalight.ops.linear.weight_gradient import WeightGradients, deferring

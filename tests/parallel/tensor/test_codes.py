@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalight.ops.linear import linear
-from megalight.ops.linear.low_precision import LowPrecision, Session
+from megalight.ops.linear.low_precision import LowPrecision, Session, precision_of
 from megalight.ops.linear.weight_gradient import WeightGradients, deferring
-from megalight.ops.parameter import precision_of, state_of
+from megalight.ops.parameter import state_of
 from megalight.ops.quantize.recipes import recipe
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.tensor import linear as row

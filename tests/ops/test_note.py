@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from megalight.ops.linear import linear
-from megalight.ops.linear.inputs import RecomputeRecipe, attach_recipe, recipe_of
 from megalight.ops.linear.weight_gradient import WeightGradients, deferring
+from megalight.ops.note import RecomputeRecipe, attach_recipe, recipe_of
 from tests.ops.test_linear import with_main_grad
 
 
