@@ -32,7 +32,10 @@ MAX_LISTED = 12
 """Classes that a message lists, if none is spelled like the given one."""
 
 _FORM = r"class_path, which names a subclass of \1, and beside it nothing but init_args"
-_ELSEWHERE = {"AdamConfig": " For another optimizer, return it from configure_optimizers in a subclass of the module."}
+_ELSEWHERE = {
+    "AdamConfig": " Muon is one of them: --model.optimizer.muon.lr=VALUE. For another optimizer, return it from "
+    "configure_optimizers in a subclass of the module."
+}
 """Class of settings -> what to do for what it does not set."""
 _NOISE = (
     "Expected a <class 'NoneType'>",

@@ -3,8 +3,10 @@
 from megalight.optim.adam import Adam
 from megalight.optim.config import AdamConfig
 from megalight.optim.groups import GroupRule, parameter_groups
+from megalight.optim.muon import Muon, MuonConfig
 from megalight.optim.schedules import WSD, Constant, Cosine, InverseSqrt, Linear, LRSchedule
 from megalight.optim.sharded import offload_to_cpu, restore_from_cpu, shard_optimizer
+from megalight.optim.whole_matrices import WholeMatrixOptimizer
 
 __all__ = [
     "WSD",
@@ -16,6 +18,9 @@ __all__ = [
     "InverseSqrt",
     "LRSchedule",
     "Linear",
+    "Muon",
+    "MuonConfig",
+    "WholeMatrixOptimizer",
     "offload_to_cpu",
     "parameter_groups",
     "restore_from_cpu",

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from megalight.errors import ConfigurationError
 from megalight.optim.adam import Adam, MomentDtype, check_numbers
 from megalight.optim.groups import GroupRule, check_rules, parameter_groups
+from megalight.optim.muon import Muon, MuonConfig
 from megalight.optim.schedules import LRSchedule
 
 
@@ -30,9 +33,10 @@ class AdamConfig:
             :class:`~megalight.optim.Adam`.
         exp_avg_sq_dtype: the same for the second moment.
         backend: backend of the op ``adam``. ``auto`` takes the best one that can serve (``megalight doctor --all``).
+        muon: lets Muon update hidden matrices, and Adam the rest. None: Adam updates everything.
 
     Raises:
-        ConfigurationError: a number is out of range.
+        ConfigurationError: a number is out of range, or Muon cannot have an option.
     """
 
     lr: float = 3e-4
@@ -46,10 +50,20 @@ class AdamConfig:
     exp_avg_dtype: MomentDtype = "float32"
     exp_avg_sq_dtype: MomentDtype = "float32"
     backend: str = "auto"
+    muon: MuonConfig | None = None
 
     def __post_init__(self) -> None:
         # Now, and not when the optimizer is made: processes have started by then.
         check_numbers(self.lr, self.betas, self.eps, self.weight_decay)
+        if self.muon is None:
+            return
+        for name, value, needed in (
+            ("decoupled_weight_decay", self.decoupled_weight_decay, True),
+            ("exp_avg_dtype", self.exp_avg_dtype, "float32"),
+            ("exp_avg_sq_dtype", self.exp_avg_sq_dtype, "float32"),
+        ):
+            if value != needed:
+                raise ConfigurationError(f"{name} is {value!r}; beside muon it must be {needed!r}.")
 
     def check(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Check that every rule matches a parameter of the whole model.
@@ -57,7 +71,12 @@ class AdamConfig:
         Raises:
             ConfigurationError: a pattern matches no trainable parameter.
         """
-        check_rules([name for name, parameter in named_parameters if parameter.requires_grad], self.rules)
+        trained = [pair for pair in named_parameters if pair[1].requires_grad]
+        if self.muon is not None:
+            self.muon.check(trained)
+            trained = [pair for pair in trained if not self.muon.takes(*pair)]
+        if trained or self.rules or self.muon is None:
+            check_rules([name for name, _ in trained], self.rules)
 
     def build(
         self, named_parameters: Iterable[tuple[str, nn.Parameter]], max_steps: int = -1, part: bool = False
@@ -70,14 +89,21 @@ class AdamConfig:
             part: whether these are the parameters of only a part of a model. Rules may then match nothing; call
                 :meth:`check` with the whole model.
         """
+        named = list(named_parameters)
+        muon = self.muon
+        if muon is not None and not part:
+            self.check(named)
+        rest = named if muon is None else [pair for pair in named if not muon.takes(*pair)]
         groups = parameter_groups(
-            named_parameters,
+            rest,
             lr=self.lr,
             weight_decay=self.weight_decay,
             rules=self.rules,
             decay_all=self.decay_all,
-            part=part,
+            part=part or muon is not None,
         )
+        if muon is not None:
+            return self._with_muon(muon, muon.groups(named), groups, max_steps)
         optimizer = Adam(
             groups,
             self.lr,
@@ -92,3 +118,24 @@ class AdamConfig:
         # A schedule without a length gets that of the run.
         schedule = self.schedule and self.schedule.for_run(max_steps)
         return optimizer, schedule.build(optimizer) if schedule else None
+
+    def _with_muon(
+        self, muon: MuonConfig, matrices: list[dict[str, Any]], rest: list[dict[str, Any]], max_steps: int
+    ) -> tuple[Muon, LambdaLR | None]:
+        for group in rest:
+            group |= {"whole_matrices": False, "name": f"adam/{group['name']}"}
+        optimizer = muon.build(
+            [*matrices, *rest],
+            lr=self.lr,
+            betas=self.betas,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            backend=self.backend,
+        )
+        own = self.schedule and self.schedule.for_run(max_steps)
+        theirs = muon.schedule.for_run(max_steps) if muon.schedule else own
+        if theirs is None and own is None:
+            return optimizer, None
+        leading = theirs or own
+        assert leading is not None
+        return optimizer, leading.build(optimizer, [*([theirs] * len(matrices)), *([own] * len(rest))])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from typing import Any, Literal
 
@@ -32,13 +32,23 @@ class LRSchedule(ABC):
         """Return the schedule for a run of ``max_steps`` optimizer steps (-1: unlimited)."""
         return self
 
-    def build(self, optimizer: Optimizer) -> LambdaLR:
-        """Create a torch scheduler, which must be stepped once after every optimizer step."""
-        # A plain function: LambdaLR saves the fields of a callable object in checkpoints and restores them from there.
-        scheduler = LambdaLR(optimizer, lambda step: self.factor(step))
+    def build(self, optimizer: Optimizer, of_groups: Sequence[LRSchedule | None] | None = None) -> LambdaLR:
+        """Create a torch scheduler, which must be stepped once after every optimizer step.
+
+        Args:
+            optimizer: its groups get the schedule.
+            of_groups: the schedule of each group, where they differ; None: a constant rate.
+        """
+        # Plain functions: LambdaLR saves the fields of a callable object in checkpoints and restores them from there.
+        groups = [self] * len(optimizer.param_groups) if of_groups is None else of_groups
+        scheduler = LambdaLR(optimizer, [_factor(each) for each in groups])
         # Its fields are saved, too. So a run that resumes can say what has changed, or keep it.
         setattr(scheduler, NOTE, {"kind": type(self).__name__, **(asdict(self) if is_dataclass(self) else {})})
         return scheduler
+
+
+def _factor(schedule: LRSchedule | None) -> Callable[[int], float]:
+    return (lambda step: 1.0) if schedule is None else lambda step: schedule.factor(step)
 
 
 def noted(note: Mapping[str, Any] | None) -> LRSchedule | None:

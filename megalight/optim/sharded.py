@@ -19,6 +19,7 @@ from megalight.imports import has_grad_dtype
 from megalight.ops.adam import MOMENT_BLOCK, Coded
 from megalight.ops.parameter import known_state
 from megalight.optim.adam import EXPONENTS, Adam
+from megalight.optim.whole_matrices import WholeMatrixOptimizer
 from megalight.parallel.data_parallel import DataParallelEngine, FlatShard, ParamInfo
 from megalight.parallel.data_parallel.buffers import Bucket
 from megalight.parallel.data_parallel.layout import BucketSlot
@@ -42,10 +43,11 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 """torch optimizers that update each element only from its own gradient and state."""
 
 
-def is_elementwise(optimizer: Optimizer) -> bool:
+def steps_on_shards(optimizer: Optimizer) -> bool:
     """Return whether an optimizer can step on flat shards. Your own class declares it with ``elementwise = True``."""
     # The exact type: a subclass may look at whole parameters.
-    return type(optimizer) in ELEMENTWISE or bool(getattr(optimizer, "elementwise", False))
+    declared = isinstance(optimizer, WholeMatrixOptimizer) or getattr(optimizer, "elementwise", False)
+    return type(optimizer) in ELEMENTWISE or bool(declared)
 
 
 def shard_optimizer(optimizer: OptimizerT, engine: DataParallelEngine) -> OptimizerT:
@@ -59,12 +61,13 @@ def shard_optimizer(optimizer: OptimizerT, engine: DataParallelEngine) -> Optimi
         ConfigurationError: the optimizer is not element-wise, or its groups differ from those of the engine. A later
             step raises it if parameters were added to the optimizer.
     """
-    if not is_elementwise(optimizer):
+    if not steps_on_shards(optimizer):
         name = type(optimizer).__name__
         raise ConfigurationError(
             f"{name} is not known to update each element only from its own gradient, so it cannot step on flat shards. "
-            "If it does, set elementwise = True on the class. If not, use an optimizer such as megalight.optim.Adam, "
-            "or another strategy."
+            "If it does, set elementwise = True on the class. If it needs whole matrices, derive it from "
+            "megalight.optim.WholeMatrixOptimizer. If neither, use an optimizer such as megalight.optim.Adam, or "
+            "another strategy."
         )
     # First its own parameters get the state back, on all ranks together: the two engines
     # may cut it differently.
@@ -130,6 +133,12 @@ class Sharding:
             optimizer.register_load_state_dict_pre_hook(enter),
             optimizer.register_load_state_dict_post_hook(leave),
         ]
+        if isinstance(optimizer, WholeMatrixOptimizer):
+            optimizer.buckets = {
+                index: bucket
+                for index, bucket in enumerate(engine.buckets)
+                if optimizer.param_groups[bucket.shard.group]["whole_matrices"]
+            }
         # Only our Adam has a kernel that scales and rounds.
         if isinstance(optimizer, Adam):
             written = engine.fuse(partial(setattr, optimizer, "grad_scale"))
@@ -164,6 +173,8 @@ class Sharding:
             self.optimizer.copies, self.optimizer.before, self.optimizer.after = {}, {}, {}
             self.optimizer.coded = {}
             self.optimizer.turns = {}
+            if isinstance(self.optimizer, WholeMatrixOptimizer):
+                self.optimizer.buckets, self.optimizer.exchanges, self.optimizer.places = None, None, {}
             # Parts of several ranks are joined, and blocks of codes with them.
             self.optimizer.widen_moments()
         for index, bucket in enumerate(self.engine.buckets):
@@ -259,6 +270,12 @@ class Sharding:
                     part.master.grad = None if gradient is None else gradient[own]
                 if part in self._skipped:
                     part.master.grad = None
+        if isinstance(self.optimizer, WholeMatrixOptimizer):
+            self.optimizer.places = {
+                part.master: (index, part.start - bucket.shard.start)
+                for index, (bucket, parts) in enumerate(zip(self.engine.buckets, self.parts, strict=True))
+                for part in parts
+            }
         whole = not self._skipped and all(len(parts) == 1 for parts in self.parts)
         if isinstance(self.optimizer, Adam) and not (whole and self._whole):
             self._wire(self.optimizer)

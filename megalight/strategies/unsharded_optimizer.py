@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from megalight.errors import ConfigurationError
 from megalight.models.module import MegalightModule
-from megalight.optim.sharded import is_elementwise
+from megalight.optim.sharded import steps_on_shards
 from megalight.parallel.mesh import ParallelMesh
 from megalight.strategies.mesh_strategy import MeshStrategy
 
@@ -29,7 +29,7 @@ def is_needed(module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> bo
     return (
         not module.automatic_optimization
         or len(optimizers) > 1
-        or not all(map(is_elementwise, optimizers))
+        or not all(map(steps_on_shards, optimizers))
         or averager(module.trainer) is not None
     )
 
@@ -67,7 +67,7 @@ def check(strategy: MeshStrategy, module: pl.LightningModule, optimizers: Sequen
 
 def _reason(trainer: pl.Trainer, module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> str | None:
     """Return what needs whole parameters; None: nothing does."""
-    other = next((type(optimizer).__name__ for optimizer in optimizers if not is_elementwise(optimizer)), None)
+    other = next((type(optimizer).__name__ for optimizer in optimizers if not steps_on_shards(optimizer)), None)
     averaging = averager(trainer)
     if not module.automatic_optimization:
         return f"{type(module).__name__} uses manual optimization"

@@ -1,0 +1,235 @@
+"""Muon: momentum, orthogonalized by Newton-Schulz, for hidden matrices; Adam for everything else."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from megalight.errors import ConfigurationError
+from megalight.ops.common import wide
+from megalight.ops.newton_schulz import QUINTIC, newton_schulz, newton_schulz_flops
+from megalight.optim.groups import GroupRule, check_rules, parameter_groups
+from megalight.optim.schedules import LRSchedule
+from megalight.optim.whole_matrices import GATHER_BYTES, WholeMatrixOptimizer
+
+UpdateScale = Literal["match_rms_adamw", "original"]
+ProductDtype = Literal["bfloat16", "float32", "float64"]
+ADAM_NAMES = ("*embed*", "*head*", "*router*", "*norm*", "*bias*", "*conv*", "*magnitude*", "*sink*")
+"""Names of parameters that are no hidden matrices, whatever their shape."""
+HEAD_NAMES = ("*.attention.[qkv].weight",)
+"""Canonical names of matrices that consist of attention heads."""
+
+
+class Muon(WholeMatrixOptimizer):
+    """Muon (Jordan et al. 2024) with decoupled weight decay (Liu et al. 2025, "Muon is scalable for LLM training").
+
+    For a matrix ``W [m, n]`` with gradient ``G``::
+
+        M = momentum M + (1 - momentum) G
+        U = momentum M + (1 - momentum) G        (Nesterov; else U = M)
+        W = W - lr weight_decay W - lr scale(m, n) newton_schulz(U)
+
+    It equals ``torch.optim.Muon``, whose scale and order of operations it has. Groups without ``whole_matrices=True``
+    are updated by Adam. The data-parallel engine and any layout may divide the matrices: see
+    :mod:`megalight.optim.whole_matrices`.
+
+    Args:
+        params: parameter groups; those with ``whole_matrices=True`` hold matrices, or stacks of them.
+        lr, betas, eps, weight_decay: of groups that do not say it themselves.
+        momentum: decay of the momentum per step.
+        nesterov: whether the update looks ahead.
+        scale: ``match_rms_adamw``: ``0.2 sqrt(max(m, n))``, so that Adam's learning rates serve; ``original``:
+            ``sqrt(max(1, m / n))``.
+        ns_steps, ns_coefficients, ns_eps, ns_dtype: see :func:`~megalight.ops.newton_schulz.newton_schulz`.
+        head_dim: rows of an attention head; each head of queries, keys and values is then a matrix of its own. 0: all
+            heads of a name are one.
+        head_names: patterns of canonical names with heads.
+        gather_bytes: the largest number of bytes of a batch of gathered matrices, on each rank.
+        backend: backend of the op ``adam``.
+
+    Raises:
+        ConfigurationError: a number is out of range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 3e-4,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        *,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        scale: UpdateScale = "match_rms_adamw",
+        ns_steps: int = 5,
+        ns_coefficients: tuple[float, float, float] = QUINTIC,
+        ns_eps: float = 1e-7,
+        ns_dtype: ProductDtype = "bfloat16",
+        head_dim: int = 0,
+        head_names: Sequence[str] = HEAD_NAMES,
+        gather_bytes: int = GATHER_BYTES,
+        backend: str = "auto",
+    ) -> None:
+        check_muon(momentum, scale, ns_steps, ns_dtype, head_dim, gather_bytes)
+        self.momentum, self.nesterov, self.scale = momentum, nesterov, scale
+        self.ns_steps, self.ns_coefficients, self.ns_eps = ns_steps, tuple(ns_coefficients), ns_eps
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            dtype=getattr(torch, ns_dtype),
+            gather_bytes=gather_bytes,
+            head_dim=head_dim,
+            head_names=head_names,
+            backend=backend,
+        )
+
+    def direction(self, gradient: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> Tensor:
+        """Return the momentum of parts of matrices, ``[n]``."""
+        gradient = gradient.to(wide(gradient.dtype))
+        momentum = group.get("momentum", self.momentum)
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        buffer: Tensor = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
+        return gradient.lerp(buffer, momentum) if self.nesterov else buffer
+
+    def update(self, matrices: Tensor) -> Tensor:
+        """Return scaled, orthogonalized matrices, ``[B, m, n]``."""
+        m, n = matrices.shape[-2:]
+        scale = 0.2 * sqrt(max(m, n)) if self.scale == "match_rms_adamw" else sqrt(max(1, m / n))
+        a, b, c = self.ns_coefficients
+        return newton_schulz(
+            matrices, steps=self.ns_steps, coefficients=(a, b, c), eps=self.ns_eps, dtype=self.dtype
+        ).mul_(scale)
+
+    def flops(self, shape: tuple[int, int]) -> float:
+        """Return the floating-point operations of one matrix."""
+        return newton_schulz_flops(*shape, self.ns_steps)
+
+
+def check_muon(momentum: float, scale: str, ns_steps: int, ns_dtype: str, head_dim: int, gather_bytes: int) -> None:
+    """Refuse options with which no step makes sense.
+
+    Raises:
+        ConfigurationError: one is out of range.
+    """
+    for name, value, good, rule in (
+        ("momentum", momentum, 0 <= momentum < 1, "at least 0 and below 1"),
+        ("ns_steps", ns_steps, 1 <= ns_steps <= 100, "between 1 and 100"),
+        ("scale", scale, scale in get_args(UpdateScale), f"one of {', '.join(get_args(UpdateScale))}"),
+        ("ns_dtype", ns_dtype, ns_dtype in get_args(ProductDtype), f"one of {', '.join(get_args(ProductDtype))}"),
+        ("head_dim", head_dim, head_dim >= 0, "at least 0"),
+        ("gather_bytes", gather_bytes, gather_bytes > 0, "above 0"),
+    ):
+        if not good:
+            raise ConfigurationError(f"{name} of Muon is {value!r}; it must be {rule}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonConfig:
+    """Which parameters Muon updates, and how: the field ``muon`` of :class:`~megalight.optim.AdamConfig`.
+
+    Attributes:
+        lr: peak learning rate of matrices.
+        momentum, nesterov, scale, ns_steps, ns_coefficients, ns_dtype, head_dim, gather_bytes: see
+            :class:`~megalight.optim.Muon`.
+        weight_decay: decoupled decay coefficient of matrices.
+        schedule: schedule of their learning rate; None: that of Adam.
+        rules: exceptions by name pattern, for matrices.
+        names: patterns of the parameters that Muon updates. Empty: all matrices that ``adam_names`` leaves.
+        adam_names: patterns of parameters that Adam updates. Empty: embeddings, the head, routers, norms, biases,
+            convolutions.
+
+    Raises:
+        ConfigurationError: a number is out of range.
+    """
+
+    lr: float = 3e-4
+    momentum: float = 0.95
+    nesterov: bool = True
+    weight_decay: float = 0.1
+    scale: UpdateScale = "match_rms_adamw"
+    ns_steps: int = 5
+    ns_coefficients: tuple[float, float, float] = QUINTIC
+    ns_dtype: ProductDtype = "bfloat16"
+    head_dim: int = 0
+    gather_bytes: int = GATHER_BYTES
+    schedule: LRSchedule | None = None
+    rules: tuple[GroupRule, ...] = ()
+    names: tuple[str, ...] = ()
+    adam_names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_muon(self.momentum, self.scale, self.ns_steps, self.ns_dtype, self.head_dim, self.gather_bytes)
+        for name, value in (("lr", self.lr), ("weight_decay", self.weight_decay)):
+            if not value >= 0:
+                raise ConfigurationError(f"{name} of Muon is {value}; it must be at least 0.")
+
+    def takes(self, name: str, parameter: nn.Parameter) -> bool:
+        """Return whether Muon updates a parameter.
+
+        Raises:
+            ConfigurationError: a pattern of ``names`` matches a vector, or patterns of both kinds match a name.
+        """
+        named, adam = _match(name, self.names), _match(name, self.adam_names or ADAM_NAMES)
+        if named and self.adam_names and adam:
+            raise ConfigurationError(
+                f"{name} matches {named!r} of muon.names and {adam!r} of muon.adam_names; only one may match it."
+            )
+        if named and parameter.ndim < 2:
+            raise ConfigurationError(
+                f"{name} of shape {list(parameter.shape)} matches {named!r} of muon.names, and is no matrix; Adam "
+                "updates vectors. Let no pattern of names match it."
+            )
+        return bool(named) if self.names else parameter.ndim > 1 and not adam
+
+    def check(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Check that every pattern matches a parameter of the whole model, and that some are updated.
+
+        Raises:
+            ConfigurationError: a pattern matches no trainable parameter, or Muon would update none.
+        """
+        patterns = [GroupRule(pattern) for pattern in (*self.names, *self.adam_names)]
+        check_rules([name for name, _ in named_parameters], [*self.rules, *patterns])
+        if not any(self.takes(*pair) for pair in named_parameters):
+            raise ConfigurationError("Muon updates none of the parameters; leave muon out, or correct its patterns.")
+
+    def groups(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
+        """Return the parameter groups of the matrices that Muon updates, among these parameters."""
+        found = parameter_groups(
+            [pair for pair in named_parameters if self.takes(*pair)],
+            lr=self.lr,
+            weight_decay=self.weight_decay,
+            rules=self.rules,
+            part=True,
+        )
+        added = {"whole_matrices": True, "momentum": self.momentum}
+        return [{**group, **added, "name": f"muon/{group['name']}"} for group in found]
+
+    def build(self, groups: Iterable[Any], **adam: Any) -> Muon:
+        """Create the optimizer over groups of both kinds; ``adam`` are arguments for the rest."""
+        return Muon(
+            groups,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            scale=self.scale,
+            ns_steps=self.ns_steps,
+            ns_coefficients=self.ns_coefficients,
+            ns_dtype=self.ns_dtype,
+            head_dim=self.head_dim,
+            gather_bytes=self.gather_bytes,
+            **adam,
+        )
+
+
+def _match(name: str, patterns: Iterable[str]) -> str | None:
+    return next((pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern)), None)

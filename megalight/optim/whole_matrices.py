@@ -1,0 +1,439 @@
+"""Optimizers that need whole matrices, on shards: each matrix is gathered on its home rank, updated, sent back.
+
+Data parallelism divides a matrix into intervals, tensor parallelism into boxes, expert parallelism divides a stack of
+experts. An element-wise optimizer does not notice. One that looks at a whole matrix does, so here each matrix has a
+*home*: one of the ranks that hold a part of it. Homes are chosen by cost, the most expensive matrix first, so that no
+rank does the work of another. Matrices of equal shape go together: one all-to-all brings them home, one brings the
+updates back. While one batch is updated, the next one is on its way.
+
+What is kept from step to step (momentum) has the shape of the shards. So it takes the memory that an element-wise
+optimizer's state does, and a checkpoint of it can be read in any layout.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalight.errors import ConfigurationError
+from megalight.optim.adam import Adam
+from megalight.parallel.data_parallel.buffers import Bucket
+from megalight.parallel.data_parallel.masters import FlatShard
+from megalight.parallel.mesh import DENSE_AXES
+from megalight.parallel.shard import ShardPiece, boxes
+
+GATHER_BYTES = 256 * 2**20
+"""Default of the largest number of bytes of a batch of matrices on a rank."""
+
+
+class Box(NamedTuple):
+    """A box of a matrix that lies contiguously in a rank's shard.
+
+    Attributes:
+        row, column: where it begins in the matrix.
+        rows, columns: its extent.
+        bucket: index of the shard.
+        start: its first element there.
+    """
+
+    row: int
+    column: int
+    rows: int
+    columns: int
+    bucket: int
+    start: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.rows * self.columns
+
+    @property
+    def place(self) -> tuple[int, int, int, int]:
+        """Where it lies in the matrix."""
+        return self[:4]
+
+
+@dataclass(eq=False)
+class Matrix:
+    """A matrix, and the ranks that hold it.
+
+    Attributes:
+        name: canonical name; a head of it has its number behind.
+        shape: of the whole matrix.
+        held: rank in the group -> its boxes.
+        home: the rank that updates it.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    held: dict[int, list[Box]] = field(default_factory=dict)
+    home: int = 0
+
+    def sources(self) -> dict[int, list[Box]]:
+        """Return the boxes that each rank sends home: each part once, where several hold it."""
+        order = sorted(self.held, key=lambda rank: (rank - self.home) % (max(self.held) + 1))
+        seen: set[tuple[int, int, int, int]] = set()
+        chosen: dict[int, list[Box]] = {}
+        for rank in order:
+            new = [box for box in self.held[rank] if box.place not in seen]
+            seen.update(box.place for box in new)
+            chosen[rank] = new
+        return chosen
+
+
+class Round(NamedTuple):
+    """What this rank sends and receives for one batch of matrices of equal shape.
+
+    Attributes:
+        shape: of the matrices.
+        own: those whose home is this rank.
+        sent: for each rank, boxes of this rank's shards that it needs.
+        received: for each rank, ``(index in own, box)``, which come from it.
+        returned: for each rank, ``(index in own, box)``, whose updates it gets.
+        updated: for each rank, boxes of this rank's shards whose updates come from it.
+    """
+
+    shape: tuple[int, int]
+    own: list[str]
+    sent: list[list[Box]]
+    received: list[list[tuple[int, Box]]]
+    returned: list[list[tuple[int, Box]]]
+    updated: list[list[Box]]
+
+
+class MatrixExchange:
+    """Brings matrices out of the shards of one group of ranks to their homes, and updates back. All ranks call it.
+
+    Args:
+        shards: index of a bucket -> this rank's shard of it.
+        group: the ranks that hold all parts of these matrices together; None: one rank.
+        flops: the work for a matrix of a shape, by which homes are chosen.
+        heads: the number of rows by which the matrix of a name is divided; 0: it is one matrix.
+        gather_bytes: the largest number of bytes of a batch of matrices, on each rank.
+
+    Attributes:
+        load: for each rank, the work of one step.
+
+    Raises:
+        ConfigurationError: a tensor is no matrix.
+    """
+
+    def __init__(
+        self,
+        shards: Mapping[int, FlatShard],
+        group: dist.ProcessGroup | None,
+        flops: Callable[[tuple[int, int]], float],
+        heads: Callable[[str], int],
+        gather_bytes: int,
+    ) -> None:
+        self.group = group
+        size, self.rank = (1, 0) if group is None else (group.size(), group.rank())
+        own = [entry for index, shard in shards.items() for entry in _matrices(index, shard, heads)]
+        every = [own]
+        if group is not None:
+            every = [[] for _ in range(size)]
+            dist.all_gather_object(every, own, group=group)
+        found: dict[str, Matrix] = {}
+        for rank, entries in enumerate(every):
+            for name, shape, box in entries:
+                found.setdefault(name, Matrix(name, shape)).held.setdefault(rank, []).append(box)
+        # All ranks make the same list, in the same order.
+        self.matrices = sorted(found.values(), key=lambda each: (-flops(each.shape), each.shape, each.name))
+        self.load = [0.0] * size
+        for matrix in self.matrices:
+            matrix.home = min(sorted(matrix.held), key=lambda rank: self.load[rank])
+            self.load[matrix.home] += flops(matrix.shape)
+        self.rounds = list(self._rounds(size, gather_bytes))
+
+    def _rounds(self, size: int, gather_bytes: int) -> Iterator[Round]:
+        homes: dict[tuple[int, int], list[list[Matrix]]] = {}
+        for matrix in self.matrices:
+            homes.setdefault(matrix.shape, [[] for _ in range(size)])[matrix.home].append(matrix)
+        for shape, of_rank in homes.items():
+            # At most 8 bytes an element, so that the bound holds for every dtype.
+            many = max(1, gather_bytes // (8 * prod(shape)))
+            for first in range(0, max(map(len, of_rank)), many):
+                yield self._round(shape, [matrices[first : first + many] for matrices in of_rank])
+
+    def _round(self, shape: tuple[int, int], of_rank: list[list[Matrix]]) -> Round:
+        mine, size = of_rank[self.rank], len(of_rank)
+        sources = [matrix.sources() for matrix in mine]
+        return Round(
+            shape,
+            [matrix.name for matrix in mine],
+            [[b for matrix in of_rank[rank] for b in matrix.sources().get(self.rank, [])] for rank in range(size)],
+            [[(i, b) for i, chosen in enumerate(sources) for b in chosen.get(rank, [])] for rank in range(size)],
+            [[(i, b) for i, matrix in enumerate(mine) for b in matrix.held.get(rank, [])] for rank in range(size)],
+            [[b for matrix in of_rank[rank] for b in matrix.held.get(self.rank, [])] for rank in range(size)],
+        )
+
+    def update(self, flats: Mapping[int, Tensor], function: Callable[[Tensor], Tensor]) -> None:
+        """Replace every matrix by ``function`` of it.
+
+        Args:
+            flats: index of a bucket -> flat tensor of this rank's shard, which is changed in place.
+            function: ``[B, m, n] -> [B, m, n]``, in the same dtype.
+        """
+        coming = self._gather(self.rounds[0], flats) if self.rounds else None
+        leaving: tuple[Round, _Message] | None = None
+        for number, current in enumerate(self.rounds):
+            assert coming is not None
+            whole = self._whole(current, coming)
+            coming = self._gather(self.rounds[number + 1], flats) if number + 1 < len(self.rounds) else None
+            result = function(whole) if len(whole) else whole
+            pieces = [[_part(result[i], box) for i, box in boxes] for boxes in current.returned]
+            message = _Message(pieces, [sum(b.numel for b in boxes) for boxes in current.updated], result, self.group)
+            if leaving is not None:
+                self._scatter(*leaving, flats)
+            leaving = current, message
+        if leaving is not None:
+            self._scatter(*leaving, flats)
+
+    def _gather(self, current: Round, flats: Mapping[int, Tensor]) -> _Message:
+        pieces = [[flats[b.bucket][b.start : b.start + b.numel] for b in boxes] for boxes in current.sent]
+        sizes = [sum(box.numel for _, box in boxes) for boxes in current.received]
+        return _Message(pieces, sizes, next(iter(flats.values())), self.group)
+
+    def _whole(self, current: Round, message: _Message) -> Tensor:
+        values = message.wait()
+        whole = values.new_zeros(len(current.own), *current.shape)
+        first = 0
+        for of_rank in current.received:
+            for index, box in of_rank:
+                _part(whole[index], box, flat=False).copy_(
+                    values[first : first + box.numel].view(box.rows, box.columns)
+                )
+                first += box.numel
+        return whole
+
+    def _scatter(self, current: Round, message: _Message, flats: Mapping[int, Tensor]) -> None:
+        values, first = message.wait(), 0
+        for of_rank in current.updated:
+            for box in of_rank:
+                flats[box.bucket][box.start : box.start + box.numel] = values[first : first + box.numel]
+                first += box.numel
+
+
+class _Message:
+    """One all-to-all that is on its way: pieces for each rank, and what comes from each."""
+
+    def __init__(
+        self, pieces: Sequence[Sequence[Tensor]], sizes: list[int], like: Tensor, group: dist.ProcessGroup | None
+    ) -> None:
+        flat = [piece.reshape(-1) for of_rank in pieces for piece in of_rank]
+        self._sent = torch.cat(flat) if flat else like.new_empty(0)
+        self._received, self._work = self._sent, None
+        if group is not None:
+            self._received = like.new_empty(sum(sizes))
+            counts = [sum(piece.numel() for piece in of_rank) for of_rank in pieces]
+            self._work = dist.all_to_all_single(self._received, self._sent, sizes, counts, group=group, async_op=True)
+
+    def wait(self) -> Tensor:
+        """Return what came, ``[sum(sizes)]``."""
+        if self._work is not None:
+            self._work.wait()
+        return self._received
+
+
+def _part(matrix: Tensor, box: Box, flat: bool = True) -> Tensor:
+    part = matrix[box.row : box.row + box.rows, box.column : box.column + box.columns]
+    return part.reshape(-1) if flat else part
+
+
+def _matrices(index: int, shard: FlatShard, heads: Callable[[str], int]) -> Iterator[tuple[str, tuple[int, int], Box]]:
+    """Yield the boxes of matrices that lie in a shard, with name and shape of the matrix."""
+    for piece, first, last, start in shard.intervals():
+        if len(piece.shape) != 2:
+            raise ConfigurationError(
+                f"{piece.name} has shape {list(piece.shape)}, and is no matrix, so that an optimizer of whole matrices "
+                "cannot update it; let a pattern of adam_names match it."
+            )
+        high = heads(piece.name)
+        if high and piece.shape[0] % high:
+            raise ConfigurationError(
+                f"{piece.name} has {piece.shape[0]} rows, which are no heads of {high} rows; correct head_dim."
+            )
+        for offset, extent, at in boxes(piece.size, first, last):
+            row, column = piece.offset[0] + offset[0], piece.offset[1] + offset[1]
+            yield from _cut(piece, high, index, row, column, extent, start + at - first)
+
+
+def _cut(
+    piece: ShardPiece, high: int, bucket: int, row: int, column: int, extent: tuple[int, ...], start: int
+) -> Iterator[tuple[str, tuple[int, int], Box]]:
+    """Yield a box, divided where one head ends and the next one begins."""
+    rows, columns = extent
+    if not high:
+        yield piece.name, (piece.shape[0], piece.shape[1]), Box(row, column, rows, columns, bucket, start)
+        return
+    while rows:
+        head, into = divmod(row, high)
+        count = min(rows, high - into)
+        yield f"{piece.name}[{head}]", (high, piece.shape[1]), Box(into, column, count, columns, bucket, start)
+        row, rows, start = row + count, rows - count, start + count * columns
+
+
+class WholeMatrixOptimizer(Adam):
+    """Base class of optimizers that look at whole matrices; parameters that are none are updated by Adam.
+
+    A subclass defines :meth:`direction`, which works on flat parts of matrices and keeps the state, and :meth:`update`,
+    which gets whole matrices on their home rank. Groups with ``whole_matrices=True`` hold what it updates.
+
+    Without an engine, parameters of three dims are stacks of matrices.
+
+    Attributes:
+        dtype: dtype in which matrices are sent and updated.
+        gather_bytes: the largest number of bytes of a batch of gathered matrices, on each rank.
+        head_dim: rows of one head, for names that match ``head_names``.
+        exchanges: an exchange for each mesh; None: they are made in the next step.
+        buckets: index of a bucket of matrices -> the bucket; None: there is no engine.
+        places: master -> index of its bucket, and its first element in the shard.
+    """
+
+    elementwise = False
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *args: Any,
+        dtype: torch.dtype = torch.bfloat16,
+        gather_bytes: int = GATHER_BYTES,
+        head_dim: int = 0,
+        head_names: Sequence[str] = (),
+        **options: Any,
+    ) -> None:
+        self.dtype = dtype
+        self.gather_bytes, self.head_dim, self.head_names = gather_bytes, head_dim, tuple(head_names)
+        self.buckets: Mapping[int, Bucket] | None = None
+        self.exchanges: list[tuple[MatrixExchange, list[int]]] | None = None
+        self.places: dict[Tensor, tuple[int, int]] = {}
+        super().__init__(params, *args, **options)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; without ``whole_matrices`` Adam updates it."""
+        super().add_param_group({"whole_matrices": False, **param_group})
+
+    @abstractmethod
+    def direction(self, gradient: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> Tensor:
+        """Return ``[n]`` of parts of matrices from their gradient ``[n]``; ``state`` may keep tensors of that shape."""
+
+    @abstractmethod
+    def update(self, matrices: Tensor) -> Tensor:
+        """Return, ``[B, m, n]``, what is subtracted from matrices ``[B, m, n]``, times the learning rate."""
+
+    @abstractmethod
+    def flops(self, shape: tuple[int, int]) -> float:
+        """Return the work of :meth:`update` for a matrix of a shape."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters. If ``closure`` is given, it is called first and its result is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        updates = self._updates()
+        for parameter, group in self._in_turn():
+            if not group["whole_matrices"]:
+                self._arrive(parameter)
+                self._update(parameter, group)
+            elif parameter.numel():
+                self._apply(parameter, group, updates[parameter])
+            if parameter in self.after:
+                self.after[parameter]()
+        self.grad_scale = self.host_scale = None
+        return loss
+
+    def _arrive(self, parameter: Tensor) -> None:
+        if parameter in self.before:
+            self.before[parameter]()
+
+    def _updates(self) -> dict[Tensor, Tensor]:
+        """Return what is subtracted from each parameter, times the learning rate, in the shape of the parameter."""
+        found: dict[Tensor, Tensor] = {}
+        for parameter, group in self._in_turn():
+            if group["whole_matrices"]:
+                self._arrive(parameter)
+                gradient = parameter.grad
+                assert gradient is not None
+                scale = (
+                    self.grad_scale if parameter.device.type != "cpu" or self.host_scale is None else self.host_scale
+                )
+                if scale is not None:
+                    gradient = gradient * scale
+                found[parameter] = self.direction(gradient, self.state[parameter], group)
+        return self._alone(found) if self.buckets is None else self._exchanged(found)
+
+    def _alone(self, directions: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        """Update whole parameters; those of equal shape together."""
+        stacks: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        for parameter, direction in directions.items():
+            if parameter.ndim < 2:
+                raise ConfigurationError(
+                    f"a parameter of shape {list(parameter.shape)} is no matrix; put it into a group with "
+                    "whole_matrices=False."
+                )
+            stack = direction.to(self.dtype).view(-1, *direction.shape[-2:])
+            stacks[tuple(stack.shape[1:])].append((parameter, stack))
+        result: dict[Tensor, Tensor] = {}
+        for members in stacks.values():
+            updated = self.update(torch.cat([stack for _, stack in members]))
+            parts = torch.split(updated, [len(stack) for _, stack in members])
+            result |= {p: part.reshape(p.shape) for (p, _), part in zip(members, parts, strict=True)}
+        return result
+
+    def _exchanged(self, directions: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        """Update matrices that are divided among ranks."""
+        assert self.buckets is not None
+        if self.exchanges is None:
+            self.exchanges = list(self._exchanges())
+        # Parameters without a gradient in this step take part as zeros: all ranks send and receive the same always.
+        flats = {
+            index: torch.zeros(bucket.shard.numel, dtype=self.dtype, device=bucket.params.device)
+            for index, bucket in self.buckets.items()
+        }
+        views = {}
+        for parameter, direction in directions.items():
+            index, start = self.places[parameter]
+            views[parameter] = flats[index][start : start + parameter.numel()]
+            views[parameter].copy_(direction)
+        for exchange, members in self.exchanges:
+            exchange.update({index: flats[index] for index in members}, self.update)
+        return views
+
+    def _exchanges(self) -> Iterator[tuple[MatrixExchange, list[int]]]:
+        assert self.buckets is not None
+        meshes: dict[Any, list[int]] = {}
+        for index, bucket in self.buckets.items():
+            meshes.setdefault(bucket.layout.kind.mesh, []).append(index)
+        for mesh, members in meshes.items():
+            # All ranks of a pipeline stage: whatever divides a matrix does so among these.
+            group = mesh.group(*(axis for axis in DENSE_AXES if axis != "pp"))
+            shards = {index: self.buckets[index].shard for index in members}
+            yield MatrixExchange(shards, group, self.flops, self._rows_of_head, self.gather_bytes), members
+
+    def _rows_of_head(self, name: str) -> int:
+        return self.head_dim if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.head_names) else 0
+
+    def _apply(self, parameter: Tensor, group: Mapping[str, Any], update: Tensor) -> None:
+        update = update.to(parameter.device, parameter.dtype)
+        lr = group["lr"].to(parameter.device) if isinstance(group["lr"], Tensor) else group["lr"]
+        parameter.mul_(1 - lr * group["weight_decay"])
+        if isinstance(lr, Tensor):
+            parameter.sub_(update * lr)
+        else:
+            parameter.sub_(update, alpha=lr)
+        if (copy := self.copies.get(parameter)) is not None:
+            copy.copy_(parameter)
+        for start, stop, coded in (self.coded[parameter]() or ()) if parameter in self.coded else ():
+            coded.cast(parameter[start:stop])

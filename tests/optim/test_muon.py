@@ -1,0 +1,249 @@
+"""Muon on one device against torch and a loop by hand; and its configuration."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megalight.errors import ConfigurationError
+from megalight.models.gpt import GPT, GPTConfig
+from megalight.nn.canonical import parts
+from megalight.nn.init import initialize
+from megalight.ops.newton_schulz import QUINTIC, newton_schulz
+from megalight.optim import AdamConfig, Constant, GroupRule, Muon, MuonConfig
+from megalight.strategies import DataParallelOptions, MegatronStrategy
+from tests.strategies.test_experts import PLAIN
+from tests.strategies.training import (
+    BASE,
+    CLIP,
+    SEED,
+    WithData,
+    assert_same_run,
+    canonical,
+    fit,
+    gathered,
+    global_batch,
+    whole,
+)
+from tests.support.environment import trainer
+from tests.support.workers import run
+
+STEPS = 5
+MUON = MuonConfig(lr=0.02, weight_decay=0.1, ns_dtype="float64")
+CONFIG = AdamConfig(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, muon=MUON)
+
+
+def orthogonalized(matrix: Tensor, steps: int = 5) -> Tensor:
+    """Newton-Schulz of one matrix as its paper writes it."""
+    a, b, c = QUINTIC
+    x = matrix.mT if len(matrix) > matrix.shape[1] else matrix
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(steps):
+        s = x @ x.mT
+        x = a * x + (b * s + c * s @ s) @ x
+    return x.mT if len(matrix) > matrix.shape[1] else x
+
+
+@functools.cache
+def by_hand(config: GPTConfig, heads: bool = False) -> dict[str, Any]:
+    """The run of one device: torch's AdamW, and Muon matrix by matrix, expert by expert, in float64."""
+    model = GPT(config).double()
+    initialize(model, SEED, "model.")
+    named = dict(model.named_parameters())
+    matrices = [name for name, p in named.items() if MUON.takes(name, p)]
+    pieces = [
+        (part, named[part.parameter].detach().view(-1)[part.start :][: int(np.prod(part.shape))].view(part.shape))
+        for part in parts(model)
+        if part.parameter in matrices
+    ]
+    rest = [(name, p) for name, p in named.items() if name not in matrices]
+    adam = torch.optim.AdamW(
+        [
+            {"params": [p for _, p in rest if p.ndim > 1], "weight_decay": 0.1},
+            {"params": [p for _, p in rest if p.ndim == 1], "weight_decay": 0.0},
+        ],
+        lr=CONFIG.lr,
+        betas=CONFIG.betas,
+        eps=CONFIG.eps,
+    )
+    initial, losses, norms, momenta = whole(model), [], [], {part.name: 0.0 for part, _ in pieces}
+    for step in range(STEPS):
+        batch = global_batch(step)
+        output = model(batch.tokens.reshape(-1), batch.sequences, labels=batch.labels.reshape(-1))
+        loss = (output.losses * batch.loss_mask.reshape(-1).double()).sum() / batch.loss_mask.sum()
+        model.zero_grad()
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        adam.step()
+        gradients = canonical(model, {name: p.grad for name, p in named.items()})
+        for part, weight in pieces:
+            gradient = torch.from_numpy(gradients["model." + part.name])
+            momenta[part.name] = momentum = 0.95 * momenta[part.name] + 0.05 * gradient
+            look = 0.95 * momentum + 0.05 * gradient
+            size = config.hidden_size // config.num_heads
+            split = heads and part.name.split(".")[-2] in "qkv"
+            update = torch.cat([_scaled(each) for each in (look.split(size) if split else [look])])
+            weight.mul_(1 - MUON.lr * MUON.weight_decay).sub_(update, alpha=MUON.lr)
+        losses.append(float(loss.detach()))
+    return {"losses": losses, "norms": norms, "initial": initial, "final": whole(model)}
+
+
+def _scaled(matrix: Tensor) -> Tensor:
+    return orthogonalized(matrix) * 0.2 * max(matrix.shape) ** 0.5
+
+
+def _rank(
+    config: GPTConfig, optimizer: AdamConfig, strategy: dict[str, Any], options: dict[str, Any]
+) -> dict[str, Any]:
+    return fit(config, STEPS, options, optimizer=optimizer, micro_batch_size=1, **strategy)
+
+
+LAYOUTS: Sequence[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
+    ("dense", 1, {}, {"level": "optim"}),
+    ("dense", 4, {"tensor_parallel": 2, "sequence_parallel": True}, {"level": "optim"}),
+    ("dense", 2, {}, {"level": "no_shard"}),
+    ("experts", 4, {"expert_parallel": 2}, {"level": "optim_grads"}),
+    ("heads", 4, {"tensor_parallel": 2, "pipeline_parallel": 2}, {"level": "optim"}),
+]
+MORE: Sequence[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
+    (config, ranks, strategy, {"level": level})
+    for config, ranks, strategy in (
+        ("dense", 2, {"tensor_parallel": 2}),
+        ("dense", 4, {"context_parallel": 2}),
+        ("heads", 4, {"tensor_parallel": 4}),
+        ("experts", 2, {"expert_parallel": 2}),
+        ("experts", 4, {"tensor_parallel": 2, "expert_parallel": 2, "sequence_parallel": True}),
+        ("dense", 4, {"pipeline_parallel": 2}),
+    )
+    for level in ("no_shard", "optim", "optim_grads")
+]
+
+
+def check(kind: str, ranks: int, strategy: dict[str, Any], options: dict[str, Any]) -> None:
+    config = PLAIN if kind == "experts" else BASE
+    optimizer = replace(CONFIG, muon=replace(MUON, head_dim=8)) if kind == "heads" else CONFIG
+    found = run(_rank, ranks, config, optimizer, strategy, options, timeout=240)
+    assert_same_run(found[0], by_hand(config, kind == "heads"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_layout_trains_as_one_device(layout: tuple[str, int, dict[str, Any], dict[str, Any]]) -> None:
+    check(*layout)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", MORE, ids=str)
+def test_more_layouts(layout: tuple[str, int, dict[str, Any], dict[str, Any]]) -> None:
+    check(*layout)
+
+
+def _resume(strategy: dict[str, Any], level: str, steps: int, resume: str | None, save: str) -> dict[str, Any]:
+    how = MegatronStrategy(micro_batch_size=1, data_parallel=DataParallelOptions(level=level), **strategy)
+    module = WithData(PLAIN, optimizer=CONFIG, seed=SEED)
+    module.steps = STEPS
+    options = {"use_distributed_sampler": False, "limit_val_batches": 0}
+    runner = trainer(how, max_steps=steps, gradient_clip_val=CLIP, **options)
+    runner.fit(module, ckpt_path=resume)
+    if steps < STEPS:
+        runner.save_checkpoint(save)
+    return gathered(how, module)
+
+
+def test_a_checkpoint_goes_on_in_another_layout(tmp_path: Path) -> None:
+    first, second = str(tmp_path / "first.ckpt"), str(tmp_path / "second.ckpt")
+    run(_resume, 4, {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2}, "optim", 2, None, first)
+    run(_resume, 2, {}, "optim_grads_params", 3, first, second)
+    final = run(_resume, 2, {"pipeline_parallel": 2}, "no_shard", STEPS, second, "")[0]
+    for name, value in by_hand(PLAIN)["final"].items():
+        error = np.linalg.norm(final[name] - value) / np.linalg.norm(value)
+        assert error <= 1e-9, f"{name} differs by {error:.1e}"
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 7), (2, 8, 3), (1, 4, 4)])
+def test_newton_schulz_is_that_of_its_paper(shape: tuple[int, ...]) -> None:
+    matrices = torch.randn(shape, dtype=torch.float64)
+    found = newton_schulz(matrices, dtype=torch.float64)
+    torch.testing.assert_close(found, torch.stack([orthogonalized(each) for each in matrices]))
+    assert not newton_schulz(torch.zeros(shape), dtype=torch.float32).any()
+
+
+@pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_it_equals_muon_of_torch(scale: Any, nesterov: bool) -> None:
+    torch.manual_seed(0)
+    ours = [nn.Parameter(torch.randn(6, 10)), nn.Parameter(torch.randn(12, 4)), nn.Parameter(torch.randn(6, 10))]
+    theirs = [nn.Parameter(p.detach().clone()) for p in ours]
+    muon = Muon([{"params": ours, "whole_matrices": True}], 0.01, scale=scale, nesterov=nesterov)
+    torchs = torch.optim.Muon(theirs, 0.01, 0.1, nesterov=nesterov, adjust_lr_fn=scale)
+    for _ in range(3):
+        for one, other in zip(ours, theirs, strict=True):
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad.clone()
+        muon.step()
+        torchs.step()
+    for one, other in zip(ours, theirs, strict=True):
+        # Both round to bfloat16 in each product, here of a batch.
+        torch.testing.assert_close(one, other, rtol=0.02, atol=2e-3)
+
+
+def test_names_decide_who_updates_a_parameter() -> None:
+    model = GPT(PLAIN)
+    optimizer, _ = CONFIG.build(model.named_parameters())
+    muon = {id(p) for group in optimizer.param_groups if group["whole_matrices"] for p in group["params"]}
+    taken = {name for name, p in model.named_parameters() if id(p) in muon}
+    assert {name.split(".", 2)[2] for name in taken} == {
+        "attention.qkv.weight", "attention.proj.weight", "mlp.gate_up.weight", "mlp.down.weight",
+        "mlp.experts.up", "mlp.experts.down",
+    }  # fmt: skip
+
+
+def test_each_has_its_rate_and_schedule() -> None:
+    muon = replace(MUON, schedule=Constant(warmup=4), rules=(GroupRule("*proj*", lr_scale=0.5),))
+    optimizer, scheduler = replace(CONFIG, muon=muon).build(GPT(BASE).named_parameters())
+    assert scheduler is not None
+    rates = {group["name"]: group["lr"] for group in optimizer.param_groups}
+    assert rates["muon/decay"] == pytest.approx(0.02 / 4)
+    assert rates["muon/*proj*/decay"] == pytest.approx(0.01 / 4)
+    assert rates["adam/decay"] == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"momentum": 1.0}, "momentum of Muon is 1.0"),
+        ({"ns_steps": 0}, "ns_steps of Muon is 0"),
+        ({"lr": float("nan")}, "lr of Muon is nan"),
+        ({"scale": "rms"}, "scale of Muon is 'rms'"),
+        ({"names": ("*norm*",)}, "matches '*norm*' of muon.names, and is no matrix"),
+        (
+            {"names": ("*.attention.*",), "adam_names": ("*qkv*",)},
+            "matches '*.attention.*' of muon.names and '*qkv*' of",
+        ),
+        ({"names": ("*nothing*",)}, "matches none"),
+        ({"adam_names": ("*",)}, "Muon updates none"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        replace(CONFIG, muon=replace(MUON, **options)).build(GPT(BASE).named_parameters())
+    assert message in str(error.value)
+
+
+def test_adam_beside_it_has_no_narrow_moments() -> None:
+    with pytest.raises(ConfigurationError, match="exp_avg_dtype is 'float8'; beside muon"):
+        replace(CONFIG, exp_avg_dtype="float8")
+
+
+def test_a_vector_without_an_engine_is_refused() -> None:
+    vector = nn.Parameter(torch.ones(3))
+    vector.grad = torch.ones(3)
+    with pytest.raises(ConfigurationError, match="is no matrix"):
+        Muon([{"params": [vector], "whole_matrices": True}]).step()
