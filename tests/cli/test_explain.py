@@ -125,7 +125,7 @@ def test_settings_are_no_class(reason):
         "model.optimizer = 'Muon' is not valid; expected: the arguments of AdamConfig, no name and no"
     )
     assert "They are lr, betas, " in text
-    assert "--model.optimizer.lr=VALUE. For another optimizer, return it from configure_optimizers in a " in text
+    assert "--model.optimizer.lr=VALUE. Muon is one of them: --model.optimizer.muon.lr=VALUE. For another " in text
 
 
 def test_classes_are_listed_if_none_is_spelled_alike():
