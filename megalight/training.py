@@ -117,7 +117,7 @@ class Training(PlainRun):
         self.optimizer = optimizer
         self._broadcast_buffers = broadcast_buffers
         # Gathers stay inside the step by default: plain code may read weights right after it.
-        options = (model.options.data_parallel or DataParallelOptions(overlap_param_gather=False)).finding_unused(True)
+        options = (model.layout.data_parallel or DataParallelOptions(overlap_param_gather=False)).finding_unused(True)
         new = not model.filled
         self.engine = engine_over([model], [group["params"] for group in optimizer.param_groups], options)
         # Transforms change values once these exist; masters were made from the values before.

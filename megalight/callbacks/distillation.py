@@ -35,12 +35,7 @@ class Distillation(pl.Callback):
             factors are ratios of sums over one micro-batch, on all ranks that share its sequences, and have no
             gradient. So the result depends on the size of micro-batches, and not on the layout.
         modelopt_config: YAML file of ModelOpt's settings, in place of the arguments from ``divergence`` to ``balance``.
-        tensor_parallel: the teacher's degree, over the same ranks.
-        pipeline_parallel: the teacher's degree.
-        sequence_parallel: the teacher's; see :class:`~megalight.strategies.MegatronStrategy`.
-        pipeline_layout: the layers of each of the teacher's stages.
-        expert_parallel: the teacher's degree, if it has experts.
-        virtual_pipeline: chunks of layers on each of the teacher's stages.
+        teacher_layout: the teacher's layout, over the same ranks; None: each rank runs a whole teacher.
         teacher_logits: folder of ``megalight cache-logits``, in place of ``teacher``: the teacher's most likely tokens
             for each training sample. No teacher is in memory. ``divergence`` is ``forward_kl`` or ``cross_entropy``,
             over these tokens and one bucket for all others, at the temperature of the folder.
@@ -74,13 +69,8 @@ class Distillation(pl.Callback):
         pairs: Sequence[LayerPair] = (),
         balance: bool = False,
         modelopt_config: str | os.PathLike[str] | None = None,
-        tensor_parallel: int = 1,
-        pipeline_parallel: int = 1,
-        sequence_parallel: bool = False,
-        pipeline_layout: str | None = None,
+        teacher_layout: Layout | None = None,
         teacher_logits: str | os.PathLike[str] | None = None,
-        expert_parallel: int = 1,
-        virtual_pipeline: int = 1,
     ) -> None:
         loss = DistillationLoss(
             divergence=divergence,
@@ -97,23 +87,13 @@ class Distillation(pl.Callback):
                     "and balance out, or leave modelopt_config out."
                 )
             loss = read_modelopt(modelopt_config)
-        layout = Layout(
-            tensor_parallel=tensor_parallel,
-            pipeline_parallel=pipeline_parallel,
-            sequence_parallel=sequence_parallel,
-            pipeline_layout=pipeline_layout,
-            expert_parallel=expert_parallel,
-            virtual_pipeline=virtual_pipeline,
-        )
         self.distiller: Distiller | CachedTeacher
         if teacher is not None and teacher_logits is None:
-            self.distiller = Distiller(teacher, loss, layout)
+            self.distiller = Distiller(teacher, loss, teacher_layout or Layout())
         elif teacher_logits is not None and teacher is None:
-            if layout != Layout():
+            if teacher_layout is not None:
                 raise ConfigurationError(
-                    "tensor_parallel, pipeline_parallel, sequence_parallel, pipeline_layout, expert_parallel and "
-                    "virtual_pipeline describe a teacher in memory, and with teacher_logits there is none; leave them "
-                    "out."
+                    "teacher_layout describes a teacher in memory, and with teacher_logits there is none; leave it out."
                 )
             self.distiller = CachedTeacher(teacher_logits, loss)
         else:

@@ -64,9 +64,9 @@ class ParallelGPT(nn.Module):
         self.device = model.device
         # Which adapters the whole model has, also where this rank's layers have none.
         self.__dict__[APPLIED] = model.root.__dict__.get(APPLIED, [])
-        layout = model.layout
+        layout = model.pipeline_layout
         self._coupling = model.coupling
-        messages = model.options.pipeline.messages
+        messages = model.layout.pipeline.messages
         self._executor = Executor(model.chunks, layout, model.mesh, model.device, messages=messages)
         # One micro-batch, through all stages.
         self._agenda = agenda_of(model.mesh.rank("pp"), schedules.build("forward_only", layout.pp, layout.vpp))

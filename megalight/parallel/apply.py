@@ -215,13 +215,13 @@ def whole_tokens(model: nn.Module) -> Iterator[None]:
             shared.sequence_parallel = True
 
 
-def find_plan(root: nn.Module, mesh: ParallelMesh, options: Layout) -> ParallelizePlan:
+def find_plan(root: nn.Module, mesh: ParallelMesh, layout: Layout) -> ParallelizePlan:
     """Return the plan by which a whole model is split: the user's, or the one registered for its class.
 
     Raises:
         ConfigurationError: ``tp > 1``, but no plan says what to split.
     """
-    plan = options.plan or plan_for(root) or ParallelizePlan()
+    plan = layout.plan or plan_for(root) or ParallelizePlan()
     if mesh.tp > 1 and not plan.rules:
         raise ConfigurationError(
             f"tensor_parallel={mesh.tp}, but there is no plan for {type(root).__name__}, so nothing would be split. "
@@ -230,7 +230,7 @@ def find_plan(root: nn.Module, mesh: ParallelMesh, options: Layout) -> Paralleli
     return plan
 
 
-def check_split(root: nn.Module, mesh: ParallelMesh, options: Layout, dtype: torch.dtype, device: torch.device) -> None:
+def check_split(root: nn.Module, mesh: ParallelMesh, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
     """Check that a model on meta can be split, by splitting it as one rank would. No process group is needed.
 
     Raises:
@@ -239,39 +239,39 @@ def check_split(root: nn.Module, mesh: ParallelMesh, options: Layout, dtype: tor
         ConfigurationError: no plan says what to split; or recompute of a layer or module that does not exist.
     """
     # No mesh is asked for a group here, so this runs before there are processes.
-    apply_transforms(root, options.transforms)
-    split(root, mesh, options, "")
+    apply_transforms(root, layout.transforms)
+    split(root, mesh, layout, "")
     check_backends(root.to(dtype=dtype), device)
     check_overlap(root, device)
 
 
 def split(
-    root: nn.Module, mesh: ParallelMesh, options: Layout, prefix: str
+    root: nn.Module, mesh: ParallelMesh, layout: Layout, prefix: str
 ) -> tuple[ParallelizePlan, dict[str, ShardSpec], PipelineLayout]:
     """Split the modules, but not the list of layers; return the plan, the specs, and the stages for the later cut."""
-    plan = find_plan(root, mesh, options)
-    for transform in options.transforms:
+    plan = find_plan(root, mesh, layout)
+    for transform in layout.transforms:
         plan = transform.plan(root, plan)
     # Stages are decided on the whole model, and cut later: rules of the plan name modules of the whole model.
-    layout = options.stages(root, mesh)
-    if options.pipeline.schedule == "combined" and mesh.ep * mesh.etp == 1:
+    stages = layout.stages(root, mesh)
+    if layout.pipeline.schedule == "combined" and mesh.ep * mesh.etp == 1:
         raise LayoutError(
             "pipeline.schedule='combined' hides the messages of experts, and with ep=1 and etp=1 there are none. Raise "
             "expert_parallel, or choose another schedule."
         )
     # Checked before anything is split, so that an error leaves the model as it was.
-    check_recompute(root, options.recompute, [stage.layers for stage in layout.stages if mesh.pp > 1])
+    check_recompute(root, layout.recompute, [stage.layers for stage in stages.stages if mesh.pp > 1])
     specs = parallelize(
         root,
         plan,
         mesh,
-        sequence_parallel=options.sequence_parallel,
-        context=options.context,
-        expert=options.expert,
-        tensor=options.tensor,
+        sequence_parallel=layout.sequence_parallel,
+        context=layout.context,
+        expert=layout.expert,
+        tensor=layout.tensor,
         prefix=prefix,
     )
-    return plan, specs, layout
+    return plan, specs, stages
 
 
 def warn_of_undeferred(root: nn.Module, schedule: str) -> None:

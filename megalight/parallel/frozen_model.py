@@ -253,9 +253,9 @@ class FrozenRun:
         self.task = task
         self.streams = RandomStreams(model.mesh)
         self.streams.seed_apart(seed, model.device)
-        messages = model.options.pipeline.messages
-        self._executor = Executor(model.chunks, model.layout, model.mesh, model.device, messages=messages)
-        self._timetable = Timetable(model.options.pipeline, model.layout, model.mesh)
+        messages = model.layout.pipeline.messages
+        self._executor = Executor(model.chunks, model.pipeline_layout, model.mesh, model.device, messages=messages)
+        self._timetable = Timetable(model.layout.pipeline, model.pipeline_layout, model.mesh)
         self._ours, self._theirs = mesh.replicas(), model.mesh.replicas()
         # Only the last stage has results. Its `tp` ranks all have the same ones, and share the sending.
         self._answering = model.mesh.replicas(model.mesh.pp - 1)

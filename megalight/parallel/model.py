@@ -73,13 +73,13 @@ class ParallelModel:
     Args:
         root: the single-device model, on meta or with values that are equal on all ranks.
         mesh: the mesh of ranks.
-        options: how it is split.
+        layout: how it is split.
         name: the first part of the canonical name of every tensor (``model.layers.0...``).
 
     Attributes:
         plan: the plan that was used.
         specs: local name of each parameter and persistent buffer -> the part of the single-device model that it holds.
-        layout: the stages of the pipeline.
+        pipeline_layout: the stages of the pipeline.
         coupling: lets data-parallel ranks agree on numbers of micro-batches, if they communicate in a forward pass;
             None: they do not.
         chunks: the stages on this rank, each a callable model, in model order; ``[root]`` without a pipeline.
@@ -100,11 +100,11 @@ class ParallelModel:
     """
 
     def __init__(
-        self, root: nn.Module, mesh: ParallelMesh, options: Layout | None = None, *, name: str = "model"
+        self, root: nn.Module, mesh: ParallelMesh, layout: Layout | None = None, *, name: str = "model"
     ) -> None:
         self.root = root
         self.mesh = mesh
-        self.options = options or Layout()
+        self.layout = layout or Layout()
         self.name = name
         self.origin: ValueOrigin | None = None
         self.pending = self.filled = False
@@ -114,21 +114,21 @@ class ParallelModel:
         self.grafted: ParallelModel | None = None
         self.outline: nn.Module | None = None
         self.made = [
-            frozenset(f"{name}.{each}" for each in made) for made in apply_transforms(root, self.options.transforms)
+            frozenset(f"{name}.{each}" for each in made) for made in apply_transforms(root, self.layout.transforms)
         ]
-        self.plan, self.specs, self.layout = split(root, mesh, self.options, f"{name}.")
+        self.plan, self.specs, self.pipeline_layout = split(root, mesh, self.layout, f"{name}.")
         # Before the cut, because all stages run the same number of micro-batches, also those without experts.
         self.coupling = Coupling(mesh) if couples(self.specs.values(), mesh, root.modules()) else None
         self.chunks = [root]
-        if self.options.pipeline.schedule in ("zero_bubble", "combined") and mesh.global_rank == 0:
-            warn_of_undeferred(root, self.options.pipeline.schedule)
+        if self.layout.pipeline.schedule in ("zero_bubble", "combined") and mesh.global_rank == 0:
+            warn_of_undeferred(root, self.layout.pipeline.schedule)
         # Cut after the split: plans name modules of the whole model, and tied weights are visible only there.
         if mesh.pp > 1:
-            log.info("pipeline layout %s\n%s", self.layout, self.layout.draw())
-            self.specs, self.chunks = cut(root, self.specs, self.layout, mesh)
+            log.info("pipeline layout %s\n%s", self.pipeline_layout, self.pipeline_layout.draw())
+            self.specs, self.chunks = cut(root, self.specs, self.pipeline_layout, mesh)
         self.made_after_split: set[str] = set()
         # Transforms of the split come last, because each rank makes tensors for its own layers only.
-        for transform in self.options.transforms:
+        for transform in self.layout.transforms:
             made = transform.change_split(self)
             self.specs |= made
             self.made_after_split |= made.keys()
@@ -140,7 +140,7 @@ class ParallelModel:
         cls,
         root: nn.Module,
         mesh: ParallelMesh,
-        options: Layout | None = None,
+        layout: Layout | None = None,
         *,
         name: str = "model",
         device: torch.device | str = "cpu",
@@ -163,7 +163,7 @@ class ParallelModel:
             LayoutError, ConfigurationError: as the constructor.
             CheckpointError: the source holds another model.
         """
-        model = cls(root, mesh, options, name=name)
+        model = cls(root, mesh, layout, name=name)
         model.prepare(device, dtype, seed=seed, source=source)
         if fill:
             model.fill()
@@ -196,7 +196,7 @@ class ParallelModel:
         self.place(device, dtype)
         self.begin_from(seed, source)
         # After the split, because it wraps the parallel layers.
-        self.recompute(self.options.recompute)
+        self.recompute(self.layout.recompute)
         convert(self)
         self.check_device()
 
@@ -214,20 +214,20 @@ class ParallelModel:
         """Return the mesh of a tensor by its local name."""
         return self.mesh if self.grafted is None or name not in self.grafted.specs else self.grafted.mesh
 
-    def check_same(self, mesh: ParallelMesh, options: Layout) -> None:
+    def check_same(self, mesh: ParallelMesh, layout: Layout) -> None:
         """Raise if this model is now wanted with another layout, or with another plan.
 
         Raises:
             LayoutError: says how the model was split.
         """
-        before, after = self.options.describe(self.mesh), options.describe(mesh)
+        before, after = self.layout.describe(self.mesh), layout.describe(mesh)
         kind = type(self.root).__name__
         if before != after:
             raise LayoutError(
                 f"{kind} was split already ({before}) and cannot become another ({after}). Make a new module, and load "
                 "a checkpoint of this one into it."
             )
-        if options.plan is not None and options.plan != self.plan:
+        if layout.plan is not None and layout.plan != self.plan:
             raise LayoutError(
                 f"{kind} was split by another plan already than the one that is asked for now. Leave plan out to go on "
                 "with the model as it is, or make a new module, and load a checkpoint of this one into it."
@@ -425,7 +425,7 @@ class ParallelModel:
 
     def transform_values(self) -> bool:
         """Let transforms act on the values after these are set; return whether one may have changed them."""
-        acting = [t for t in self.options.transforms if type(t).with_values is not ModelTransform.with_values]
+        acting = [t for t in self.layout.transforms if type(t).with_values is not ModelTransform.with_values]
         replacing = [transform for transform in acting if not (transform.writes_in_place or transform.by_units)]
         if replacing and self._sharded:
             raise ConfigurationError(
@@ -450,7 +450,7 @@ class ParallelModel:
         for chunk in self.chunks:
             apply_recompute(chunk, options, whole=self.mesh.pp == 1)
         if self.grafted is not None:  # after the others, which would undo it
-            self.grafted.recompute(self.grafted.options.recompute)
+            self.grafted.recompute(self.grafted.layout.recompute)
 
     def check_device(self) -> None:
         """Raise if layers or messages cannot work as asked for on these devices. All ranks of the mesh call this.
@@ -467,7 +467,7 @@ class ParallelModel:
             if isinstance(module, Dispatcher):
                 module.connect()
         queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
-        if self.options.pipeline.schedule == "combined" and self.device.type == "cuda" and queues == "1":
+        if self.layout.pipeline.schedule == "combined" and self.device.type == "cuda" and queues == "1":
             raise ConfigurationError(
                 "CUDA_DEVICE_MAX_CONNECTIONS=1 gives a GPU one queue, in which the messages of "
                 "pipeline.schedule='combined' would block all other work. Set it to 8, or remove it."
@@ -497,17 +497,17 @@ class ParallelModel:
     @property
     def token_multiple(self) -> int:
         """Packed token counts must be a multiple of this number."""
-        return self.options.token_multiple(self.mesh)
+        return self.layout.token_multiple(self.mesh)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
         """The pipeline's stages on this rank."""
-        return self.layout.of_rank(self.mesh.rank("pp"))
+        return self.pipeline_layout.of_rank(self.mesh.rank("pp"))
 
     @property
     def num_layers(self) -> int | None:
         """Number of layers of the whole model if this rank holds only a part of them; else None."""
-        return self.layout.num_layers or None
+        return self.pipeline_layout.num_layers or None
 
     def tensors(self) -> dict[str, Tensor]:
         """Return parameters and persistent buffers by local name; tied ones come once."""

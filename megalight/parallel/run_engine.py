@@ -49,7 +49,7 @@ def engine_over(
             stages have different groups. Or the level shards what cannot be sharded.
     """
     for model in models:
-        options.check(model.options.pipeline.schedule)
+        options.check(model.layout.pipeline.schedule)
         # An earlier run may have sharded them, and new buffers are cut from whole parameters.
         model.unshard()
     units = _units(models, options)
@@ -141,11 +141,11 @@ def _route(models: Sequence[ParallelModel]) -> PassOrder:
     """The chunks of all models, and the order of passes through them in a long step."""
     chunks, passes, phases = list[nn.Module](), list[UnitPass](), list[range]()
     for model in models:
-        pipeline, pp, first = model.options.pipeline, model.mesh.pp, len(chunks)
+        pipeline, pp, first = model.layout.pipeline, model.mesh.pp, len(chunks)
         chunks += model.chunks
         # Long enough for several rounds of all chunks. Without a pipeline, each pass returns the way of the last one.
         if pp > 1:
-            actions = build(pipeline.schedule, pp, model.layout.vpp, ROUNDS * pp, pipeline.group_size)
+            actions = build(pipeline.schedule, pp, model.pipeline_layout.vpp, ROUNDS * pp, pipeline.group_size)
             found = passes_of(actions[model.mesh.rank("pp")])
             passes += [step._replace(chunk=first + step.chunk) for step in found]
         phases.append(range(first, len(chunks)))

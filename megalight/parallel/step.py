@@ -311,13 +311,13 @@ class StepDriver:
         self.frozen: Mapping[str, FrozenRun] = {}
         self.runner: StepRunner = run_passes
         self.running = 0
-        self.timetable = Timetable(model.options.pipeline, model.layout, model.mesh)
-        messages = model.options.pipeline.messages
+        self.timetable = Timetable(model.layout.pipeline, model.pipeline_layout, model.mesh)
+        messages = model.layout.pipeline.messages
         self.executor: ScheduleExecutor = Executor(
-            model.chunks, model.layout, model.mesh, model.device, varying_carry, messages
+            model.chunks, model.pipeline_layout, model.mesh, model.device, varying_carry, messages
         )
         self.totals = GlobalTotals(model.mesh, model.device)
-        self.token_shares = model.options.token_multiple(model.mesh)
+        self.token_shares = model.layout.token_multiple(model.mesh)
         self.side_losses = AttachedSideLosses(model.device)
         self.auxiliary = AttachedSideLosses(model.device)
         self._of_empty = ZeroSideLosses(self.side_losses)
@@ -568,7 +568,7 @@ class StepDriver:
         return replace(loss, sum=total, auxiliary={})
 
     def _loss_step(self, carry: Carry, batch: Any) -> Loss:
-        self.running = len(self.model.layout.stages) - 1
+        self.running = len(self.model.pipeline_layout.stages) - 1
         with self._around(batch):
             loss = self.task.loss_step(carry, coupling.contents(batch))
         if not isinstance(loss, Loss):

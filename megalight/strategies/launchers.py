@@ -49,7 +49,7 @@ from megalight.strategies.process_group import backend_of, check_address
 from megalight.strategies.refusals import check_lazy, check_pruning, check_tuners
 from megalight.strategies.setup import check_plain
 from megalight.strategies.unsharded_optimizer import check_early
-from megalight.strategies.user_module import options_for
+from megalight.strategies.user_module import layout_for
 from megalight.types.packed_sequences import check_length
 
 GRACE_SECONDS = 1.0
@@ -397,8 +397,8 @@ def _split_on_meta(strategy: MeshStrategy, module: Any, part: ModelPart) -> None
         apply_transforms(model, module.transforms)
         module.check_model(model)
         model = part.take(model)
-        options = options_for(module, model, part.options)
-        check_split(model, part.mesh, options, strategy.precision.dtype, strategy.root_device)
+        layout = layout_for(module, model, part.layout)
+        check_split(model, part.mesh, layout, strategy.precision.dtype, strategy.root_device)
         strategy.precision.check(model)
         for frozen in module.frozen_models().values():
             frozen.check(part.mesh, strategy.precision.dtype, strategy.root_device)

@@ -26,7 +26,7 @@ from megalight.strategies.checkpoints.options import CheckpointOptions
 from megalight.strategies.collectives import Collectives
 from megalight.strategies.micro_batches import MicroBatchSize
 from megalight.strategies.refusals import check_not_compiled
-from megalight.strategies.user_module import check_steps, options_for, root_of
+from megalight.strategies.user_module import check_steps, layout_for, root_of
 
 
 class ModelPart(NamedTuple):
@@ -34,12 +34,12 @@ class ModelPart(NamedTuple):
 
     Attributes:
         mesh: its ranks, as seen by the first.
-        options: how it is split over them.
+        layout: how it is split over them.
         take: takes it out of the whole model.
     """
 
     mesh: ParallelMesh
-    options: Layout
+    layout: Layout
     take: Callable[[nn.Module], nn.Module]
 
 
@@ -128,7 +128,7 @@ class MeshStrategy(Collectives, ParallelStrategy):
 
     def parts(self, world_size: int) -> Sequence[ModelPart]:
         """Return the parts of the model that have ranks of their own. The last one has the loss."""
-        return (ModelPart(self.grid(world_size), self.options, self.take),)
+        return (ModelPart(self.grid(world_size), self.part_layout, self.take),)
 
     def take(self, whole: nn.Module) -> nn.Module:
         """Return the part of the whole model that is split over the ranks of :attr:`mesh`."""
@@ -136,7 +136,7 @@ class MeshStrategy(Collectives, ParallelStrategy):
 
     def split(self, module: pl.LightningModule, root: nn.Module) -> ParallelModel:
         """Split the part of the model that :meth:`take` returned."""
-        return ParallelModel(root, self.mesh, options_for(module, root, self.options))
+        return ParallelModel(root, self.mesh, layout_for(module, root, self.part_layout))
 
     def check_module(self, module: pl.LightningModule, mesh: ParallelMesh) -> None:
         """Refuse a module that cannot run on a mesh.
@@ -192,7 +192,7 @@ class MeshStrategy(Collectives, ParallelStrategy):
         return TrainingRun(self.parallel_model, self.streams, self.engine, optimizer, self.extra_shard_states)
 
     @property
-    def options(self) -> Layout:
+    def part_layout(self) -> Layout:
         """The layout of this rank's part of the model."""
         return self.layout
 

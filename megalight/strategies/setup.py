@@ -106,7 +106,7 @@ def _split(strategy: MeshStrategy, module: pl.LightningModule, root: nn.Module) 
         apply_transforms(root, module.transforms)
         module.check_model(root)
         root = module.model = strategy.take(root)
-        module.token_multiple = strategy.options.token_multiple(strategy.mesh)
+        module.token_multiple = strategy.part_layout.token_multiple(strategy.mesh)
     else:
         # Each process may have built its layers from another random state.
         broadcast_values(root, strategy.root_device)
@@ -127,11 +127,11 @@ def check_plain(strategy: MeshStrategy, module: pl.LightningModule, mesh: Parall
     """
     before: ParallelModel | None = module.__dict__.get(SPLIT)
     if before is not None:
-        before.check_same(mesh, strategy.options)
+        before.check_same(mesh, strategy.part_layout)
     elif module.automatic_optimization and not any(map(partial(defines, module), ("configure_model", "setup"))):
         # These hooks may add what has a plan or a shape, and manual optimization is refused later, with any plan.
         refusals.check_lazy(module)
-        styles_for(module, find_plan(module, mesh, strategy.options), mesh)
+        styles_for(module, find_plan(module, mesh, strategy.part_layout), mesh)
 
 
 def _split_before(strategy: MeshStrategy, module: pl.LightningModule, root: nn.Module) -> ParallelModel | None:
@@ -141,12 +141,12 @@ def _split_before(strategy: MeshStrategy, module: pl.LightningModule, root: nn.M
     """
     model: ParallelModel | None = root.__dict__.get(SPLIT)
     if model is not None:
-        options = replace(strategy.options, transforms=tuple(getattr(module, "transforms", ())))
+        layout = replace(strategy.part_layout, transforms=tuple(getattr(module, "transforms", ())))
         alone = model.mesh.world_size == 1 < strategy.mesh.world_size
         if alone and isinstance(module, MegalightModule) and unsplit(module, model):
             return None
-        model.check_same(strategy.mesh, options)
-        model.options = replace(model.options, recompute=options.recompute)
+        model.check_same(strategy.mesh, layout)
+        model.layout = replace(model.layout, recompute=layout.recompute)
         model.origin = None  # it may have been trained, so its values are no longer the initial ones
     return model
 

@@ -27,7 +27,7 @@ from megalight.strategies.mesh_strategy import MeshStrategy, ModelPart
 from megalight.strategies.micro_batches import AUTO
 from megalight.strategies.step import Stepper
 from megalight.strategies.tower_steps import LanguageStepper, Relay, TowerStepper
-from megalight.strategies.user_module import STEPS, defines_step, options_for
+from megalight.strategies.user_module import STEPS, defines_step, layout_for
 from megalight.towers.batch_split import Division
 from megalight.towers.colocated import ColocatedExecutor
 from megalight.towers.disjoint import FeatureReceiver, TowerRunner
@@ -215,8 +215,8 @@ class MegatronTowersStrategy(TowersStrategy):
         return self.own.describe()
 
     @property
-    def options(self) -> Layout:
-        """The options of this rank's side."""
+    def part_layout(self) -> Layout:
+        """The layout of this rank's side."""
         is_tower = self.division is not None and self.division.is_tower
         return tower_layout(self.tower) if is_tower else self.layout
 
@@ -372,7 +372,7 @@ class MegatronTowersBesideStrategy(TowersStrategy):
         """Return tower and language model."""
         return (
             ModelPart(self.tower_mesh(world_size), tower_layout(self.tower), lambda whole: self.take_part(whole, True)),
-            ModelPart(self.grid(world_size), self.options, lambda whole: self.take_part(whole, False)),
+            ModelPart(self.grid(world_size), self.part_layout, lambda whole: self.take_part(whole, False)),
         )
 
     @property
@@ -391,7 +391,7 @@ class MegatronTowersBesideStrategy(TowersStrategy):
         """Split both models. The tower then belongs to the language model's tree, under its own names."""
         model = super().split(module, root)
         assert self._part is not None and isinstance(root, VLM)
-        options = options_for(module, self._part, tower_layout(self.tower))
+        options = layout_for(module, self._part, tower_layout(self.tower))
         mesh = self.tower_mesh(self.mesh.world_size, self.mesh.global_rank)
         tower = ParallelModel(self._part, mesh, options)
         root.attach(self._part)

@@ -37,13 +37,13 @@ def seed_of(module: pl.LightningModule, seed: int) -> int:
     return module.seed if isinstance(module, MegalightModule) else seed % 2**63
 
 
-def options_for(module: pl.LightningModule, model: nn.Module, options: Layout) -> Layout:
-    """Return the strategy's options for the unsplit model, with the module's transforms and, if needed, its plan."""
+def layout_for(module: pl.LightningModule, model: nn.Module, layout: Layout) -> Layout:
+    """Return the strategy's layout for the unsplit model, with the module's transforms and, if needed, its plan."""
     if not isinstance(module, MegalightModule):
-        return options
+        return layout
     # The user's plan on the strategy goes before the module's own.
-    plan = module.plan(model) if options.plan is None else options.plan
-    return replace(options, plan=plan, transforms=tuple(module.transforms))
+    plan = module.plan(model) if layout.plan is None else layout.plan
+    return replace(layout, plan=plan, transforms=tuple(module.transforms))
 
 
 def defines_step(module: pl.LightningModule, method: str) -> bool:

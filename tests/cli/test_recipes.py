@@ -17,7 +17,7 @@ from megalight.models.family import families
 from megalight.parallel.apply import check_split
 from megalight.parallel.recompute import RecomputeOptions
 from megalight.strategies import MegatronStrategy
-from megalight.strategies.user_module import options_for
+from megalight.strategies.user_module import layout_for
 
 RECIPES = recipes()
 
@@ -41,7 +41,9 @@ def test_models_split_over_the_gpus_of_their_recipes(preset):
             assert mesh.tp == recipe.tensor_parallel
             with torch.device("meta"):
                 model = module.build_model()
-            check_split(model, mesh, options_for(module, model, strategy.options), torch.bfloat16, torch.device("cpu"))
+            check_split(
+                model, mesh, layout_for(module, model, strategy.part_layout), torch.bfloat16, torch.device("cpu")
+            )
         data = recipe.configuration["data"]["init_args"]
         assert data["sequence_length"] <= known.presets[preset].max_sequence_length
         assert data["global_batch_size"] % mesh.dp == 0

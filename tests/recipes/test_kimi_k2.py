@@ -13,7 +13,7 @@ from megalight.models.gpt.presets import preset
 from megalight.parallel.apply import check_split, parallelize
 from megalight.parallel.recompute import RecomputeOptions
 from megalight.strategies import MegatronStrategy
-from megalight.strategies.user_module import options_for
+from megalight.strategies.user_module import layout_for
 from tests.recipes.test_layouts import RECIPES
 
 
@@ -31,7 +31,7 @@ def test_the_recipe_of_kimi_k2() -> None:
         module = GPTModule(config)
         with torch.device("meta"):
             model = module.build_model()
-        check_split(model, mesh, options_for(module, model, strategy.options), torch.bfloat16, torch.device("cpu"))
+        check_split(model, mesh, layout_for(module, model, strategy.part_layout), torch.bfloat16, torch.device("cpu"))
         with torch.device("meta"):
             root = GPT(config)
         parallelize(root, gpt_plan(root), mesh, sequence_parallel=True)

@@ -24,6 +24,7 @@ from megalight.models.gpt import GPT
 from megalight.models.gpt.module import GPTModule
 from megalight.models.stored import held_model, save_model
 from megalight.nn.init import initialize
+from megalight.parallel.layout import Layout
 from megalight.strategies import MegatronStrategy
 from megalight.types import TokenBatch
 from tests.strategies.test_distillation import LR, STUDENT, TEACHERS, Student, teacher_of
@@ -195,8 +196,8 @@ def test_what_does_not_fit_is_refused(folder: Path) -> None:
         Distillation(folder / "teacher", teacher_logits=folder / "rows")
     with pytest.raises(ConfigurationError, match="needs all probabilities of the teacher"):
         Distillation(teacher_logits=folder / "rows", divergence="reverse_kl")
-    with pytest.raises(ConfigurationError, match="describe a teacher in memory"):
-        Distillation(teacher_logits=folder / "rows", tensor_parallel=2)
+    with pytest.raises(ConfigurationError, match="describes a teacher in memory"):
+        Distillation(teacher_logits=folder / "rows", teacher_layout=Layout(tensor_parallel=2))
     with pytest.raises(ConfigurationError, match=f"top_k=102 must be from 1 to {V}"):
         store(folder, "none", top_k=V + 1)
     runner: Any = SimpleNamespace(callbacks=[recorded], datamodule=None)

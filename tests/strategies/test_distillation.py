@@ -27,6 +27,7 @@ from megalight.models.stored import held_model, save_model
 from megalight.nn.init import initialize
 from megalight.nn.moe.config import MoEConfig
 from megalight.parallel.data_parallel import DataParallelOptions
+from megalight.parallel.layout import Layout
 from megalight.parallel.recompute import RecomputeOptions
 from megalight.strategies import MegatronStrategy
 from megalight.types import TokenBatch
@@ -158,7 +159,7 @@ def check(
         max_steps=STEPS,
         use_distributed_sampler=False,
         num_sanity_val_steps=0,
-        callbacks=[Distillation(folder, **options, **loss)],
+        callbacks=[Distillation(folder, teacher_layout=Layout(**options), **loss)],
     )
     runner.fit(module)
     wanted_rows, after, wanted = by_torch

@@ -30,6 +30,7 @@ from megalight.nn import StateComparison
 from megalight.nn.init import initialize
 from megalight.nn.moe.config import MoEConfig
 from megalight.parallel.data_parallel import DataParallelOptions
+from megalight.parallel.layout import Layout
 from megalight.parallel.pipeline.options import PipelineOptions
 from megalight.parallel.recompute import RecomputeOptions
 from megalight.parallel.transform import apply_transforms
@@ -182,7 +183,7 @@ def _check(
         max_steps=STEPS,
         use_distributed_sampler=False,
         num_sanity_val_steps=0,
-        callbacks=[Distillation(folder, **options, **loss)],
+        callbacks=[Distillation(folder, teacher_layout=Layout(**options), **loss)],
     )
     runner.fit(module)
     wanted_rows, wanted = by_torch

@@ -196,7 +196,7 @@ def check(
     base: Path, layout: dict[str, Any], packed: bool, count: int, draft: EagleConfig, options: Any, by_torch: Any
 ) -> None:
     """Train a draft beside its base, and compare everything with torch alone."""
-    module, rows = Drafter(base, packed, count, draft, **options), []
+    module, rows = Drafter(base, packed, count, draft, base_layout=Layout(**options)), []
     how = MegatronStrategy(micro_batch_size=1, **layout)
 
     def keep(*_: Any) -> None:

@@ -151,7 +151,7 @@ def set_up(base: Path, draft: EagleConfig, data: Any, stage: str = "fit", valida
 
 def test_what_does_not_fit_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigurationError, match="holds hidden states, so no base runs"):
-        EagleModule(folder / "rows", tensor_parallel=2)
+        EagleModule(folder / "rows", base_layout=Layout(tensor_parallel=2))
     message = r"reads hidden states after layers \[1, 3\], and .* holds those after \[3, 1, 2\]"
     with pytest.raises(ConfigurationError, match=message):
         set_up(folder / "rows", EagleConfig(auxiliary_layers=(1, 3)), data_of(folder))

@@ -98,8 +98,7 @@ class BaseModel:
         if holds_hidden_states(self.folder):
             if self.layout != Layout():
                 raise ConfigurationError(
-                    f"{self.folder} holds hidden states, so no base runs, and it has no layout; leave tensor_parallel, "
-                    "pipeline_parallel, sequence_parallel, pipeline_layout and expert_parallel out."
+                    f"{self.folder} holds hidden states, so no base runs, and it has no layout; leave base_layout out."
                 )
             object.__setattr__(self, "states", CachedHiddenStates(self.folder))
             object.__setattr__(self, "folder", Path(self.folder) / STORED_ENDS)

@@ -50,12 +50,7 @@ class EagleModule(FamilyModule[EagleConfig]):
             :class:`~megalight.models.family.module.FamilyModule`.
         steps: how many tokens ahead the draft is trained.
         decay: see above.
-        tensor_parallel: the base's degree, over the same ranks.
-        pipeline_parallel: the base's degree.
-        sequence_parallel: the base's; see :class:`~megalight.strategies.MegatronStrategy`.
-        pipeline_layout: the layers of each of the base's stages; more stages than ``pipeline_parallel``: several chunks
-            of layers per rank.
-        expert_parallel: the base's degree, if it has experts.
+        base_layout: the base's layout, over the same ranks; None: each rank runs a whole base.
 
     Logs, besides those of :class:`~megalight.models.module.MegalightModule`, in training and validation:
         train_step_<n>_loss: the mean loss of step ``n``.
@@ -81,11 +76,7 @@ class EagleModule(FamilyModule[EagleConfig]):
         weights_keys: Keys = "strict",
         steps: int = 4,
         decay: float = 0.9,
-        tensor_parallel: int = 1,
-        pipeline_parallel: int = 1,
-        sequence_parallel: bool = False,
-        pipeline_layout: str | None = None,
-        expert_parallel: int = 1,
+        base_layout: Layout | None = None,
         architecture: str | os.PathLike[str] | None = None,
         draft_vocabulary: str | os.PathLike[str] | None = None,
     ) -> None:
@@ -93,14 +84,7 @@ class EagleModule(FamilyModule[EagleConfig]):
             raise ConfigurationError(f"steps={steps} must be at least 1; 4 are usual.")
         if not 0 < decay <= 1:
             raise ConfigurationError(f"decay={decay} must be above 0 and at most 1; 0.9 is usual.")
-        layout = Layout(
-            tensor_parallel=tensor_parallel,
-            pipeline_parallel=pipeline_parallel,
-            sequence_parallel=sequence_parallel,
-            pipeline_layout=pipeline_layout,
-            expert_parallel=expert_parallel,
-        )
-        self.base_model = BaseModel(base, layout)
+        self.base_model = BaseModel(base, base_layout or Layout())
         if architecture is not None and config is not None:
             raise ConfigurationError("architecture describes the whole draft; give it, or config.")
         ids = () if draft_vocabulary is None else read_vocabulary(draft_vocabulary)

@@ -72,7 +72,7 @@ def export_quantized(path: str | os.PathLike[str], output: str | os.PathLike[str
         raise ConfigurationError(f"transformers has no models like those of the family {known.name}.")
     weights: WeightConversion = known.weights
     model = saved_model(opened)
-    if not any(isinstance(transform, Quantizers) for transform in model.options.transforms):
+    if not any(isinstance(transform, Quantizers) for transform in model.layout.transforms):
         raise CheckpointError(
             f"checkpoint {opened.path} is not quantized; calibrate it first (megalight quantize), or convert it "
             "--to transformers."
