@@ -19,7 +19,7 @@ import pytest
 from tests.support.source import PACKAGE, ROOT, Import, Source, sources, subpackage
 
 LEVELS = (
-    {"errors", "migration", "registry", "types", "imports", "first_rank", "hub"},
+    {"attachments", "errors", "migration", "registry", "types", "imports", "first_rank", "hub"},
     {"ops", "data"},
     {"nn"},
     {"parallel"},

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from megalight.attachments import SHARDING
 from megalight.checkpoint import loading, saving
 from megalight.checkpoint.disk.manifest import DP_RESHARDABLE, FULLY_RESHARDABLE
 from megalight.checkpoint.loading import SavedCheckpoint
@@ -29,7 +30,7 @@ from megalight.ops.parameter import cast_of
 from megalight.ops.quantize.amax_history import AmaxHistory
 from megalight.parallel.data_parallel import DataParallelEngine, FlatShard
 from megalight.parallel.data_parallel.buffers import FlatParameters
-from megalight.parallel.data_parallel.masters import SHARDING, history
+from megalight.parallel.data_parallel.masters import history
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.source import Target, parameter_targets, shard_targets
@@ -312,7 +313,7 @@ class TrainingRun:
     def _shards(self) -> list[FlatShard]:
         """The shards for which the optimizer has a state each."""
         engine, optimizer = self._training
-        sharding = getattr(optimizer, SHARDING, None)
+        sharding = SHARDING.get(optimizer)
         return engine.shards if sharding is None else cast(list[FlatShard], sharding.shards)
 
     def _make_states(self, groups: list[dict[str, Any]], own_counters: Mapping[str, Mapping[str, Any] | None]) -> None:
@@ -323,7 +324,7 @@ class TrainingRun:
             state.
         """
         optimizer = self._training[1]
-        if (sharding := getattr(optimizer, SHARDING, None)) is not None:
+        if (sharding := SHARDING.get(optimizer)) is not None:
             sharding.restart(lambda name: _history(own_counters.get(name, {})))
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
             group.update(saved["options"])

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megalight.attachments import APPLIED
 from megalight.errors import ConfigurationError
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.model import GPTOutput
@@ -24,7 +25,6 @@ from megalight.parallel.pipeline import schedules
 from megalight.parallel.pipeline.agenda import agenda_of
 from megalight.parallel.pipeline.carry import Carry
 from megalight.parallel.pipeline.executor import Executor
-from megalight.parallel.transform import APPLIED
 from megalight.types import PackedSequences
 
 T = TypeVar("T")
@@ -63,7 +63,7 @@ class ParallelGPT(nn.Module):
         self.mesh = model.mesh
         self.device = model.device
         # Which adapters the whole model has, also where this rank's layers have none.
-        self.__dict__[APPLIED] = model.root.__dict__.get(APPLIED, [])
+        APPLIED.set(self, APPLIED.get(model.root, []))
         layout = model.pipeline_layout
         self._coupling = model.coupling
         messages = model.layout.pipeline.messages

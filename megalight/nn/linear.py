@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megalight.attachments import GATHER_HOOK
 from megalight.nn.canonical import Section, joined
 from megalight.nn.init import ConstantInit, Initializer, Normal
 from megalight.ops.linear import linear
@@ -123,6 +124,6 @@ def _casting(layer: nn.Module) -> Linear | None:
 
 def _is_watched(module: nn.Module) -> bool:
     # The hook that waits for parameters reads no tensor.
-    waits = getattr(module.__dict__.get("gathering"), "id", None)
+    waits = getattr(GATHER_HOOK.get(module), "id", None)
     before = [key for key in module._forward_pre_hooks if key != waits]
     return bool(before or module._forward_hooks or module._backward_hooks or module._backward_pre_hooks)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from megalight.attachments import SHARDING
 from megalight.errors import ConfigurationError
 from megalight.imports import has_grad_dtype
 from megalight.ops.adam import MOMENT_BLOCK, Coded
@@ -23,7 +24,7 @@ from megalight.optim.whole_matrices import WholeMatrixOptimizer
 from megalight.parallel.data_parallel import DataParallelEngine, FlatShard, ParamInfo
 from megalight.parallel.data_parallel.buffers import Bucket
 from megalight.parallel.data_parallel.layout import BucketSlot
-from megalight.parallel.data_parallel.masters import SCALARS, SHARDING, history
+from megalight.parallel.data_parallel.masters import SCALARS, history
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
@@ -74,13 +75,13 @@ def shard_optimizer(optimizer: OptimizerT, engine: DataParallelEngine) -> Optimi
     if (earlier := sharding_of(optimizer)) is not None:
         earlier.end()
     _check_groups(optimizer, engine)
-    optimizer.__dict__[SHARDING] = Sharding(optimizer, engine)
+    SHARDING.set(optimizer, Sharding(optimizer, engine))
     return optimizer
 
 
 def sharding_of(optimizer: Optimizer) -> Sharding | None:
     """Return how an optimizer is sharded. None: it updates the parameters in its groups."""
-    sharding: Sharding | None = optimizer.__dict__.get(SHARDING)
+    sharding: Sharding | None = SHARDING.get(optimizer)
     return sharding
 
 
@@ -167,7 +168,7 @@ class Sharding:
         """
         for handle in self._handles:
             handle.remove()
-        del self.optimizer.__dict__[SHARDING]
+        SHARDING.pop(self.optimizer)
         if isinstance(self.optimizer, Adam):
             # These are buffers of the engine, which may be freed after this.
             self.optimizer.copies, self.optimizer.before, self.optimizer.after = {}, {}, {}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from torch import nn
 
+from megalight.attachments import APPLIED
 from megalight.nn.canonical import parts
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.shard import ShardSpec
@@ -78,17 +79,13 @@ def register(transform: type[TransformT]) -> type[TransformT]:
     return transform
 
 
-APPLIED = "megalight_transforms"
-"""Attribute of a model: each transform that changed it, with the canonical names of the tensors that it made."""
-
-
 def apply_transforms(model: nn.Module, transforms: Sequence[ModelTransform]) -> list[frozenset[str]]:
     """Apply those transforms to a single-device model that have not changed it yet.
 
     Returns:
         for each transform of the model, canonical names of the tensors that it made.
     """
-    done: list[tuple[ModelTransform, frozenset[str]]] = model.__dict__.setdefault(APPLIED, [])
+    done: list[tuple[ModelTransform, frozenset[str]]] = APPLIED.setdefault(model, [])
     for transform in transforms:
         # A second fit asks for the same transforms again.
         if all(transform != other for other, _ in done):
@@ -100,7 +97,7 @@ def apply_transforms(model: nn.Module, transforms: Sequence[ModelTransform]) -> 
 
 def share_transforms(whole: nn.Module, part: nn.Module) -> None:
     """Let a part that was taken out of a model count as changed by the transforms of the whole."""
-    part.__dict__[APPLIED] = whole.__dict__.setdefault(APPLIED, [])
+    APPLIED.set(part, APPLIED.setdefault(whole, []))
 
 
 def unknown_to(known: Container[str], made: Iterable[frozenset[str]]) -> frozenset[str]:

@@ -14,12 +14,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from megalight.attachments import overridden
 from megalight.errors import ConfigurationError
 from megalight.models.module import MegalightModule
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.strategies import _lightning
-from megalight.strategies.user_module import overridden
 
 
 def check_checkpoint_io(plugin: CheckpointIO | None) -> None:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.data import RandomSampler
 from torchmetrics import Metric
 
+from megalight.attachments import SPLIT
 from megalight.errors import DataError
 from megalight.models.module import MegalightModule
 from megalight.optim import shard_optimizer
@@ -37,9 +38,6 @@ from megalight.strategies.clipping import guard_clipping, unguard_clipping
 from megalight.strategies.mesh_strategy import MeshStrategy
 from megalight.strategies.user_module import defines, root_of, seed_of
 from megalight.strategies.whole_model import outline
-
-SPLIT = "megalight_model"
-"""Attribute of a split root with its parallel model, so that another Trainer in this process can continue with it."""
 
 
 def return_metrics(module: pl.LightningModule, device: torch.device) -> None:
@@ -112,7 +110,7 @@ def _split(strategy: MeshStrategy, module: pl.LightningModule, root: nn.Module) 
         broadcast_values(root, strategy.root_device)
     # A plain module is divided where it stands, and cannot be built again.
     whole = None if isinstance(module, MegalightModule) or strategy.mesh.world_size == 1 else outline(root)
-    model = root.__dict__[SPLIT] = strategy.split(module, root)
+    model: ParallelModel = SPLIT.set(root, strategy.split(module, root))
     model.outline = whole
     return model
 
@@ -125,7 +123,7 @@ def check_plain(strategy: MeshStrategy, module: pl.LightningModule, mesh: Parall
             there, or no experts for ``ep`` and ``etp``.
         ConfigurationError: no plan says what to split, or a parameter has no shape yet.
     """
-    before: ParallelModel | None = module.__dict__.get(SPLIT)
+    before: ParallelModel | None = SPLIT.get(module)
     if before is not None:
         before.check_same(mesh, strategy.part_layout)
     elif module.automatic_optimization and not any(map(partial(defines, module), ("configure_model", "setup"))):
@@ -139,7 +137,7 @@ def _split_before(strategy: MeshStrategy, module: pl.LightningModule, root: nn.M
 
     None: it was not split, or it was for one rank and is whole again now, to be split as this Trainer wants it.
     """
-    model: ParallelModel | None = root.__dict__.get(SPLIT)
+    model: ParallelModel | None = SPLIT.get(root)
     if model is not None:
         layout = replace(strategy.part_layout, transforms=tuple(getattr(module, "transforms", ())))
         alone = model.mesh.world_size == 1 < strategy.mesh.world_size

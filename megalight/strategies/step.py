@@ -18,6 +18,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torchmetrics import Metric
 
+from megalight.attachments import overridden
 from megalight.errors import ConfigurationError
 from megalight.models.batch_size import Loaded, count_samples, loaded, split_batch, weights
 from megalight.models.module import MegalightModule
@@ -29,7 +30,7 @@ from megalight.parallel.trace import span
 from megalight.plugins.precision import MegatronPrecision
 from megalight.strategies.micro_batches import MicroBatchSize
 from megalight.strategies.stage_logs import StageLogs
-from megalight.strategies.user_module import defines_step, intercepted_log, overridden
+from megalight.strategies.user_module import defines_step, intercepted_log
 from megalight.types import mean
 
 

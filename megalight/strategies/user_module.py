@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
 
+from megalight.attachments import overridden
 from megalight.errors import ConfigurationError
 from megalight.models.module import MegalightModule, check_signatures
 from megalight.parallel.layout import Layout
@@ -184,23 +185,6 @@ def _any_defines(
                 log.info("%s defines %s: parameters are gathered before it runs", type(owner).__name__, name)
                 return True
     return False
-
-
-@contextmanager
-def overridden(module: pl.LightningModule, **methods: Any) -> Iterator[None]:
-    """Let the module have other methods inside.
-
-    Attributes of the instance hide methods of its class. They go to ``__dict__``, past ``nn.Module.__setattr__``, which
-    users may override; those that lay there before come back.
-    """
-    hidden = {name: module.__dict__[name] for name in methods if name in module.__dict__}
-    module.__dict__ |= methods
-    try:
-        yield
-    finally:
-        for name in methods:
-            del module.__dict__[name]
-        module.__dict__ |= hidden
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from rich.table import Table
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from megalight.attachments import shadow_of
 from megalight.models.module import MegalightModule
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.transform import apply_transforms
@@ -89,12 +90,11 @@ def with_whole_model(module: pl.LightningModule, model: ParallelModel | None) ->
     whole = whole_model(module, model)
     if whole is module or (not isinstance(module, MegalightModule) and _numel(whole) == _numel(module)):
         return module
-    shadow: pl.LightningModule = object.__new__(type(module))
-    shadow.__dict__.update(module.__dict__)
+    shadow: pl.LightningModule
     if isinstance(module, MegalightModule):
-        shadow.__dict__["_modules"] = {**module._modules, "model": whole}
+        shadow = shadow_of(module, {**module._modules, "model": whole})
     else:
-        shadow.__dict__["_modules"], shadow.__dict__["_parameters"] = whole._modules, whole._parameters
+        shadow = shadow_of(module, whole._modules, _parameters=whole._parameters)
     shadow.example_input_array = None
     return shadow
 

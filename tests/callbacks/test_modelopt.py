@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 
+from megalight.attachments import QUANTIZED
 from megalight.callbacks import ModelOptQuantization
 from megalight.callbacks.modelopt import told
 from megalight.errors import ConfigurationError, DataError, MegalightError
@@ -35,7 +36,6 @@ from megalight.plugins.modelopt import Quantizers
 from megalight.plugins.modelopt.layers import register_layers
 from megalight.plugins.modelopt.places import places
 from megalight.plugins.modelopt.presets import HEAD, modelopt
-from megalight.plugins.modelopt.quantizers import NAMED
 from megalight.strategies import MegatronStrategy
 from tests.parallel.gathering import gather_canonical
 from tests.strategies.training import BASE, CONFIGS, SEED, WithData, by_hand, fit, global_batch
@@ -373,7 +373,7 @@ def test_gates_of_shared_experts_keep_their_dtype() -> None:
     linear = {path for path, module in model.named_modules() if isinstance(module, Linear | Experts)}
     left = {path for path in linear if path.endswith(("shared_gate", "output_layer"))}
     assert len(left) == BASE.num_layers + 1
-    assert model.__dict__[NAMED].keys() == linear - left
+    assert QUANTIZED.get(model).keys() == linear - left
 
 
 def test_a_preset_that_names_nothing_is_refused() -> None:

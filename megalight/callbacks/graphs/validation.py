@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megalight.attachments import overridden
 from megalight.models.module import MegalightModule
 from megalight.nn.moe import Dispatcher
 from megalight.ops.parameter import cast_of
@@ -20,7 +21,7 @@ from megalight.parallel.pipeline import schedules
 from megalight.parallel.recompute.apply import redrawing
 from megalight.strategies.megatron import MegatronStrategy
 from megalight.strategies.towers import MegatronTowersStrategy, TowersStrategy
-from megalight.strategies.user_module import defines, defines_step, intercepted_log, is_ours, overridden
+from megalight.strategies.user_module import defines, defines_step, intercepted_log, is_ours
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+from megalight.attachments import APPLIED
 from megalight.errors import ConfigurationError, nearest
 from megalight.nn import Linear
 from megalight.nn.adapter import DEFAULT, Adapter, AdapterSet, add_adapter, remove_adapters
@@ -20,7 +21,7 @@ from megalight.nn.init import ConstantInit
 from megalight.nn.moe import Experts
 from megalight.nn.moe.adapters import StackAdapter
 from megalight.ops.quantized_weight import stored_of
-from megalight.parallel.transform import APPLIED, ModelTransform, register
+from megalight.parallel.transform import ModelTransform, register
 
 if TYPE_CHECKING:
     from megalight.parallel.model import ParallelModel
@@ -256,7 +257,7 @@ def _set_active(model: nn.Module, adapter: str | None) -> None:
 def names_of_adapters(model: nn.Module) -> list[str]:
     """Return the names of a model's adapters, in the order in which they were added."""
     # Not from its layers: a stage of a pipeline may hold none that an adapter changes.
-    done = (transform for transform, _ in model.__dict__.get(APPLIED, ()))
+    done = (transform for transform, _ in APPLIED.get(model, ()))
     inside = (name for module in model.modules() if isinstance(module, AdapterSet) for name in module)
     return list(dict.fromkeys([*(each.adapter for each in done if isinstance(each, LoRA)), *inside]))
 

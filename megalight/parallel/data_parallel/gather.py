@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
+from megalight.attachments import GATHER_HOOK
 from megalight.imports import torch_distributed
 from megalight.parallel.data_parallel.buffers import Bucket, FlatParameters
 from megalight.parallel.data_parallel.communication import TransportChoice, side_stream
@@ -310,11 +311,10 @@ class Gatherer:
         for part in module.modules():
             near = [part, *(child for child in part.children() if next(child.children(), None) is None)]
             needed = self.buckets_of(p for each in near for p in each.parameters(recurse=False))
-            if isinstance(before := part.__dict__.get("gathering"), RemovableHandle):
+            if (before := GATHER_HOOK.get(part)) is not None:
                 before.remove()  # the hook of an earlier engine
             if any(self.buckets[index].shard_group is not None for index in needed):
-                hook = part.__dict__["gathering"] = part.register_forward_pre_hook(self._hook(needed))
-                self._hooks.append(hook)
+                self._hooks.append(GATHER_HOOK.set(part, part.register_forward_pre_hook(self._hook(needed))))
 
     def detach(self) -> None:
         """Wait for all buckets, and let modules wait no more. Their hooks would keep masters of an ended run alive."""

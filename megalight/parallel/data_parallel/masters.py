@@ -56,9 +56,6 @@ def _holds(wanted: torch.dtype, kind: BucketKey) -> bool:
 # Flat shard: the interval of a bucket that this rank's optimizer updates.
 
 
-SHARDING = "megalight_sharding"
-"""Attribute of an optimizer that is on shards."""
-
 SCALARS = ("step", "eta", "mu", "mu_product")
 """State of torch's optimizers that is one number per parameter."""
 

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
+from megalight.attachments import UNIT_HOOKS
 from megalight.errors import MegalightError
 from megalight.imports import in_backward
 from megalight.parallel.data_parallel.buffers import FlatParameters
@@ -38,9 +38,6 @@ from megalight.parallel.data_parallel.gather import Pushes
 from megalight.parallel.data_parallel.unit_gradients import UnitGradients
 from megalight.parallel.data_parallel.unit_memory import PassOrder, UnitPass
 from megalight.parallel.data_parallel.unshard import Unsharder
-
-HOOKS = "unit_hooks"
-"""Attribute of a unit's module with its hooks, so that a later engine can remove them."""
 
 
 class Units:
@@ -109,10 +106,9 @@ class Units:
             remove_hooks(module)
             # Hooks know the place in the forward pass, not the unit: a unit
             # with two modules has two neighbors.
-            module.__dict__[HOOKS] = [
-                module.register_forward_pre_hook(self._before_forward(place)),
-                module.register_forward_hook(self._after_forward(place), with_kwargs=True),
-            ]
+            before = module.register_forward_pre_hook(self._before_forward(place))
+            after = module.register_forward_hook(self._after_forward(place), with_kwargs=True)
+            UNIT_HOOKS.set(module, [before, after])
 
     def follow(self, chunks: Sequence[nn.Module], coming: Sequence[UnitPass]) -> None:
         """Say which passes come after the one that begins now, so that their first units are gathered in time.
@@ -268,6 +264,5 @@ def _nothing() -> None:
 
 def remove_hooks(module: nn.Module) -> None:
     """Remove the hooks of an earlier engine."""
-    hooks: list[RemovableHandle] = module.__dict__.pop(HOOKS, [])
-    for hook in hooks:
+    for hook in UNIT_HOOKS.pop(module, ()):
         hook.remove()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor, nn
 
+from megalight.attachments import shadow_of
 from megalight.errors import LayoutError
 from megalight.parallel.layers import layers_of
 from megalight.parallel.mesh import ParallelMesh
@@ -52,9 +52,8 @@ def check_protocol(model: nn.Module) -> int:
 def shell(model: nn.Module) -> nn.Module:
     """Return a second object of the same model, which shares everything except the dict of children."""
     # Chunks must stay callable as the user's own class, so they are shells of it instead of a class of ours.
-    shadow = copy.copy(model)
-    shadow.__dict__["_modules"] = dict(model._modules)
-    return shadow
+    found: nn.Module = shadow_of(model, dict(model._modules))
+    return found
 
 
 def cut(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megalight.attachments import GATHER_HOOK
 from megalight.errors import ConfigurationError
 from megalight.ops.note import RecomputeRecipe, attach_recipe, recipe_of
 from megalight.parallel.forward_override import Override
@@ -176,7 +177,7 @@ def make_group(layers: list[Layer]) -> None:
     """Make consecutive layers one recompute region."""
     group = Group(Draws([layer for _, layer in layers]))
     for name, layer in layers:
-        gathering = getattr(layer, "gathering", None)  # a hook of the data-parallel engine, which may run twice
+        gathering = GATHER_HOOK.get(layer)  # a hook of the data-parallel engine, which may run twice
         allowed = set() if gathering is None else {gathering.id}
         if {*layer._forward_hooks, *layer._forward_pre_hooks} - allowed:
             raise ConfigurationError(

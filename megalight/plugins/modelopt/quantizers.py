@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from megalight.attachments import QUANTIZED
 from megalight.errors import ConfigurationError
 from megalight.nn import Attention, InnerAttention, LatentAttention, Linear
 from megalight.nn.embedding import Embedding, TokenEmbedding
@@ -24,8 +25,6 @@ from megalight.plugins.modelopt.places import matrices, places, sites
 from megalight.plugins.modelopt.presets import Preset, modelopt
 from megalight.plugins.modelopt.specs import amax_spec, check_blocks, features_spec, share_tokens
 
-NAMED = "megalight_quantized"
-"""Attribute of a model: path of each module that gets quantizers -> its preset."""
 UNQUANTIZED = "none"
 """In place of a preset: the layer keeps its dtype."""
 
@@ -131,7 +130,7 @@ class Quantizers(ModelTransform):
             raise ConfigurationError(
                 f"kv={self.kv!r}: {type(model).__name__} has no attention that keeps keys and values. Leave kv out."
             )
-        model.__dict__[NAMED] = named
+        QUANTIZED.set(model, named)
 
     def change_split(self, model: ParallelModel) -> Mapping[str, ShardSpec]:
         """Put quantizers into this rank's layers; return what their ``amax`` hold.
@@ -141,7 +140,7 @@ class Quantizers(ModelTransform):
         """
         presets = self.read()
         modules = dict(model.root.named_modules())
-        here = {path: name for path, name in model.root.__dict__[NAMED].items() if path in modules}
+        here = {path: name for path, name in QUANTIZED.get(model.root).items() if path in modules}
         for path, name in here.items():
             # Only modules that are named: ModelOpt would convert norms and embeddings too.
             if type(modules[path]) not in KINDS:
