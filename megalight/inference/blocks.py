@@ -10,6 +10,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from megalight.errors import DataError, integer
 
 BLOCK_SIZE = 16
@@ -41,6 +43,7 @@ class BlockPool:
 
     Attributes:
         tables: the numbers of each slot's blocks.
+        table: ``[num_slots, B]`` int32, the same; what follows the last block of a slot is any block.
         prefixes: the blocks that can be found by their tokens.
 
     Raises:
@@ -53,6 +56,8 @@ class BlockPool:
         size = integer("block_size", size)
         self.count, self.size, self.snapshots = count, size, snapshots
         self.tables: list[list[int]] = [[] for _ in range(num_slots)]
+        # The same, padded, as arrays are copied to the device in one piece.
+        self.table = np.zeros((num_slots, min(count, 64)), np.int32)
         self.prefixes = PrefixCache(size, range(num_slots, num_slots + snapshots))
         # How many slots have each block.
         self._users = [0] * count
@@ -85,7 +90,8 @@ class BlockPool:
                 f"{self.free} of {self.count} are free; release sequences, or make the pool larger."
             )
         for slot, count in missing.items():
-            self.tables[slot] += [self._fresh() for _ in range(count)]
+            if count:
+                self._add(slot, [self._fresh() for _ in range(count)])
 
     def shrink(self, slot: int, tokens: int) -> None:
         """Take back the blocks that a slot does not need to hold so many tokens."""
@@ -99,7 +105,7 @@ class BlockPool:
         """Give a slot without blocks those that were found for its tokens."""
         for block in blocks:
             self._give(block)
-        self.tables[slot] += blocks
+        self._add(slot, blocks)
 
     def remember(self, slot: int, tokens: Sequence[int], stored: int, total: int) -> None:
         """Let the full blocks of a slot be found by their tokens.
@@ -126,10 +132,19 @@ class BlockPool:
             elif end <= stored:
                 self._give(known)
                 self._take_back(table[place])
-                table[place] = known
+                table[place] = self.table[slot, place] = known
             else:
                 # The next pass still writes the slot's own block. No other may be written twice.
                 break
+
+    def _add(self, slot: int, blocks: Sequence[int]) -> None:
+        had, has = len(self.tables[slot]), len(self.tables[slot]) + len(blocks)
+        self.tables[slot] += blocks
+        if has > self.table.shape[1]:
+            wider = np.zeros((len(self.table), min(self.count, 2 * has)), np.int32)
+            wider[:, : self.table.shape[1]] = self.table
+            self.table = wider
+        self.table[slot, had:has] = blocks
 
     def _fresh(self) -> int:
         block, _ = self._free.popitem()

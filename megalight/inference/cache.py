@@ -3,38 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError, DataError
 from megalight.inference.blocks import BlockPool
-from megalight.types import PackedSequences
-from megalight.types.packed_sequences import to_device
+from megalight.types import PackedSequences, Pages
 
 
-@dataclass
-class _Step:
-    """The sequences of the current forward pass.
-
-    Attributes:
-        slots: ``[n]``, the slot of each sequence.
-        begins: ``[n]``, whether the sequence is new, without earlier tokens.
-        write: ``[T]``, indices of the new tokens' rows in buffers of shape ``[blocks.count * blocks.size, ...]``.
-        read: ``[Tk]``, indices of the rows of all tokens of these sequences.
-    """
-
-    slots: Tensor
-    begins: Tensor
-    write: Tensor
-    read: Tensor
-
-
-class TokenBuffer:
-    """Storage for one row per token, in the blocks of the cache."""
+class TokenBlocks:
+    """A pool with one row per token, in the blocks of the cache."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
@@ -44,20 +26,17 @@ class TokenBuffer:
         """Give the memory back."""
         self._rows = None
 
-    def append(self, rows: Tensor) -> Tensor:
-        """Store the rows ``[T, ...]`` of the new tokens; return the rows ``[Tk, ...]`` of all tokens so far."""
-        step = self._cache.step
+    def rows(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Return the pool ``[blocks.count * blocks.size, *shape]``."""
         if self._rows is None:
             # The whole pool at once, so that addresses stay fixed.
             blocks = self._cache.blocks
-            self._rows = rows.new_empty(blocks.count * blocks.size, *rows.shape[1:])
-        # Write before read: the new tokens attend to themselves too.
-        self._rows[step.write] = rows
-        return self._rows[step.read]
+            self._rows = torch.empty(blocks.count * blocks.size, *shape, dtype=like.dtype, device=like.device)
+        return self._rows
 
 
-class SequenceBuffer:
-    """Storage for one entry per slot, and for the snapshots of ``blocks``."""
+class SlotEntries:
+    """A pool with one entry per slot, and one for each of the snapshots of ``blocks``."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
@@ -67,24 +46,17 @@ class SequenceBuffer:
         """Give the memory back."""
         self._entries = None
 
-    def read(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return the entries ``[n, *shape]`` of the step's sequences. New sequences get 0, not a slot's old values."""
+    def entries(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Return the pool ``[num_slots + blocks.snapshots, *shape]``."""
         if self._entries is None:
-            self._entries = like.new_empty(self._cache.num_slots + self._cache.blocks.snapshots, *shape)
-        step = self._cache.step
-        # Slots are reused without zeroing; only a new sequence must not see what the last one left.
-        begins = step.begins.view(-1, *[1] * len(shape))
-        return self._entries[step.slots].masked_fill(begins, 0)
+            count = self._cache.num_slots + self._cache.blocks.snapshots
+            self._entries = torch.empty(count, *shape, dtype=like.dtype, device=like.device)
+        return self._entries
 
     def copy(self, sources: list[int], targets: list[int]) -> None:
         """Copy entries."""
         assert self._entries is not None
         self._entries[targets] = self._entries[sources]
-
-    def write(self, entries: Tensor) -> None:
-        """Store the entries ``[n, *shape]`` of the step's sequences."""
-        assert self._entries is not None
-        self._entries[self._cache.step.slots] = entries
 
 
 class Cache:
@@ -123,8 +95,7 @@ class Cache:
         # Where the positions of a slot's next tokens are not their number: images take fewer positions than tokens.
         self._ahead = [0] * num_slots
         self._axes: int | None = None
-        self._step: _Step | None = None
-        self._buffers: list[TokenBuffer | SequenceBuffer] = []
+        self._pools: list[TokenBlocks | SlotEntries] = []
         self.states: dict[str, Any] = {}
         for name, layer in layers.items():
             if not hasattr(layer, "make_state"):
@@ -134,24 +105,18 @@ class Cache:
                 )
             self.states[name] = layer.make_state(self)  # type: ignore[operator]
 
-    @property
-    def step(self) -> _Step:
-        """The sequences of the current forward pass."""
-        assert self._step is not None, "call Cache.extend before the model's forward"
-        return self._step
-
-    def per_token(self) -> TokenBuffer:
+    def per_token(self) -> TokenBlocks:
         """Make storage for one row per token."""
-        buffer = TokenBuffer(self)
-        self._buffers.append(buffer)
-        return buffer
+        pool = TokenBlocks(self)
+        self._pools.append(pool)
+        return pool
 
-    def per_sequence(self) -> SequenceBuffer:
+    def per_sequence(self) -> SlotEntries:
         """Make storage for one entry per sequence."""
         self.reversible = False
-        buffer = SequenceBuffer(self)
-        self._buffers.append(buffer)
-        return buffer
+        pool = SlotEntries(self)
+        self._pools.append(pool)
+        return pool
 
     def truncate(self, slot: int, length: int) -> None:
         """Forget all but the first ``length`` tokens of a slot.
@@ -170,9 +135,9 @@ class Cache:
     def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy the states of sequences, each from a slot or snapshot to another."""
         sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
-        for buffer in self._buffers if pairs else ():
-            if isinstance(buffer, SequenceBuffer):
-                buffer.copy(sources, targets)
+        for pool in self._pools if pairs else ():
+            if isinstance(pool, SlotEntries):
+                pool.copy(sources, targets)
 
     def begin(self, slot: int, blocks: Sequence[int]) -> None:
         """Begin a slot's sequence with full blocks of the pool, which hold its first tokens (``blocks.prefixes``).
@@ -184,7 +149,7 @@ class Cache:
 
     def release(self, slot: int) -> None:
         """Forget a slot's sequence and take its blocks back. The slot's next tokens begin a new sequence."""
-        # Entries of sequences stay, too: `begins` hides them from the next one.
+        # Entries of sequences stay, too: `Pages.begins` hides them from the next one.
         self.lengths[slot] = self._ahead[slot] = 0
         self.blocks.shrink(slot, 0)
 
@@ -193,9 +158,8 @@ class Cache:
         for slot in range(self.num_slots):
             self.release(slot)
         self.blocks.prefixes.clear()
-        self._step = None
-        for buffer in self._buffers:
-            buffer.drop()
+        for pool in self._pools:
+            pool.drop()
 
     def extend(
         self,
@@ -214,7 +178,7 @@ class Cache:
                 None: they follow the largest position of the slot's tokens, the same on each axis.
 
         Returns:
-            the new tokens as queries, with their positions in the sequence, and all tokens of these slots as ``keys``.
+            the new tokens, with their positions in their sequences, and the pages of these.
 
         Raises:
             DataError: a slot would have more than ``capacity`` tokens, too few blocks are free, or positions are not
@@ -231,18 +195,7 @@ class Cache:
         self.blocks.grow(dict(zip(slots, totals, strict=True)))
         for slot, total in zip(slots, totals, strict=True):
             self.lengths[slot] = total
-        # Lengths are host numbers, so nothing waits for the device.
-        new, keys = PackedSequences.of_lengths(counts, device), PackedSequences.of_lengths(totals, device)
-        positions = _offset(new, past)
-        where = _TokenPositions([self.blocks.tables[slot] for slot in slots], self.blocks.size, new.device)
-        self._step = _Step(
-            slots=torch.tensor(slots, device=device),
-            begins=torch.tensor([before == 0 for before in past], device=device),
-            write=where.rows(new, positions),
-            read=where.rows(keys, keys.positions),
-        )
-        # without earlier tokens the keys are the new tokens themselves, and attention can use its simpler form
-        new = replace(new, positions=positions, keys=keys if any(past) else None)
+        new = self._describe(slots, counts, past, totals, torch.device(device))
         if axis_positions is not None:
             self._axes = len(axis_positions[0])
             for slot, total, each in zip(slots, totals, axis_positions, strict=True):
@@ -250,32 +203,54 @@ class Cache:
             return new.with_axes(torch.cat(list(axis_positions), dim=1).to(device))
         if self._axes is None:
             return new
-        following = positions + new.expand(torch.tensor([self._ahead[slot] for slot in slots], device=device))
+        following = new.positions + new.expand(torch.tensor([self._ahead[slot] for slot in slots], device=device))
         return new.with_axes(following.expand(self._axes, -1))
 
+    def _describe(
+        self,
+        slots: Sequence[int],
+        counts: Sequence[int],
+        past: Sequence[int],
+        totals: Sequence[int],
+        device: torch.device,
+    ) -> PackedSequences:
+        """Describe new tokens and their pages: all numbers are known to the host, and go to the device in one copy."""
+        size, sequences, tokens = self.blocks.size, len(slots), sum(counts)
+        rows, number = np.asarray(slots), np.asarray(counts)
+        width = self.blocks.holding(max(totals))
+        offsets = np.zeros(sequences + 1, np.int32)
+        np.cumsum(number, out=offsets[1:])
+        sequence = np.repeat(np.arange(sequences), number)
+        positions = np.arange(tokens) - (offsets[:-1] - np.asarray(past))[sequence]
+        block = self.blocks.table[rows[sequence], positions // size].astype(np.int64)
+        wide = np.concatenate([positions, block * size + positions % size, rows])
+        narrow = np.concatenate([offsets, np.asarray(totals, np.int32), self.blocks.table[rows, :width].ravel()])
+        # 64-bit numbers first, as they must be aligned.
+        packed = to_device_bytes(wide.astype(np.int64).view(np.uint8), narrow.view(np.uint8), device)
+        position, write, state_slot = torch.split(
+            packed[: wide.size * 8].view(torch.int64), [tokens, tokens, sequences]
+        )
+        cu_queries, lengths, table = torch.split(
+            packed[wide.size * 8 :].view(torch.int32), [sequences + 1, sequences, sequences * width]
+        )
+        pages = Pages(
+            table.view(sequences, width),
+            lengths,
+            cu_queries,
+            write,
+            state_slot,
+            size,
+            tuple(counts),
+            tuple(totals),
+            any(past),
+        )
+        uniform = (sequences, counts[0]) if len({*counts}) == 1 else None
+        return PackedSequences(tuple(counts), cu_queries, position, uniform, pages=pages)
 
-class _TokenPositions:
-    """Where the tokens of several sequences lie.
 
-    Args:
-        tables: the blocks of each sequence.
-        size: tokens of a block.
-        device: of the sequences.
-    """
-
-    def __init__(self, tables: Sequence[Sequence[int]], size: int, device: torch.device) -> None:
-        self._size = size
-        # All tables end to end, and where each begins: tables of any lengths need no padding.
-        self._blocks = to_device([block for table in tables for block in table], torch.int64, device)
-        begins = [0, *accumulate(map(len, tables))][:-1]
-        self._begins = to_device(begins, torch.int64, device)
-
-    def rows(self, sequences: PackedSequences, positions: Tensor) -> Tensor:
-        """Return the rows ``[T]`` of tokens, given their positions ``[T]`` in their sequences."""
-        block = self._blocks[sequences.expand(self._begins) + positions // self._size]
-        return block * self._size + positions % self._size
-
-
-def _offset(sequences: PackedSequences, offsets: Sequence[int]) -> Tensor:
-    """Return positions ``[T]`` plus the offset of each sequence."""
-    return sequences.positions + sequences.expand(torch.tensor(offsets, device=sequences.device))
+def to_device_bytes(first: NDArray[np.uint8], second: NDArray[np.uint8], device: torch.device) -> Tensor:
+    """Copy two arrays end to end to a tensor on ``device`` without making the host wait for the device."""
+    tensor = torch.empty(first.size + second.size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    array = tensor.numpy()
+    array[: first.size], array[first.size :] = first, second
+    return tensor.to(device, non_blocking=True)

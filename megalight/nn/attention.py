@@ -9,16 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megalight.errors import LayoutError
 from megalight.nn.canonical import Section
-from megalight.nn.context import KeysAndValues, LayerContext, Slots
+from megalight.nn.context import LayerContext
 from megalight.nn.init import Initializer, Normal
 from megalight.nn.latent_attention import LatentAttention
 from megalight.nn.linear import Linear, gradient_is_elided
 from megalight.nn.rotary import RotaryTable
+from megalight.nn.state import KeysAndValues, Slots, StoredHeads
 from megalight.ops.attention import attention, mutual_attention
 from megalight.ops.common import wide
 from megalight.ops.draft_attention import draft_attention
 from megalight.ops.fp8_attention import FP8Attention
+from megalight.ops.paged_attention import paged_attention
 from megalight.ops.rows import take_rows
 from megalight.types import PackedSequences
 
@@ -74,21 +77,38 @@ class InnerAttention(nn.Module):
         k: Tensor,
         v: Tensor,
         sequences: PackedSequences,
-        state: KeysAndValues | None = None,
+        stored: StoredHeads | None = None,
         sink: Tensor | None = None,
     ) -> Tensor:
         """``q [T, H, D], k, v [Tk, Hkv, D], sink [H] -> [T, H, D]``.
 
-        With a state, ``k`` and ``v`` belong to the new tokens. They are stored, and queries also see earlier tokens.
+        With ``stored``, queries see the tokens of their sequence that are stored, among them the new ones; ``k`` and
+        ``v`` are not read.
+
+        Raises:
+            LayoutError: tokens of a run would see each other, and earlier tokens that are stored.
         """
-        if self.fp8 is not None and state is None:
+        sink = sink if self.softmax == "vanilla" else self.sinks(q, sink)
+        later = sequences.later if self.mutual else None
+        if stored is not None:
+            if later is not None:
+                raise LayoutError("tokens of an image come after stored tokens; give all images in the first pass.")
+            assert sequences.pages is not None
+            return paged_attention(
+                q,
+                *stored,
+                sequences.pages,
+                causal=self.causal,
+                scale=self.scale,
+                window=self.window,
+                chunk=self.chunk,
+                softcap=self.softcap,
+                sink=sink,
+            )
+        if self.fp8 is not None and sequences.pages is None:
             return self.fp8(q, k, v, sequences)
-        new_k, new_v = k, v
-        if state is not None:
-            # Keys are stored after their rotation, so that earlier tokens need no table.
-            k, v = state.append(k, v)
-        if self.mutual and (later := sequences.later) is not None:
-            return mutual_attention(q, k, v, new_k, new_v, sequences, later, scale=self.scale, window=self.window)
+        if later is not None:
+            return mutual_attention(q, k, v, k, v, sequences, later, scale=self.scale, window=self.window)
         return attention(
             q,
             k,
@@ -101,7 +121,7 @@ class InnerAttention(nn.Module):
             softcap=self.softcap,
             # The op knows no modes, and dropout is for training only.
             dropout=self.dropout if self.training else 0.0,
-            sink=sink if self.softmax == "vanilla" else self.sinks(q, sink),
+            sink=sink,
             backend=self.backend,
         )
 
@@ -247,7 +267,7 @@ class Attention(nn.Module):
         return KeysAndValues.of(slots)
 
     def forward(self, hidden: Tensor, context: LayerContext, state: Any = None, memory: Tensor | None = None) -> Tensor:
-        """``[T, h] -> [T, h]``, or ``[M, h]`` if it narrows. The inner attention gets the state.
+        """``[T, h] -> [T, h]``, or ``[M, h]`` if it narrows. The inner attention gets what is stored.
 
         ``memory`` is unused: it is for cross attention.
         """
@@ -256,17 +276,26 @@ class Attention(nn.Module):
         table = None if self.rotary is None else context.rotary[self.rotary]
         projection = modules["qkv"]
         qkv, gate = projection(hidden), None
+        sequences = context.sequences if self.division is None else context.divisions[self.division]
+        # After earlier tokens, one op rotates and stores.
+        keeps, pages = isinstance(state, KeysAndValues), sequences.pages
+        appended = keeps and pages is not None and pages.continued
         if len(sizes := projection.section_sizes) == 4:
             # The gate lies after the values, so that the first three sections stay one tensor
             # for the fused rotation.
             qkv, gate = torch.split(qkv, [sum(sizes[:3]), sizes[3]], dim=-1)
-        q, k, v = self._heads(qkv, sizes, table)
+        q, k, v = self._heads(qkv, sizes, None if appended else table)
+        if appended:
+            q, state = state.append(q, k, v, pages, table)
+        elif keeps:
+            # Keys are stored after their rotation, so that earlier tokens need no table.
+            state.store(k, v, pages)
+            state = None
         if self.temperature is not None:
             # After rotation, and before the product with keys. Keys need no factor: a factor of a query
             # scales all of its scores.
             q = self.temperature(q, context.sequences.positions)
         sink = () if self.sink is None else (self.sink(),)
-        sequences = context.sequences if self.division is None else context.divisions[self.division]
         mixed: Tensor = modules["inner"](q, k, v, sequences, state, *sink)
         mixed = mixed.flatten(1)
         if self.narrows and (rows := context.rows) is not None:
@@ -334,14 +363,15 @@ class DraftAttention(nn.Module):
         k: Tensor,
         v: Tensor,
         sequences: PackedSequences,
-        state: DraftState | KeysAndValues | None = None,
+        state: DraftState | StoredHeads | None = None,
     ) -> Tensor:
-        """``q [T, H, D], k, v [T, Hkv, D] -> [T, H, D]``. The state gets ``k`` and ``v``."""
+        """``q [T, H, D], k, v [T, Hkv, D] -> [T, H, D]``. A :class:`DraftState` gets ``k`` and ``v``."""
         if isinstance(state, DraftState):
             state.append(k, v)
             return draft_attention(q, state.keys, state.values, sequences, scale=self.scale)
         if state is not None:
-            k, v = state.append(k, v)
+            assert sequences.pages is not None
+            return paged_attention(q, *state, sequences.pages, scale=self.scale)
         return attention(q, k, v, sequences, scale=self.scale)
 
 

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from megalight.nn.canonical import Section
-from megalight.nn.context import LayerContext, SequenceRows, Slots
+from megalight.nn.context import LayerContext
 from megalight.nn.init import Uniform
 from megalight.nn.linear import Linear
 from megalight.nn.mamba2 import AllTokens, Decays, GatedNorm
 from megalight.nn.short_conv import CausalConv
+from megalight.nn.state import SequencePool, Slots, read_entries, write_entries
 from megalight.ops.common import wide
 from megalight.ops.delta_rule import delta_rule, delta_rule_continued
 from megalight.ops.gated_norm import gated_norm
@@ -32,8 +33,8 @@ class DeltaState:
         rule: the state of the delta rule, ``[H, K, V]``, in float32 for half dtypes.
     """
 
-    conv: SequenceRows
-    rule: SequenceRows
+    conv: SequencePool
+    rule: SequencePool
 
 
 class DeltaRule(Decays):
@@ -54,7 +55,7 @@ class DeltaRule(Decays):
         steps: Tensor,
         rates: Tensor,
         sequences: PackedSequences,
-        state: SequenceRows | None,
+        state: SequencePool | None,
         select: Callable[[Tensor], Tensor],
     ) -> Tensor:
         """``q, k [T, G, K], v [T, H, V], steps, rates [T, H] -> [T, H, V]``. ``select`` takes the heads in ``v``.
@@ -64,12 +65,13 @@ class DeltaRule(Decays):
         dt, a = self.of_steps(steps, select)
         # Normed after the convolution, which would change lengths.
         q, k = _unit(q, q.shape[-1] ** -0.5), _unit(k)
-        if state is None:
+        pages = sequences.pages
+        if state is None or pages is None:
             return delta_rule(q, k, v, dt * a, rates.sigmoid(), sequences, backend=self.backend)
         like = torch.empty(0, dtype=dt.dtype, device=v.device)
-        before = state.read((v.shape[1], k.shape[-1], v.shape[-1]), like)
+        before = read_entries(state, pages, (v.shape[1], k.shape[-1], v.shape[-1]), like)
         y, after = delta_rule_continued(q, k, v, dt * a, rates.sigmoid(), sequences, before)
-        state.write(after)
+        write_entries(state, pages, after)
         return y
 
 

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megalight.nn.canonical import Section
-from megalight.nn.context import LayerContext, Slots, TokenRows
+from megalight.nn.context import LayerContext
 from megalight.nn.linear import Linear
 from megalight.nn.norm import RMSNorm
+from megalight.nn.state import Slots, StoredHeads, TokenPool
 from megalight.ops.latent_heads import join_keys
 from megalight.ops.linear.low_precision import precision_of
+from megalight.types import PackedSequences
+
+EXPANDED = 128
+"""New tokens of a sequence from which on keys and values are computed anew for all of its tokens.
+
+Scores of latents take about three times the operations of scores of keys, for each query; keys take theirs once.
+"""
 
 
 class SharedHead(nn.Module):
@@ -31,7 +40,8 @@ class LatentAttention(nn.Module):
     its latent and one rotated head, instead of keys and values of all heads.
 
     Generation multiplies queries and outputs by the weights of ``kv_up``, and attends to the latents themselves: then
-    keys and values of earlier tokens are never computed. Scores and outputs are the same.
+    keys and values of earlier tokens are not computed. Scores and outputs are the same. Long parts of prompts have
+    enough queries to compute them.
 
     Args:
         hidden_size: ``h``.
@@ -93,18 +103,21 @@ class LatentAttention(nn.Module):
         """Numbers of query heads and of key heads in the outputs of the projections: here they are equal."""
         return (self.q_up.section_sizes[0] // (self.head_dim + self.rotary_dim),) * 2
 
-    def make_state(self, slots: Slots) -> TokenRows:
+    def make_state(self, slots: Slots) -> TokenPool:
         """Make the state: one row ``[c + R]`` per token, the normed latent and the rotated key."""
         return slots.per_token()
 
     def forward(self, hidden: Tensor, context: LayerContext, state: Any = None, memory: Tensor | None = None) -> Tensor:
         """``[T, h] -> [T, h]``. ``memory`` is unused."""
         q, latent, key = self._latents(hidden, context)
-        if state is not None:
-            rows = state.append(torch.cat([latent, key], -1))
+        if state is not None and (pages := context.sequences.pages) is not None:
+            rows = torch.cat([latent, key], -1)
+            pool = state.rows(tuple(rows.shape[1:]), rows)
+            with torch.no_grad():
+                pool[pages.write] = rows
             # the first pass of a sequence has no earlier tokens, and computes keys and values as training does
-            if context.sequences.keys is not None:
-                return self._project(self._continue(q, rows, context))
+            if pages.continued:
+                return self._project(self._continue(q, pool, context.sequences))
         k, v = self._keys_values(latent, key)
         return self._project(self.inner(q, k, v, context.sequences))
 
@@ -132,19 +145,35 @@ class LatentAttention(nn.Module):
         wide = self.kv_up(latent)
         return join_keys(wide.view(len(wide), -1, self.head_dim + self.value_dim), key, self.head_dim)
 
-    def _continue(self, q: Tensor, rows: Tensor, context: LayerContext) -> Tensor:
-        """Attend to all tokens of the sequences, given by their rows: ``q [T, H, D + R], rows [Tk, c + R]``."""
-        if self.kv_up.adapter is not None or precision_of(self.kv_up.weight) is not None:
-            # the layer computes something else than a product with its weight
+    def _continue(self, q: Tensor, pool: Tensor, sequences: PackedSequences) -> Tensor:
+        """Attend to all stored tokens of the sequences: ``q [T, H, D + R], pool [N, c + R]``."""
+        pages = sequences.pages
+        assert pages is not None
+        # A layer with an adapter computes something else than a product with its weight.
+        absorbs = self.kv_up.adapter is None and precision_of(self.kv_up.weight) is None
+        few = 0
+        if absorbs:
+            lengths = pages.query_lengths
+            few = next((place for place, count in enumerate(lengths) if count >= EXPANDED), len(lengths))
+        tokens = sum(pages.query_lengths[:few])
+        mixed = [self._absorbed(q[:tokens], pool, replace(sequences, pages=pages.leading(few)))] if few else []
+        if few < len(pages.query_lengths):
+            rows = pool[pages.rows(few, pages.bounds[few:])]
+            keys = PackedSequences.of_lengths(pages.bounds[few:], q.device)
+            queries = replace(PackedSequences.of_lengths(pages.query_lengths[few:], q.device), keys=keys)
             k, v = self._keys_values(*torch.split(rows, [self.kv_rank, self.rotary_dim], -1))
-            whole: Tensor = self.inner(q, k, v, context.sequences)
-            return whole
+            mixed.append(self.inner(q[tokens:], k, v, queries))
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+
+    def _absorbed(self, q: Tensor, pool: Tensor, sequences: PackedSequences) -> Tensor:
+        """Attend to latents: ``q [T, H, D + R], pool [N, c + R] -> [T, H, V]``."""
         # In the dtype of the queries, because the weight may be kept in a wider one.
         weight = self.kv_up.weight.view(-1, self.head_dim + self.value_dim, self.kv_rank).to(q.dtype)
         for_keys, for_values = torch.split(weight, [self.head_dim, self.value_dim], 1)
         plain, turned = torch.split(q, [self.head_dim, self.rotary_dim], -1)
         # q (W c) = (q W) c: one key head for all query heads, and its first c features are the values
         absorbed = torch.cat([torch.einsum("thd,hdc->thc", plain, for_keys), turned], -1)
-        mixed = self.inner(absorbed, rows[:, None], rows[:, None, : self.kv_rank], context.sequences)
+        stored = StoredHeads(pool[:, None], pool[:, None, : self.kv_rank])
+        mixed = self.inner(absorbed, None, None, sequences, stored)
         # The outputs are latents. The part of the weight for values turns them into heads.
         return torch.einsum("thc,hvc->thv", mixed, for_values)

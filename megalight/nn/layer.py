@@ -8,9 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from megalight.nn.attention import Attention
-from megalight.nn.context import LayerContext, Slots
+from megalight.nn.context import LayerContext
 from megalight.nn.dropout import drop
 from megalight.nn.norm import norm_and_sum
+from megalight.nn.state import Slots
 from megalight.ops.rows import take_rows
 
 

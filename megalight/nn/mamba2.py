@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from megalight.nn.canonical import Section
-from megalight.nn.context import LayerContext, SequenceRows, Slots
+from megalight.nn.context import LayerContext
 from megalight.nn.init import ConstantInit, Initializer, Uniform
 from megalight.nn.linear import Linear
 from megalight.nn.short_conv import CausalConv
+from megalight.nn.state import SequencePool, Slots, read_entries, write_entries
 from megalight.ops.common import HALF, wide
 from megalight.ops.gated_norm import check_backend, gated_norm
 from megalight.ops.rows import split
@@ -31,8 +32,8 @@ class MambaState:
         scan: the state of the scan, ``[H, P, N]``, in float32 for half dtypes.
     """
 
-    conv: SequenceRows
-    scan: SequenceRows
+    conv: SequencePool
+    scan: SequencePool
 
 
 def _step_bias(logarithm: Tensor, floor: float) -> Tensor:
@@ -114,18 +115,19 @@ class Scan(Decays):
         b: Tensor,
         c: Tensor,
         sequences: PackedSequences,
-        state: SequenceRows | None,
+        state: SequencePool | None,
         select: Callable[[Tensor], Tensor],
     ) -> Tensor:
         """``x [T, H, P], dt [T, H], b, c [T, G, N] -> [T, H, P]``. ``select`` takes the heads in ``x``."""
         a, d = self.rates(dt.dtype, select), select(self.D).to(wide(dt.dtype))
-        if state is None:
+        pages = sequences.pages
+        if state is None or pages is None:
             return ssd(x, dt, a, b, c, d, sequences, bias=select(self.dt_bias), backend=self.backend)
         steps = step_sizes(dt, select(self.dt_bias))
         like = torch.empty(0, dtype=steps.dtype, device=x.device)
-        before = state.read((*x.shape[1:], b.shape[-1]), like)
+        before = read_entries(state, pages, (*x.shape[1:], b.shape[-1]), like)
         y, after = ssd_continued(x, steps, a, b, c, d, sequences, before)
-        state.write(after)
+        write_entries(state, pages, after)
         return y
 
 

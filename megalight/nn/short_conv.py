@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from megalight.errors import LayoutError
 from megalight.nn.canonical import Section, joined
-from megalight.nn.context import LayerContext, SequenceRows, Slots
+from megalight.nn.context import LayerContext
 from megalight.nn.init import Initializer, Normal
 from megalight.nn.linear import Linear
+from megalight.nn.state import SequencePool, Slots, read_entries, write_entries
 from megalight.ops.causal_conv import causal_conv
-from megalight.types import PackedSequences
+from megalight.types import PackedSequences, Pages
 
 
 class CausalConv(nn.Module):
@@ -61,7 +62,7 @@ class CausalConv(nn.Module):
         self,
         x: Tensor,
         sequences: PackedSequences,
-        state: SequenceRows | None = None,
+        state: SequencePool | None = None,
         select: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """``[T, channels] -> [T, channels]``.
@@ -83,10 +84,11 @@ class CausalConv(nn.Module):
         # Only some of the channels may be computed here.
         take = select or (lambda rows: rows)
         weight, bias = take(self.weight), None if self.bias is None else take(self.bias)
-        if state is None:
+        pages = sequences.pages
+        if state is None or pages is None:
             return causal_conv(x, weight, bias, sequences, silu=self.silu, backend=self.backend)
         # each sequence gets its earlier inputs back, and their outputs are dropped
-        x, sequences, new = _with_earlier(x, sequences, weight.shape[1] - 1, state)
+        x, sequences, new = _with_earlier(x, sequences, weight.shape[1] - 1, state, pages)
         return causal_conv(x, weight, bias, sequences, silu=self.silu, backend=self.backend)[new]
 
     def canonical_parts(self, path: str, local: str) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -103,14 +105,14 @@ class CausalConv(nn.Module):
 
 
 def _with_earlier(
-    x: Tensor, sequences: PackedSequences, kept: int, state: SequenceRows
+    x: Tensor, sequences: PackedSequences, kept: int, state: SequencePool, pages: Pages
 ) -> tuple[Tensor, PackedSequences, Tensor]:
     """Put the ``kept`` earlier inputs of each sequence before its new ones, and update the state.
 
     Returns:
         the rows ``[T + n kept, channels]``, their sequences, and the places ``[T]`` of the new rows.
     """
-    before = state.read((kept, x.shape[1]), x)
+    before = read_entries(state, pages, (kept, x.shape[1]), x)
     numbers = torch.arange(len(before), device=x.device)
     offsets = torch.arange(kept, device=x.device)
     # Every sequence before a token, and its own, pushes it back by the earlier inputs.
@@ -120,7 +122,7 @@ def _with_earlier(
     rows[new], rows[old[:, None] + offsets] = x, before
     ends = sequences.cu_seqlens[1:].long() + kept * numbers
     # The next pass continues after the last new token; a short pass leaves some of the earlier inputs in the state.
-    state.write(rows[ends[:, None] + offsets])
+    write_entries(state, pages, rows[ends[:, None] + offsets])
     return rows, PackedSequences.of_lengths([kept + length for length in sequences.lengths], x.device), new
 
 
@@ -142,12 +144,12 @@ class ShortConv(nn.Module):
         self.filter = CausalConv(hidden_size, kernel)
         self.proj = Linear(hidden_size, hidden_size, std=proj_std)
 
-    def make_state(self, slots: Slots) -> SequenceRows:
+    def make_state(self, slots: Slots) -> SequencePool:
         """Make the state: the last inputs of the convolution."""
         return slots.per_sequence()
 
     def forward(
-        self, hidden: Tensor, context: LayerContext, state: SequenceRows | None = None, memory: Tensor | None = None
+        self, hidden: Tensor, context: LayerContext, state: SequencePool | None = None, memory: Tensor | None = None
     ) -> Tensor:
         """``[T, h] -> [T, h]``. ``memory`` is unused."""
         in_gate, out_gate, value = torch.split(self.gates(hidden), self.gates.section_sizes, dim=-1)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megalight.errors import DataError
+from megalight.types.pages import Pages
 
 # Zigzag split of context parallelism: which share holds which position of a sequence.
 #
@@ -92,14 +93,12 @@ class PackedSequences:
         axis_positions: ``[A, T]`` int64, on the device: the position of each token on several axes, such as time,
             height and width, for rotary embedding alone (:meth:`with_axes`). None: ``positions`` on every axis.
         num_padding: number of padding tokens at the end.
-        keys: the sequences of keys and values if they differ from those of the queries (caches, cross attention).
+        keys: the sequences of keys and values if they differ from those of the queries (cross attention).
             None: they are the same. ``keys.lengths[i]`` belongs to query sequence ``i``, and the queries are its *last*
             tokens (bottom-right causal alignment).
         context: set if these tokens are one context-parallel share of their sequences (:meth:`zigzag`). Attention must
             then see the keys of all shares. None: the sequences are whole.
-        present: ``[n]`` int64, on the device: the number of tokens of each sequence, where only the device knows it.
-            ``lengths`` are then bounds: a sequence has as many rows, and the first ``present`` of them hold a token.
-            For keys alone (:meth:`of_bound`). None: every row holds a token.
+        pages: where the tokens lie in the pools of a cache, with earlier ones. None: nothing is stored.
         runs: runs of tokens that see each other in causal attention that is ``mutual``, such as those of an image: the
             first token and the number of each. No run spans two sequences. A share has none.
     """
@@ -111,17 +110,9 @@ class PackedSequences:
     num_padding: int = 0
     keys: PackedSequences | None = None
     context: ContextShare | None = None
-    present: Tensor | None = None
+    pages: Pages | None = None
     axis_positions: Tensor | None = None
     runs: tuple[tuple[int, int], ...] = ()
-
-    @classmethod
-    def of_bound(cls, present: Tensor, bound: int) -> PackedSequences:
-        """Describe keys in rows of ``bound`` per sequence, of which the first ``present [n]`` hold a token.
-
-        The host knows only the bound and never waits for the device, so a decoding step can be recorded.
-        """
-        return replace(cls.of_uniform(len(present), bound, present.device), present=present)
 
     @classmethod
     def of_uniform(cls, batch: int, length: int, device: torch.device | str = "cpu") -> PackedSequences:
@@ -217,7 +208,7 @@ class PackedSequences:
         """Length of the longest whole sequence: with its tokens in a cache, and with those in other shares."""
         if self.context is not None:
             return max(self.context.real_lengths)
-        return (self.keys or self).max_length
+        return max(self.pages.bounds) if self.pages is not None else (self.keys or self).max_length
 
     @property
     def device(self) -> torch.device:
@@ -310,8 +301,8 @@ class PackedSequences:
         return torch.repeat_interleave(values, self.sizes, output_size=self.num_tokens)
 
     def _with_dummy(self, length: int) -> PackedSequences:
-        if self.present is not None:
-            raise DataError("keys of which only a bound is known cannot be padded; pad queries before they get keys.")
+        if self.pages is not None:
+            raise DataError("sequences with pages cannot be padded: a padding token has no row in the pools.")
         lengths = (*self.lengths, length)
         places, axes = torch.arange(length, device=self.device), self.axis_positions
         return PackedSequences(
@@ -335,7 +326,6 @@ class PackedSequences:
             positions=self.positions.to(device, non_blocking=non_blocking),
             keys=self.keys.to(device, non_blocking) if self.keys is not None else None,
             context=self.context.to(device, non_blocking) if self.context is not None else None,
-            present=self.present.to(device, non_blocking=non_blocking) if self.present is not None else None,
             axis_positions=axes.to(device, non_blocking=non_blocking) if axes is not None else None,
         )
 
@@ -347,7 +337,6 @@ class PackedSequences:
             positions=self.positions.pin_memory(),
             keys=self.keys.pin_memory() if self.keys is not None else None,
             context=self.context.pin_memory() if self.context is not None else None,
-            present=self.present.pin_memory() if self.present is not None else None,
             axis_positions=self.axis_positions.pin_memory() if self.axis_positions is not None else None,
         )
 

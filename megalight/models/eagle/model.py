@@ -25,8 +25,8 @@ from megalight.nn import (
     LayerContext,
     Linear,
 )
-from megalight.nn.context import Slots
 from megalight.nn.norm import norm_and_sum
+from megalight.nn.state import Slots
 from megalight.types import PackedSequences
 
 

@@ -210,8 +210,7 @@ def attention(
         ``[Tq, H, Dv]``.
 
     Raises:
-        LayoutError: the numbers of heads do not divide, the tokens are a context-parallel share, or keys have a bound
-            and something else is asked for than the reference.
+        LayoutError: the numbers of heads do not divide, or the tokens are a context-parallel share.
         BackendError: no backend can serve, or the named one cannot.
     """
     heads, kv_heads = q.shape[1], k.shape[1]
@@ -225,13 +224,6 @@ def attention(
             "parallelize() on a mesh with cp > 1 and a plan that has ContextRegion() for the model's attention."
         )
     keys = sequences.keys
-    if keys is not None and keys.present is not None:
-        if dropout or backend not in ("auto", "reference"):
-            raise LayoutError(
-                "the lengths of these keys are known only on the device. Only the reference backend serves them, "
-                f"without dropout; backend is {backend!r}, dropout {dropout}."
-            )
-        return variants.bounded_attention(q, k, v, sequences, causal, scale, window, softcap, sink, chunk)
     if chunk is not None:
         sequences, rows = chunked(sequences, chunk)
         keys = sequences.keys

@@ -1,4 +1,4 @@
-"""Variants of attention built from other backends: sinks, chunks, bounded keys, bidirectional runs of tokens.
+"""Variants of attention built from other backends: sinks, chunks, bidirectional runs of tokens.
 
 :func:`sink_attention` is built from block attention, which returns the log-sum-exp of the scores. A sink adds
 ``e^s`` to the denominator of the softmax, so the output is multiplied by ``e^lse / (e^lse + e^s)``. The gradients of
@@ -8,7 +8,6 @@ The sink itself is a key with the value 0: the gradient of ``s`` is minus the su
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -16,11 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalight.errors import LayoutError
-from megalight.ops.attention.torch_kernels import softmax
 from megalight.ops.attention_block import block_attention, block_attention_backward
 from megalight.ops.attention_merge import merge
-from megalight.ops.common import apply, once_differentiable, wide
+from megalight.ops.common import apply, once_differentiable
 from megalight.types import PackedSequences, to_device
 from megalight.types.packed_sequences import LaterTokens
 
@@ -126,52 +123,6 @@ def _with_keys(
         if sum(left) < offset:
             rows = described.expand(to_device(starts, torch.int64, device)) + described.positions
         return replace(PackedSequences.of_lengths(queries, device), keys=described), rows
-
-
-# Attention to keys whose number only the device knows: plain torch, every sequence at its bound, the rest masked.
-
-
-def bounded_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sequences: PackedSequences,
-    causal: bool,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-    sink: Tensor | None = None,
-    chunk: int | None = None,
-) -> Tensor:
-    """Queries are the last of the tokens that are there. Shapes follow from the bound: such a step can be recorded.
-
-    Raises:
-        LayoutError: sequences of queries are not equally long.
-    """
-    keys = sequences.keys
-    assert keys is not None
-    assert keys.present is not None
-    if sequences.uniform is None:
-        raise LayoutError(
-            f"queries of {list(sequences.lengths)[:8]} tokens look at keys with a bound; give each sequence as many."
-        )
-    batch, length = sequences.uniform
-    query, key, value = (t.view(batch, -1, *t.shape[1:]).transpose(1, 2).to(wide(q.dtype)) for t in (q, k, v))
-    key, value = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (key, value))
-    scores = query @ key.transpose(2, 3) * (scale if scale is not None else 1 / math.sqrt(q.shape[-1]))
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    index = torch.arange(key.shape[2], device=q.device)
-    present = keys.present[:, None, None]
-    places = present + torch.arange(-length, 0, device=q.device)[:, None]  # of the queries, [n, length, 1]
-    allowed = index <= places if causal else index < present
-    if window is not None:
-        allowed = allowed & (index >= places - window)
-    if chunk is not None:
-        allowed = allowed & (index // chunk == places // chunk)
-    weights = softmax(scores.masked_fill(~allowed[:, None], -torch.inf), sink)
-    value = value.masked_fill((index >= present).transpose(1, 2)[:, None], 0)  # 0 times what was never written
-    return (weights @ value).transpose(1, 2).reshape(len(q), q.shape[1], -1).to(q.dtype)
 
 
 # Bidirectional runs in causal attention (Gemma-3's images), built from two blocks.

@@ -14,7 +14,7 @@ from megalight.ops.quantize.amax_history import annotate_amax
 
 
 @jit
-def _turn(
+def turn(
     source: Value,
     target: Value,
     source_head: Value,
@@ -92,7 +92,7 @@ def _apply(
     # The inverse rotation, which is also the transposed one.
     if BACKWARD:
         s = -s
-    _turn(
+    turn(
         source + token * source_token,
         target + token * target_token,
         source_head,
@@ -155,20 +155,20 @@ def _qkv(
     if BACKWARD:
         # The rotation is orthogonal, so its gradient is the rotation by the negative angle.
         s = -s
-        of_q = _turn(q, packed_q, q_head, HEAD_DIM, c, s,
+        of_q = turn(q, packed_q, q_head, HEAD_DIM, c, s,
                      HEADS, HEAD_BLOCK, HALF, HALF_BLOCK, REST, REST_BLOCK, INTERLEAVED, True)
-        of_k = _turn(k, packed_k, k_head, HEAD_DIM, c, s,
+        of_k = turn(k, packed_k, k_head, HEAD_DIM, c, s,
                      KV_HEADS, KV_BLOCK, HALF, HALF_BLOCK, REST, REST_BLOCK, INTERLEAVED, True)
-        of_v = _turn(v, packed_v, v_head, HEAD_DIM, c, s,
+        of_v = turn(v, packed_v, v_head, HEAD_DIM, c, s,
                      KV_HEADS, KV_BLOCK, HALF, HALF_BLOCK, REST, REST_BLOCK, INTERLEAVED, False)
         if MEASURE:
             tl.store(parts + token, tl.maximum(of_q, tl.maximum(of_k, of_v)))
     else:
-        _turn(packed_q, q, HEAD_DIM, q_head, c, s,
+        turn(packed_q, q, HEAD_DIM, q_head, c, s,
               HEADS, HEAD_BLOCK, HALF, HALF_BLOCK, REST, REST_BLOCK, INTERLEAVED, True)
-        _turn(packed_k, k, HEAD_DIM, k_head, c, s,
+        turn(packed_k, k, HEAD_DIM, k_head, c, s,
               KV_HEADS, KV_BLOCK, HALF, HALF_BLOCK, REST, REST_BLOCK, INTERLEAVED, True)
-        _turn(packed_v, v, HEAD_DIM, v_head, c, s,
+        turn(packed_v, v, HEAD_DIM, v_head, c, s,
               KV_HEADS, KV_BLOCK, HALF, HALF_BLOCK, REST, REST_BLOCK, INTERLEAVED, False)
     # fmt: on
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from megalight.errors import BackendError, LayoutError
-from megalight.nn import DraftAttention, DraftState, InnerAttention, KeysAndValues
+from megalight.nn import DraftAttention, DraftState, InnerAttention, StoredHeads
 from megalight.parallel.context import all_gather, all_to_all, ring
 from megalight.parallel.context.all_gather import chunks_of, seen
 from megalight.parallel.context.all_to_all import heads_why_not, sinks_of, trade_heads, trade_tokens
@@ -151,16 +151,16 @@ class ContextAttention(nn.Module):
         k: Tensor,
         v: Tensor,
         sequences: PackedSequences,
-        state: KeysAndValues | None = None,
+        stored: StoredHeads | None = None,
         sink: Tensor | None = None,
     ) -> Tensor:
-        """``q [T, H, D], k, v [Tk, Hkv, D], sink [H] -> [T, H, D]``. Only whole sequences have a state.
+        """``q [T, H, D], k, v [Tk, Hkv, D], sink [H] -> [T, H, D]``. Only whole sequences are stored.
 
         Raises:
             LayoutError: the sequences were cut for another number of ranks.
         """
         if sequences.context is None:
-            out: Tensor = self.inner(q, k, v, sequences, state, sink)
+            out: Tensor = self.inner(q, k, v, sequences, stored, sink)
             return out
         if sequences.context.size != self.groups.mesh.cp:
             raise LayoutError(

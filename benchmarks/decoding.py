@@ -1,0 +1,299 @@
+"""Generation on one GPU: attention through block tables, and the Llama-3-8B shape with random weights in bf16.
+
+    python benchmarks/decoding.py kernels RESULT.json    # checks, then GB/s of decode attention beside a copy
+    python benchmarks/decoding.py models RESULT.json     # batch 1, 64 mixed requests, a long prompt
+    python benchmarks/decoding.py peers RESULT.json      # `transformers` on the same shape
+
+``--package FOLDER`` imports Megalight from another checkout, to time two in one call. Wrong kernels are not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Row = dict[str, Any]
+
+
+def median(run: Callable[[], Any], times: int = 30) -> float:
+    """Return seconds of a call, by events."""
+    for _ in range(5):
+        run()
+    spans = []
+    for _ in range(times):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        run()
+        end.record()
+        spans.append((begin, end))
+    torch.cuda.synchronize()
+    return sorted(begin.elapsed_time(end) for begin, end in spans)[times // 2] / 1e3
+
+
+def copy_bandwidth() -> float:
+    """Return bytes per second of a large copy, read and written."""
+    source = torch.randn(1 << 30, device="cuda").bfloat16()
+    target = torch.empty_like(source)
+    return 4.0 * source.numel() / median(lambda: target.copy_(source))
+
+
+def make(queries: list[int], totals: list[int], heads: tuple[int, int], sizes: tuple[int, int], shared: bool) -> Any:
+    """Return queries, pools and pages, with blocks in any order."""
+    from megalight.types import Pages
+
+    page, sequences = 16, len(totals)
+    width = -(-max(totals) // page)
+    order = torch.randperm(sequences * width, device="cuda").to(torch.int32)
+    table = order.view(sequences, width)
+    cu_queries = torch.tensor([0, *torch.tensor(queries).cumsum(0)], dtype=torch.int32, device="cuda")
+    lengths = torch.tensor(totals, dtype=torch.int32, device="cuda")
+    nothing = torch.zeros(sum(queries), dtype=torch.int64, device="cuda")
+    slots = torch.arange(sequences, device="cuda")
+    pages = Pages(table, lengths, cu_queries, nothing, slots, page, tuple(queries), tuple(totals), True)
+    rows = sequences * width * page
+    k = torch.randn(rows, heads[1], sizes[0], device="cuda", dtype=torch.bfloat16)
+    v = k[..., : sizes[1]] if shared else torch.randn(rows, heads[1], sizes[1], device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(sum(queries), heads[0], sizes[0], device="cuda", dtype=torch.bfloat16)
+    return q, k, v, pages
+
+
+CHECKS: list[tuple[list[int], list[int], tuple[int, int], tuple[int, int], bool, Row]] = [
+    ([1] * 4, [5, 300, 1, 77], (32, 8), (128, 128), False, {}),
+    ([1] * 4, [5, 300, 1, 77], (24, 8), (80, 80), False, {"window": 20, "softcap": 5.0}),
+    ([1, 1, 3, 5], [9, 200, 130, 5], (8, 8), (64, 64), False, {"chunk": 16}),
+    ([1, 1, 200, 300], [9, 200, 230, 300], (32, 8), (128, 128), False, {}),
+    ([1, 1, 200], [9, 200, 230], (16, 2), (256, 256), False, {"window": 50, "sink": True}),
+    ([1, 1, 3], [90, 2000, 230], (128, 1), (576, 512), True, {}),
+    ([1, 100], [90, 300], (16, 1), (576, 512), True, {}),
+]
+
+
+def check() -> float:
+    """Compare the kernels with the reference in float64; return the largest relative error."""
+    from megalight.ops.paged_attention import paged_attention
+
+    worst = 0.0
+    for queries, totals, heads, sizes, shared, options in CHECKS:
+        q, k, v, pages = make(queries, totals, heads, sizes, shared)
+        options = dict(options)
+        if options.get("sink"):
+            options["sink"] = torch.randn(heads[0], device="cuda", dtype=torch.bfloat16)
+        found = paged_attention(q, k, v, pages, backend="triton", **options).double()
+        options |= {"sink": options["sink"].double()} if "sink" in options else {}
+        kd = k.double()
+        vd = kd[..., : sizes[1]] if shared else v.double()
+        exact = paged_attention(q.double(), kd, vd, pages, backend="reference", **options)
+        error = float((found - exact).norm() / exact.norm())
+        print(f"check {queries} {totals} {heads} {sizes} {list(options)}: {error:.1e}", flush=True)
+        if not error < 8e-3:
+            raise SystemExit("the kernels are wrong; nothing is timed")
+        worst = max(worst, error)
+    return worst
+
+
+TIMED: list[tuple[str, int, int, tuple[int, int], tuple[int, int], bool]] = [
+    ("64 x 8192", 64, 8192, (32, 8), (128, 128), False),
+    ("1 x 131072", 1, 131072, (32, 8), (128, 128), False),
+    ("64 x 1024", 64, 1024, (32, 8), (128, 128), False),
+    ("MLA 64 x 8192, 16 heads", 64, 8192, (16, 1), (576, 512), True),
+    ("MLA 64 x 8192, 128 heads", 64, 8192, (128, 1), (576, 512), True),
+]
+
+
+WIDE = [(16, 64, 4, 3), (16, 128, 4, 2), (16, 128, 8, 3), (16, 32, 2, 4), (16, 64, 2, 4), (16, 64, 4, 4)]
+LATENT = [(16, 32, 4, 2), (16, 64, 4, 2), (16, 64, 8, 2), (32, 32, 4, 2), (64, 32, 8, 2), (64, 64, 8, 2)]
+LONG = [(128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 4)]
+
+
+class Variants:
+    """Times the kernels with other rows and keys of a block, warps and stages, and other parts of the keys."""
+
+    def __init__(self) -> None:
+        from megalight.ops.paged_attention import triton as module
+
+        self.module, self.own = module, (module._blocks, module.splits_of)
+        self.rows: list[Row] = []
+
+    def seconds(self, given: Any, blocks: Any, splits: Any) -> float | None:
+        """Return seconds of a call; None: it needs too much shared memory."""
+        self.module._blocks = self.own[0] if blocks is None else lambda *_: blocks
+        self.module.splits_of = self.own[1] if splits is None else lambda *_: splits
+        try:
+            return median(lambda: self.module.paged_attention(*given, True, None, None, None, None, None))
+        except Exception as error:
+            print(blocks, splits, type(error).__name__, flush=True)
+            return None
+
+    def decode(self, name: str, given: Any, size: int, copy: float, blocks: Any) -> None:
+        """Time a decode step that reads ``size`` bytes: block shapes first, then parts with the best of them."""
+        best: tuple[float, Any] = (1.0, None)
+        for kind in (None, *blocks):
+            seconds = self._row(name, given, size, copy, kind, None)
+            best = min(best, (seconds, kind), key=lambda each: each[0])
+        for splits in (1, 2, 4, 8, 16, 32, 64, 128):
+            self._row(name, given, size, copy, best[1], splits)
+
+    def _row(self, name: str, given: Any, size: int, copy: float, blocks: Any, splits: Any) -> float:
+        seconds = self.seconds(given, blocks, splits)
+        if seconds is None:
+            return 1.0
+        rate = size / seconds
+        self.rows.append({"shape": name, "blocks": blocks, "splits": splits, "gb_per_s": rate / 1e9})
+        self.rows[-1]["of_copy"] = rate / copy
+        print(f"{name:26} {blocks} {splits}: {rate / 1e9:.0f} GB/s, {rate / copy:.0%} of copy", flush=True)
+        return seconds
+
+
+def kernels(arguments: argparse.Namespace) -> Row:
+    """Check and time the kernels, with several block shapes and splits."""
+    variants = Variants()
+    worst, copy = check(), copy_bandwidth()
+    for name, count, length, heads, sizes, shared in TIMED:
+        size = count * length * heads[1] * (sizes[0] + (0 if shared else sizes[1])) * 2
+        given = make([1] * count, [length] * count, heads, sizes, shared)
+        variants.decode(name, given, size, copy, LATENT if shared else WIDE)
+        del given
+        torch.cuda.empty_cache()
+    for queries, length in ((2048, 8192), (512, 8192)):
+        given = make([queries], [length], (32, 8), (128, 128), False)
+        work = 4 * 32 * 128 * (queries * (length - queries) + queries * queries / 2)
+        for blocks in (None, *LONG):
+            seconds = variants.seconds(given, blocks, None)
+            if seconds is not None:
+                rate = work / seconds / 1e12
+                variants.rows.append({"shape": f"{queries} of {length}", "blocks": blocks, "tflop_per_s": rate})
+                print(f"{queries} of {length} {blocks}: {rate:.0f} TFLOP/s", flush=True)
+    return {"worst_error": worst, "copy": copy, "rows": variants.rows}
+
+
+def clock(run: Callable[[], Any]) -> tuple[float, Any]:
+    """Return seconds of a call until the device is done, and its result."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    found = run()
+    torch.cuda.synchronize()
+    return time.perf_counter() - begin, found
+
+
+def requests(count: int = 64) -> list[list[int]]:
+    """Return prompts of 100 to 1,024 tokens."""
+    draws = random.Random(0)
+    return [[draws.randrange(10, 120000) for _ in range(draws.randint(100, 1024))] for _ in range(count)]
+
+
+def models(arguments: argparse.Namespace) -> Row:
+    """Time Megalight on the Llama-3-8B shape."""
+    from dataclasses import replace
+
+    from megalight.inference import DynamicEngine, SamplingParams, generate
+    from megalight.models.gpt import GPT
+    from megalight.models.gpt.presets import preset
+
+    config = replace(preset("llama3_8b"), max_sequence_length=8192 + 64)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = GPT(config)
+    torch.set_default_dtype(torch.float32)
+    model = model.to("cuda", torch.bfloat16).eval()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.02)
+    greedy, asked = SamplingParams(temperature=0), requests()
+    out: Row = {}
+
+    def complete(prompts: list[list[int]], new: int) -> Any:
+        engine = DynamicEngine(model, num_blocks=6000, block_size=16, max_sequences=64, step_tokens=2048)
+        for prompt in prompts:
+            engine.add(prompt, max_new_tokens=new, sampling_params=greedy)
+        return engine
+
+    one = [asked[0][:128]]
+    generate(model, one, max_new_tokens=8, temperature=0)
+    seconds, text = clock(lambda: generate(model, one, max_new_tokens=64, temperature=0))
+    out["generate_batch_1"] = 64 / seconds
+    engine = complete(one, 8)
+    engine.run()
+    engine.add(one[0], max_new_tokens=256, sampling_params=greedy)
+    seconds, found = clock(engine.run)
+    out["engine_batch_1"] = 256 / seconds
+    out["same_text"] = next(iter(found.values())).tokens[:64] == text[0]
+    print(out, flush=True)
+    del engine
+    complete(asked[:4], 4).run()
+    engine = complete(asked, 256)
+    torch.cuda.reset_peak_memory_stats()
+    seconds, found = clock(engine.run)
+    out["engine_64_mixed"] = sum(len(each.tokens) for each in found.values()) / seconds
+    out["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    out["uses"] = {str(key): value for key, value in getattr(engine, "graph_uses", {}).items()}
+    print(out, flush=True)
+    if not arguments.short:
+        del engine
+        long = [[token % 100000 + 10 for token in range(8000)]]
+        generate(model, long, max_new_tokens=1, temperature=0)
+        seconds, _ = clock(lambda: generate(model, long, max_new_tokens=1, temperature=0))
+        out["prefill_tflop_per_s"] = 2 * 8.03e9 * 8000 / seconds / 1e12
+    return out
+
+
+def peers(arguments: argparse.Namespace) -> Row:
+    """Time `transformers` on the same shape."""
+    import transformers
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        rope_theta=500000.0,
+    )
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(config).eval()
+    torch.set_default_dtype(torch.float32)
+    out: Row = {"transformers": transformers.__version__}
+    ids = torch.randint(10, 1000, (1, 128), device="cuda")
+    model.generate(ids, max_new_tokens=8, do_sample=False)
+    seconds, _ = clock(lambda: model.generate(ids, max_new_tokens=64, min_new_tokens=64, do_sample=False))
+    out["generate_batch_1"] = 64 / seconds
+    print(out, flush=True)
+    model.set_attn_implementation("paged|sdpa")
+    settings = GenerationConfig(
+        max_new_tokens=256, do_sample=False, eos_token_id=-1, pad_token_id=0, use_cuda_graph=True
+    )
+    seconds, found = clock(lambda: model.generate_batch(inputs=requests(), generation_config=settings))
+    out["generate_batch_64_mixed"] = sum(len(each.generated_tokens) for each in found.values()) / seconds
+    return out
+
+
+def main() -> None:
+    """Run a part and write its figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("kernels", "models", "peers"))
+    parser.add_argument("result", type=Path)
+    parser.add_argument("--package", type=Path, default=Path(__file__).resolve().parents[1])
+    parser.add_argument("--short", action="store_true", help="leave the long prompt out")
+    arguments = parser.parse_args()
+    sys.path.insert(0, str(arguments.package))
+    torch.manual_seed(0)
+    found = {"kernels": kernels, "models": models, "peers": peers}[arguments.part](arguments)
+    found |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    arguments.result.write_text(json.dumps(found, indent=1) + "\n")
+    print(f"RESULT {arguments.part} { ({key: value for key, value in found.items() if key != 'rows'}) }", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""The states of layers: what they keep of earlier tokens, so that a sequence can be continued (KV cache).
+
+A mixer makes its state in ``make_state(slots)``. It keeps one row per token (keys and values), or one entry per
+sequence (the last inputs of a convolution, a recurrent state). :class:`Slots` decides where these are stored. In a
+forward pass the mixer reads and writes them where ``context.sequences.pages`` says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megalight.nn.rotary import RotaryTable
+from megalight.ops.paged_append import paged_append
+from megalight.types import Pages
+
+
+class TokenPool(Protocol):
+    """Rows for the tokens of all sequences, in the blocks of :class:`~megalight.types.Pages`."""
+
+    def rows(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Return the pool ``[N, *shape]``. The first call allocates it, with the dtype and device of ``like``."""
+        ...
+
+
+class SequencePool(Protocol):
+    """One entry for each sequence."""
+
+    def entries(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Return the pool ``[num_slots, *shape]``. The first call allocates it, with dtype and device of ``like``."""
+        ...
+
+
+class Slots(Protocol):
+    """Storage for sequences that later forward passes continue."""
+
+    def per_token(self) -> TokenPool:
+        """Make storage for one row per token. The first pass decides its shape and dtype."""
+        ...
+
+    def per_sequence(self) -> SequencePool:
+        """Make storage for one entry per sequence."""
+        ...
+
+
+def read_entries(pool: SequencePool, pages: Pages, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Return the entries ``[S, *shape]`` of the sequences in this pass. New sequences have zeros."""
+    entries = pool.entries(shape, like)
+    if not pages.continued:
+        return entries.new_zeros(len(pages.query_lengths), *shape)
+    # Entries are reused without zeroing; only a new sequence must not see what the last one left.
+    return entries[pages.state_slot].masked_fill(pages.begins.view(-1, *[1] * len(shape)), 0)
+
+
+def write_entries(pool: SequencePool, pages: Pages, entries: Tensor) -> None:
+    """Store the entries ``[S, *shape]`` of the sequences in this pass."""
+    with torch.no_grad():
+        pool.entries(tuple(entries.shape[1:]), entries)[pages.state_slot] = entries
+
+
+class StoredHeads(NamedTuple):
+    """The keys and values of all stored tokens, for :func:`~megalight.ops.paged_attention.paged_attention`.
+
+    Attributes:
+        keys: ``[N, Hkv, D]``.
+        values: ``[N, Hkv, Dv]``.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class KeysAndValues:
+    """The state of attention: keys and values of every token."""
+
+    keys: TokenPool
+    values: TokenPool
+
+    @classmethod
+    def of(cls, slots: Slots) -> KeysAndValues:
+        """Make an empty state, without any token."""
+        return cls(slots.per_token(), slots.per_token())
+
+    def append(
+        self, q: Tensor, k: Tensor, v: Tensor, pages: Pages, rotary: RotaryTable | None
+    ) -> tuple[Tensor, StoredHeads]:
+        """Rotate ``q [T, H, D]`` and ``k [T, Hkv, D]``, store ``k`` and ``v``; return ``q`` and all that is stored."""
+        stored = StoredHeads(self.keys.rows(tuple(k.shape[1:]), k), self.values.rows(tuple(v.shape[1:]), v))
+        if rotary is None:
+            return paged_append(q, k, v, *stored, pages.write), stored
+        q = paged_append(
+            *(q, k, v, *stored, pages.write, rotary.cos, rotary.sin),
+            interleaved=rotary.interleaved,
+            backend=rotary.backend,
+        )
+        return q, stored
+
+    def store(self, k: Tensor, v: Tensor, pages: Pages) -> None:
+        """Store ``k [T, Hkv, D]``, which are rotated, and ``v``."""
+        with torch.no_grad():
+            for pool, rows in ((self.keys, k), (self.values, v)):
+                pool.rows(tuple(rows.shape[1:]), rows)[pages.write] = rows

@@ -1,0 +1,98 @@
+"""Rotations and stores of new tokens in one kernel: a program serves all heads of a token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megalight.ops.jit import Value, constexpr, jit, next_power, tl
+from megalight.ops.rotary.triton import turn
+
+
+@jit
+def _append(
+    q: Value,
+    k: Value,
+    v: Value,
+    out: Value,
+    k_pool: Value,
+    v_pool: Value,
+    write: Value,
+    cos: Value,
+    sin: Value,
+    q_token: Value,
+    q_head: Value,
+    k_token: Value,
+    k_head: Value,
+    v_token: Value,
+    v_head: Value,
+    HEADS: constexpr,
+    HEAD_BLOCK: constexpr,
+    KV_HEADS: constexpr,
+    KV_BLOCK: constexpr,
+    HEAD_DIM: constexpr,
+    VALUE_DIM: constexpr,
+    HALF: constexpr,
+    HALF_BLOCK: constexpr,
+    REST: constexpr,
+    REST_BLOCK: constexpr,
+    VALUE_HALF: constexpr,
+    VALUE_BLOCK: constexpr,
+    INTERLEAVED: constexpr,
+    ROTATE: constexpr,
+) -> None:
+    # 64 bits: rows of a pool times their width pass 2^31.
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.load(write + token)
+    pair = tl.arange(0, HALF_BLOCK)[None, :]
+    c = pair.to(tl.float32)
+    s = c
+    if ROTATE:
+        c = tl.load(cos + token * HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)
+        s = tl.load(sin + token * HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)
+    # fmt: off
+    turn(q + token * q_token, out + token * HEADS * HEAD_DIM, q_head, HEAD_DIM, c, s,
+         HEADS, HEAD_BLOCK, HALF, HALF_BLOCK, REST, REST_BLOCK, INTERLEAVED, ROTATE)
+    turn(k + token * k_token, k_pool + row * KV_HEADS * HEAD_DIM, k_head, HEAD_DIM, c, s,
+         KV_HEADS, KV_BLOCK, HALF, HALF_BLOCK, REST, REST_BLOCK, INTERLEAVED, ROTATE)
+    turn(v + token * v_token, v_pool + row * KV_HEADS * VALUE_DIM, v_head, VALUE_DIM, c, s,
+         KV_HEADS, KV_BLOCK, VALUE_HALF, VALUE_BLOCK, VALUE_DIM - 2 * VALUE_HALF, 1, False, False)
+    # fmt: on
+
+
+def paged_append(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    write: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    interleaved: bool,
+) -> Tensor:
+    """See :func:`megalight.ops.paged_append.paged_append`."""
+    (tokens, heads, size), kv_heads, value_size = q.shape, k.shape[1], v.shape[-1]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    half = size // 2 if cos is None else cos.shape[-1]
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+    _append[(tokens,)](
+        *(q, k, v, out, k_pool, v_pool, write, cos, sin),
+        *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2]),
+        HEADS=heads,
+        HEAD_BLOCK=next_power(heads),
+        KV_HEADS=kv_heads,
+        KV_BLOCK=next_power(kv_heads),
+        HEAD_DIM=size,
+        VALUE_DIM=value_size,
+        HALF=half,
+        HALF_BLOCK=next_power(half),
+        REST=size - 2 * half,
+        REST_BLOCK=next_power(size - 2 * half),
+        VALUE_HALF=value_size // 2,
+        VALUE_BLOCK=next_power(value_size // 2),
+        INTERLEAVED=interleaved,
+        ROTATE=cos is not None,
+        num_warps=4 if heads * size <= 8192 else 8,
+    )
+    return out

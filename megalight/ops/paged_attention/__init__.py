@@ -1,0 +1,199 @@
+"""Attention to keys and values that lie in blocks of a pool, read through the block table of each sequence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalight.ops.attention.torch_kernels import softmax
+from megalight.ops.common import HALF, cuda_why_not, lazy, serve_all, triton_why_not, wide
+from megalight.registry import Backend, BackendRegistry, remembered
+from megalight.types import Pages
+
+# The reference. Shapes follow from bounds on the host, so a step can be recorded.
+
+
+def reference_paged_attention(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    pages: Pages,
+    causal: bool,
+    scale: float | None,
+    window: int | None,
+    chunk: int | None,
+    softcap: float | None,
+    sink: Tensor | None,
+) -> Tensor:
+    """See :func:`paged_attention`."""
+    outputs, first, options = [], 0, (causal, scale, window, chunk, softcap, sink)
+    # Sequences with one query go together, as in a decode step; each of the others goes alone.
+    parts = [pages.decodes] if pages.decodes else []
+    parts += [1] * (len(pages.query_lengths) - pages.decodes)
+    tokens = 0
+    for count in parts:
+        queries = count * pages.query_lengths[first]
+        outputs.append(_attend(q[tokens : tokens + queries], k_pool, v_pool, pages, first, count, *options))
+        first, tokens = first + count, tokens + queries
+    return torch.cat(outputs)
+
+
+def _attend(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    pages: Pages,
+    first: int,
+    count: int,
+    causal: bool,
+    scale: float | None,
+    window: int | None,
+    chunk: int | None,
+    softcap: float | None,
+    sink: Tensor | None,
+) -> Tensor:
+    """Attend in ``count`` sequences with equally many queries."""
+    (_, heads, size), kv_heads, dtype = q.shape, k_pool.shape[1], wide(q.dtype)
+    bound = max(pages.bounds[first : first + count])
+    table = pages.block_table[first : first + count, : -(-bound // pages.page_size)].long()
+
+    def stored(pool: Tensor) -> Tensor:
+        """``[N, Hkv, D] -> [n, Hkv, bound, D]``."""
+        blocks = pool.view(-1, pages.page_size, *pool.shape[1:])[table]
+        return blocks.flatten(1, 2)[:, :bound].transpose(1, 2).to(dtype)
+
+    key, value = stored(k_pool), stored(v_pool)
+    # `[n, Hkv, H / Hkv, Tq, D]`: query heads that share a key head are rows of one product.
+    query = q.to(dtype).view(count, -1, kv_heads, heads // kv_heads, size).permute(0, 2, 3, 1, 4)
+    length = query.shape[3]
+    scores = (query.flatten(2, 3) @ key.mT).view(*query.shape[:4], bound)
+    scores = scores * (1 / math.sqrt(size) if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    index = torch.arange(bound, device=q.device)
+    present = pages.lengths[first : first + count, None, None]
+    places = present + torch.arange(-length, 0, device=q.device)[:, None]  # of the queries, [n, length, 1]
+    allowed = index <= places if causal else index < present
+    if window is not None:
+        allowed = allowed & (index >= places - window)
+    if chunk is not None:
+        allowed = allowed & (index // chunk == places // chunk)
+    scores = scores.masked_fill(~allowed[:, None, None], -torch.inf)
+    # a row of the softmax per head and query
+    weights = softmax(scores.flatten(1, 2), sink).view(*key.shape[:2], -1, bound)
+    # Rows that hold no token of the sequence may hold NaN, and 0 times NaN is NaN.
+    value = value.masked_fill((index >= present[:, 0])[:, None, :, None], 0)
+    out = (weights @ value).view(*query.shape[:4], -1).permute(0, 3, 1, 2, 4)
+    return out.reshape(len(q), heads, -1).to(q.dtype)
+
+
+class PagedAttentionSpec(NamedTuple):
+    """A request to attention through block tables.
+
+    Attributes:
+        device: device type.
+        dtype: dtype of queries and pools.
+        head_dim: size of a query and key head.
+        value_dim: size of a value head.
+        page_size: tokens of a block.
+        shared: whether values are the first features of the keys, as in latent attention.
+        causal: whether a query sees no later key.
+        window: whether a query sees only a limited number of earlier keys.
+        chunk: whether a query sees only keys of its own chunk.
+        softcap: whether scores are capped.
+        sink: whether the softmax has sinks.
+    """
+
+    device: str
+    dtype: torch.dtype
+    head_dim: int
+    value_dim: int
+    page_size: int = 16
+    shared: bool = False
+    causal: bool = True
+    window: bool = False
+    chunk: bool = False
+    softcap: bool = False
+    sink: bool = False
+
+
+PAGED_ATTENTION: BackendRegistry[PagedAttentionSpec, Callable[..., Tensor]] = BackendRegistry("paged_attention")
+REGISTRIES: tuple[BackendRegistry[PagedAttentionSpec, Any], ...] = (PAGED_ATTENTION,)
+EXAMPLE = PagedAttentionSpec("cpu", torch.bfloat16, 128, 128)
+
+
+def _triton_why_not(spec: PagedAttentionSpec) -> str | None:
+    if spec.dtype not in HALF:
+        return f"serves bfloat16 and float16, not {spec.dtype}"
+    widest = 576 if spec.shared else 256
+    if spec.head_dim > widest:
+        return f"needs heads of at most {widest} features, not {spec.head_dim}"
+    return cuda_why_not(spec.device) or triton_why_not(spec.device, spec.dtype)
+
+
+_triton = lazy("megalight.ops.paged_attention.triton", "paged_attention")
+PAGED_ATTENTION.register(Backend("triton", _triton, 20, _triton_why_not))
+PAGED_ATTENTION.register(Backend("reference", reference_paged_attention, 0, serve_all))
+
+
+@remembered
+def _choose(spec: PagedAttentionSpec, backend: str) -> Callable[..., Tensor]:
+    return PAGED_ATTENTION.select(spec, backend).fn
+
+
+def paged_attention(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    pages: Pages,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """``softmax(q k^T * scale) v`` within each sequence, whose keys and values lie in pools. It has no gradient.
+
+    Queries are the last tokens of their sequence, and their keys and values are stored already.
+
+    Args:
+        q: ``[T, H, D]``.
+        k_pool: ``[N, Hkv, D]``, contiguous; ``H`` is a multiple of ``Hkv``.
+        v_pool: ``[N, Hkv, Dv]``; it may be a view of the first features of ``k_pool``.
+        pages: where the sequences lie in the pools.
+        causal: whether a query sees no later key.
+        scale: factor on scores; ``1 / sqrt(D)`` by default.
+        window: number of earlier tokens that a query sees besides itself. None: all.
+        chunk: a query sees only keys of its own chunk of so many tokens. None: all.
+        softcap: scores become ``softcap * tanh(score / softcap)``.
+        sink: ``[H]``: the denominator of a head's softmax has one more term, ``e^sink``. None: no sink.
+        backend: name of a backend.
+
+    Returns:
+        ``[T, H, Dv]``.
+
+    Raises:
+        BackendError: the named backend cannot serve.
+    """
+    spec = PagedAttentionSpec(
+        q.device.type,
+        q.dtype,
+        q.shape[-1],
+        v_pool.shape[-1],
+        pages.page_size,
+        v_pool.data_ptr() == k_pool.data_ptr(),
+        causal,
+        window is not None,
+        chunk is not None,
+        softcap is not None,
+        sink is not None,
+    )
+    fn = _choose(spec, backend)
+    return fn(q, k_pool, v_pool, pages, causal, scale, window, chunk, softcap, sink)

@@ -1,0 +1,318 @@
+"""Attention through a block table in Triton: keys of a decode step are split over programs, and the parts combined.
+
+A program takes rows of queries: pairs of a query and one of the query heads that share a key head, so that a block of
+keys and values is read once for all of them. A decode step has few rows, so several programs share the keys of a
+sequence; each writes its part of the output and its log-sum-exp, and a second kernel combines them (Flash-Decoding).
+How keys are split follows from the lengths on the device: launches depend on bounds alone, and can be recorded.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megalight.ops.common import num_sms
+from megalight.ops.jit import LOG2E, Value, cdiv, constexpr, jit, next_power, tl
+from megalight.types import Pages
+
+FEW = 8
+"""Queries of a sequence up to which keys are split."""
+MOST = 64
+"""Parts into which the keys of a sequence are split at most."""
+LONG = 4096
+"""Rows of a sequence from which on blocks are large."""
+
+
+@jit
+def _attend(
+    q: Value,
+    k: Value,
+    v: Value,
+    table: Value,
+    lengths: Value,
+    cu_queries: Value,
+    out: Value,
+    sums: Value,
+    sink: Value,
+    scale: Value,
+    softcap: Value,
+    first: Value,
+    q_token: Value,
+    q_head: Value,
+    k_row: Value,
+    v_row: Value,
+    table_row: Value,
+    heads: Value,
+    GROUP: constexpr,
+    DIM: constexpr,
+    DIM_BLOCK: constexpr,
+    VALUE: constexpr,
+    VALUE_BLOCK: constexpr,
+    TAIL: constexpr,
+    TAIL_BLOCK: constexpr,
+    PAGE: constexpr,
+    ROWS: constexpr,
+    KEYS: constexpr,
+    SPLITS: constexpr,
+    CAUSAL: constexpr,
+    WINDOW: constexpr,
+    CHUNK: constexpr,
+    CAPPED: constexpr,
+    SINK: constexpr,
+    SHARED: constexpr,
+    PRECISION: constexpr,
+) -> None:
+    """Attend to one part of the keys with one block of rows.
+
+    ``DIM`` features of a key are read at once; with ``SHARED`` they are the value, and ``TAIL`` more follow. ``out`` is
+    ``[T, H, VALUE]``, or with several parts ``[T, H, SPLITS, VALUE]`` in float32 beside ``sums [T, H, SPLITS]``.
+    """
+    block = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    pair = tl.program_id(2)
+    sequence = first + pair // SPLITS
+    part = pair % SPLITS
+    begin = tl.load(cu_queries + sequence)
+    queries = tl.load(cu_queries + sequence + 1) - begin
+    length = tl.load(lengths + sequence)
+    top = block * ROWS
+    if top < queries * GROUP:
+        row = top + tl.arange(0, ROWS)
+        query = row // GROUP
+        valid = query < queries
+        head = kv_head * GROUP + row % GROUP
+        token = (begin + query).to(tl.int64)
+        place = length - queries + query
+        feature = tl.arange(0, DIM_BLOCK)
+        source = q + token * q_token + head * q_head
+        held = tl.load(source[:, None] + feature[None, :], mask=valid[:, None] & (feature < DIM)[None, :], other=0.0)
+        if TAIL > 0:
+            more = tl.arange(0, TAIL_BLOCK)
+            inside = valid[:, None] & (more < TAIL)[None, :]
+            tail = tl.load(source[:, None] + DIM + more[None, :], mask=inside, other=0.0)
+        # the keys that some row sees
+        lowest = length - queries + top // GROUP
+        low = 0
+        if WINDOW >= 0:
+            low = tl.maximum(0, lowest - WINDOW)
+        if CHUNK > 0:
+            low = tl.maximum(low, lowest // CHUNK * CHUNK)
+        high = length
+        if CAUSAL:
+            high = tl.minimum(length, length - queries + (top + ROWS - 1) // GROUP + 1)
+        low = low // KEYS * KEYS
+        share = tl.cdiv(tl.cdiv(high - low, SPLITS), KEYS) * KEYS
+        low += part * share
+        high = tl.minimum(high, low + share)
+
+        largest = tl.full((ROWS,), -float("inf"), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        mixed = tl.zeros((ROWS, VALUE_BLOCK), tl.float32)
+        value_feature = tl.arange(0, VALUE_BLOCK)
+        offset = tl.arange(0, KEYS)
+        blocks = table + sequence.to(tl.int64) * table_row
+        for start in range(low, high, KEYS):
+            at = start + offset
+            present = at < high
+            number = tl.load(blocks + at // PAGE, mask=present, other=0)
+            rows = number.to(tl.int64) * PAGE + at % PAGE
+            keys = k + rows * k_row + kv_head * (DIM + TAIL)
+            loaded = tl.load(
+                keys[:, None] + feature[None, :], mask=present[:, None] & (feature < DIM)[None, :], other=0.0
+            )
+            scores = tl.dot(held, tl.trans(loaded), input_precision=PRECISION)
+            if TAIL > 0:
+                turned = tl.load(
+                    keys[:, None] + DIM + more[None, :], mask=present[:, None] & (more < TAIL)[None, :], other=0.0
+                )
+                scores += tl.dot(tail, tl.trans(turned), input_precision=PRECISION)
+            scores *= scale
+            if CAPPED:
+                # tanh by a power of 2, which stays finite for any score
+                small = tl.exp2(tl.abs(scores / softcap) * (-2 * LOG2E))
+                tanh = (1 - small) / (1 + small)
+                scores = softcap * tl.where(scores < 0, -tanh, tanh)
+            seen = present[None, :]
+            if CAUSAL:
+                seen = seen & (at[None, :] <= place[:, None])
+            if WINDOW >= 0:
+                seen = seen & (at[None, :] >= place[:, None] - WINDOW)
+            if CHUNK > 0:
+                seen = seen & (at[None, :] // CHUNK == place[:, None] // CHUNK)
+            scores = tl.where(seen, scores * LOG2E, -float("inf"))
+            higher = tl.maximum(largest, tl.max(scores, 1))
+            # a row that sees nothing yet: infinity minus infinity would be NaN
+            shift = tl.where(higher == -float("inf"), 0.0, higher)
+            weights = tl.exp2(scores - shift[:, None])
+            shrink = tl.exp2(largest - shift)
+            total = total * shrink + tl.sum(weights, 1)
+            if SHARED:
+                values = loaded
+            else:
+                values = tl.load(
+                    (v + rows * v_row + kv_head * VALUE)[:, None] + value_feature[None, :],
+                    mask=present[:, None] & (value_feature < VALUE)[None, :],
+                    other=0.0,
+                )
+            mixed = mixed * shrink[:, None]
+            mixed += tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
+            largest = higher
+        # a part without keys: its output is 0, and its log-sum-exp minus infinity
+        total = tl.where(total == 0, 1.0, total)
+        spot = token * heads + head
+        if SPLITS > 1:
+            spot = spot * SPLITS + part
+            tl.store(sums + spot, largest + tl.log2(total), mask=valid)
+        elif SINK:
+            extra = tl.load(sink + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
+            higher = tl.maximum(largest, extra)
+            shrink = tl.exp2(largest - higher)
+            total = total * shrink + tl.exp2(extra - higher)
+            mixed = mixed * shrink[:, None]
+        mixed = mixed / total[:, None]
+        target = out + spot[:, None] * VALUE + value_feature[None, :]
+        inside = valid[:, None] & (value_feature < VALUE)[None, :]
+        tl.store(target, mixed.to(out.dtype.element_ty), mask=inside)
+
+
+@jit
+def _combine(
+    parts: Value,
+    sums: Value,
+    sink: Value,
+    out: Value,
+    heads: Value,
+    VALUE: constexpr,
+    VALUE_BLOCK: constexpr,
+    SPLITS: constexpr,
+    SINK: constexpr,
+) -> None:
+    """Combine the parts of one head of one token by their log-sum-exps, which are powers of 2."""
+    spot = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, SPLITS)
+    feature = tl.arange(0, VALUE_BLOCK)
+    inside = feature < VALUE
+    each = tl.load(sums + spot * SPLITS + part)
+    largest = tl.max(each, 0)
+    if SINK:
+        extra = tl.load(sink + spot % heads).to(tl.float32) * LOG2E
+        largest = tl.maximum(largest, extra)
+    weights = tl.exp2(each - largest)
+    total = tl.sum(weights, 0)
+    if SINK:
+        total += tl.exp2(extra - largest)
+    rows = parts + (spot * SPLITS + part)[:, None] * VALUE + feature[None, :]
+    values = tl.load(rows, mask=inside[None, :], other=0.0)
+    mixed = tl.sum(values * weights[:, None], 0) / total
+    tl.store(out + spot * VALUE + feature, mixed.to(out.dtype.element_ty), mask=inside)
+
+
+def splits_of(programs: int, sms: int) -> int:
+    """Return into how many parts keys are split, a power of 2, where there are so many programs without."""
+    return min(MOST, next_power(max(1, 4 * sms // programs)))
+
+
+def paged_attention(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    pages: Pages,
+    causal: bool,
+    scale: float | None,
+    window: int | None,
+    chunk: int | None,
+    softcap: float | None,
+    sink: Tensor | None,
+) -> Tensor:
+    """See :func:`megalight.ops.paged_attention.paged_attention`."""
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    out = torch.empty(*q.shape[:2], v_pool.shape[-1], dtype=q.dtype, device=q.device)
+    options = (causal, scale, window, chunk, softcap, sink)
+    lengths = pages.query_lengths
+    # Sequences with few queries come first, and are launched apart: their keys are split.
+    few = next((place for place, count in enumerate(lengths) if count > FEW), len(lengths))
+    if few:
+        _launch(q, k_pool, v_pool, pages, out, 0, few, max(lengths[:few]), *options)
+    if few < len(lengths):
+        _launch(q, k_pool, v_pool, pages, out, few, len(lengths) - few, max(lengths[few:]), *options)
+    return out
+
+
+def _launch(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    pages: Pages,
+    out: Tensor,
+    first: int,
+    count: int,
+    queries: int,
+    causal: bool,
+    scale: float | None,
+    window: int | None,
+    chunk: int | None,
+    softcap: float | None,
+    sink: Tensor | None,
+) -> None:
+    """Attend with the queries of ``count`` sequences, which have at most ``queries`` each."""
+    (tokens, heads, size), kv_heads, value_size = q.shape, k_pool.shape[1], v_pool.shape[-1]
+    group, shared = heads // kv_heads, v_pool.data_ptr() == k_pool.data_ptr()
+    rows, keys, warps, stages = _blocks(queries * group, size, value_size, shared)
+    blocks = cdiv(queries * group, rows)
+    splits = splits_of(blocks * kv_heads * count, num_sms(q.device)) if queries <= FEW else 1
+    written, sums = out, out
+    if splits > 1:
+        # Tokens of other sequences are left out of the parts: they come after these.
+        tokens = sum(pages.query_lengths[:count])
+        written = torch.empty(tokens, heads, splits, value_size, dtype=torch.float32, device=q.device)
+        sums = torch.empty(tokens, heads, splits, dtype=torch.float32, device=q.device)
+    read, tail = (value_size, size - value_size) if shared else (size, 0)
+    _attend[(blocks, kv_heads, count * splits)](
+        *(q, k_pool, v_pool, pages.block_table, pages.lengths, pages.cu_queries, written, sums, sink),
+        *(1 / math.sqrt(size) if scale is None else scale, softcap or 0.0, first),
+        *(*q.stride()[:2], k_pool.stride(0), v_pool.stride(0), pages.block_table.stride(0), heads),
+        GROUP=group,
+        DIM=read,
+        DIM_BLOCK=max(16, next_power(read)),
+        VALUE=value_size,
+        VALUE_BLOCK=max(16, next_power(value_size)),
+        TAIL=tail,
+        TAIL_BLOCK=max(16, next_power(tail)),
+        PAGE=pages.page_size,
+        ROWS=rows,
+        KEYS=keys,
+        SPLITS=splits,
+        CAUSAL=causal,
+        WINDOW=-1 if window is None else window,
+        CHUNK=chunk or 0,
+        CAPPED=softcap is not None,
+        SINK=sink is not None,
+        SHARED=shared,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=warps,
+        num_stages=stages,
+    )
+    if splits > 1:
+        _combine[(tokens * heads,)](
+            *(written, sums, sink, out, heads),
+            VALUE=value_size,
+            VALUE_BLOCK=next_power(value_size),
+            SPLITS=splits,
+            SINK=sink is not None,
+            num_warps=4,
+        )
+
+
+def _blocks(rows: int, size: int, value_size: int, shared: bool) -> tuple[int, int, int, int]:
+    """Return rows and keys of a block, warps and stages."""
+    if shared:
+        return (16, 32, 4, 2) if rows <= 16 else (32, 32, 4, 2) if rows <= 32 else (64, 32, 8, 2)
+    wide = max(size, value_size) > 128
+    if rows <= 16:
+        return 16, 32 if wide else 64, 4, 4
+    if rows <= 64:
+        return next_power(rows), 32 if wide else 64, 4, 3
+    # Fewer rows give more programs, where queries are few.
+    return (64, 32, 4, 2) if wide else (64 if rows <= LONG else 128, 64, 4, 3)

@@ -1,0 +1,172 @@
+"""Attention through block tables equals attention to each sequence's keys, in the reference and in the kernels."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalight.errors import DataError
+from megalight.imports import has
+from megalight.inference import Cache
+from megalight.models.gpt import GPT, GPTConfig, InitConfig
+from megalight.nn.init import initialize
+from megalight.ops.attention import attention
+from megalight.ops.paged_append import paged_append
+from megalight.ops.paged_attention import paged_attention
+from megalight.ops.rotary import apply_rotary, rotary_table
+from megalight.parallel.graphs.inspection import Inspection
+from megalight.types import PackedSequences, Pages
+from tests.ops.checks import TOLERANCE, error
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"window": 3, "softcap": 1.5},
+    {"chunk": 4, "scale": 0.3},
+    {"sink": torch.tensor([0.5, -1.0, 2.0, 0.0, 1.0, -3.0])},
+    {"causal": False},
+]
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # the interpreter's own
+needs_interpreter = pytest.mark.skipif(
+    not has("triton") or torch.cuda.is_available(), reason="needs triton, and no GPU (where the kernels run for real)"
+)
+
+
+def make_pages(queries: list[int], totals: list[int], size: int, blocks: int) -> Pages:
+    """Sequences in blocks of any order; no block is used twice."""
+    order = torch.randperm(blocks).tolist()
+    width = -(-max(totals) // size)
+    table = torch.zeros(len(totals), width + 1, dtype=torch.int32)
+    for row, total in zip(table, totals, strict=True):
+        for place in range(-(-total // size)):
+            row[place] = order.pop()
+    write = [
+        int(row[place // size]) * size + place % size
+        for row, count, total in zip(table, queries, totals, strict=True)
+        for place in range(total - count, total)
+    ]
+    cu_queries = torch.tensor([0, *torch.tensor(queries).cumsum(0)], dtype=torch.int32)
+    lengths = torch.tensor(totals, dtype=torch.int32)
+    slots, bounds = torch.arange(len(totals)), tuple(total + 1 for total in totals)
+    return Pages(table, lengths, cu_queries, torch.tensor(write), slots, size, tuple(queries), bounds, True)
+
+
+def stored(pages: Pages, totals: list[int], blocks: int, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """A pool whose other rows are NaN, and the rows of each sequence."""
+    pool = torch.full((blocks * pages.page_size, *shape), torch.nan, dtype=dtype)
+    rows = pages.rows(0, totals)
+    values = torch.randn(len(rows), *shape, dtype=dtype)
+    pool[rows] = values
+    return pool, values
+
+
+def check(run: Any, queries: list[int], totals: list[int], dtype: torch.dtype, size: int = 4, **options: Any) -> None:
+    torch.manual_seed(0)
+    pages = make_pages(queries, totals, size, 24)
+    q = torch.randn(sum(queries), 6, 20, dtype=dtype)
+    (k_pool, k), (v_pool, v) = (stored(pages, totals, 24, (2, features), dtype) for features in (20, 12))
+    whole = PackedSequences.of_lengths(queries)
+    keys = PackedSequences.of_lengths(totals)
+    described = PackedSequences(whole.lengths, whole.cu_seqlens, whole.positions, whole.uniform, keys=keys)
+    if "sink" in options:
+        options["sink"] = options["sink"].to(dtype)
+    # The reference of attention has no runs of its own for chunks with keys, so those are cut as sequences.
+    expected = attention(*(t.double() for t in (q, k, v)), described, backend="reference", **options)
+    found = run(q, k_pool, v_pool, pages, **options)
+    assert error(found, expected) <= TOLERANCE[dtype]
+
+
+LENGTHS = [([1, 1, 1], [5, 1, 17]), ([1, 1, 3, 9], [9, 4, 3, 12]), ([2, 2], [7, 2])]
+
+
+@pytest.mark.parametrize(("queries", "totals"), LENGTHS)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_reference(queries: list[int], totals: list[int], options: dict[str, Any]) -> None:
+    check(paged_attention, queries, totals, torch.float64, **options)
+
+
+def kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is declared
+    return importlib.import_module(f"megalight.ops.{name}.triton")
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("queries", "totals"), LENGTHS)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_kernels(
+    queries: list[int], totals: list[int], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = kernels("paged_attention", monkeypatch)
+    monkeypatch.setattr(module, "splits_of", lambda programs, sms: 4)
+    monkeypatch.setattr(module, "_blocks", lambda *given: (16, 16, 4, 1))
+
+    def run(q: Tensor, k: Tensor, v: Tensor, pages: Pages, **given: Any) -> Any:
+        given = {"causal": True} | given
+        names = ("causal", "scale", "window", "chunk", "softcap", "sink")
+        return module.paged_attention(q, k, v, pages, *map(given.get, names))
+
+    check(run, queries, totals, torch.float32, **options)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("queries", [[1, 1], [3, 1]])
+def test_kernels_of_latents(queries: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One key head for all query heads, whose first features are the values."""
+    module = kernels("paged_attention", monkeypatch)
+    torch.manual_seed(0)
+    totals = [40, 5]
+    pages = make_pages(queries, totals, 8, 8)
+    pool, _ = stored(pages, totals, 8, (1, 20), torch.float32)
+    q, values = torch.randn(sum(queries), 20, 20), pool[..., :14]
+    expected = paged_attention(q.double(), pool.double(), values.double(), pages)
+    found = module.paged_attention(q, pool, values, pages, True, None, None, None, None, None)
+    assert error(found, expected) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=needs_interpreter)])
+def test_append_rotates_and_stores(interleaved: bool, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    # parts of one projection, of which 6 of 10 features turn
+    q, k, v = torch.randn(5, 8, 10).split([4, 2, 2], 1)
+    cos, sin = rotary_table(torch.arange(3, 8), 6, 10000.0)
+    write = torch.tensor([7, 0, 3, 11, 4])
+    run = paged_append
+    if backend == "triton":
+        module = kernels("paged_append", monkeypatch)
+        run = lambda *given, interleaved: module.paged_append(*given, interleaved)  # noqa: E731
+    for angles in ((cos, sin), (None, None)):
+        k_pool, v_pool = torch.zeros(12, 2, 10), torch.zeros(12, 2, 10)
+        found = run(q, k, v, k_pool, v_pool, write, *angles, interleaved=interleaved)
+        turned = [t if angles[0] is None else apply_rotary(t, cos, sin, interleaved) for t in (q, k)]
+        torch.testing.assert_close(found, turned[0])
+        torch.testing.assert_close(k_pool[write], turned[1])
+        assert v_pool[write].equal(v)
+        others = [row for row in range(12) if row not in write]
+        assert not k_pool[others].any()
+        assert not v_pool[others].any()
+
+
+def test_a_decode_step_waits_for_nothing_that_only_the_device_knows() -> None:
+    config = GPTConfig(
+        num_layers=3, hidden_size=24, num_heads=4, num_kv_heads=2, vocab_size=61, max_sequence_length=40,
+        mixer_pattern=("attention", "conv"), init=InitConfig(std=0.4),
+    )  # fmt: skip
+    model = GPT(config).double()
+    initialize(model, 5)
+    cache = Cache(model.layers, 3, 12)
+    with torch.no_grad():
+        model(torch.arange(14), cache.extend([0, 1, 2], [5, 2, 7], "cpu"), states=cache.states)
+        sequences = cache.extend([0, 1, 2], [1, 1, 1], "cpu")
+        with Inspection(torch.device("cpu")) as inspection:
+            model(torch.full((3,), 3), sequences, states=cache.states)
+    assert inspection.reasons == []
+
+
+def test_sequences_with_pages_are_not_padded() -> None:
+    with pytest.raises(DataError, match="cannot be padded"):
+        Cache({}, 1, 8).extend([0], [3], "cpu").pad_to(4)
