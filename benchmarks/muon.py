@@ -1,0 +1,170 @@
+"""Time steps of Muon beside Adam, on the shape of an 8B model cut to some layers, and count what Newton-Schulz costs.
+
+    python benchmarks/muon.py RESULT.json [--layers 16]
+    torchrun --nproc-per-node 2 benchmarks/muon.py RESULT.json --level optim_grads_params
+    python benchmarks/muon.py RESULT.json --tiny        # a tiny model on the CPU, to try the command
+
+First one step of ``megalight.optim.Muon`` is compared with ``torch.optim.Muon`` on the same gradients. Then steps with
+1, 4 and 16 micro-batches of 4096 tokens are timed with both optimizers. ``aim_seconds`` is what Muon may take:
+1.1 times the operations of Newton-Schulz on the busiest rank, at 0.7 of the sustained rate of an H200.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import megalight
+from megalight.models.gpt import GPT, GPTConfig
+from megalight.models.gpt.module import GPTModule
+from megalight.optim import AdamConfig, Muon, MuonConfig
+from megalight.parallel.data_parallel.options import DataParallelOptions
+from megalight.types import TokenBatch
+
+SUSTAINED = 667e12
+"""FLOP/s of bf16 products on an H200 under full load."""
+MICRO_BATCHES = (1, 4, 16)
+
+
+def config_of(layers: int, tiny: bool) -> GPTConfig:
+    if tiny:
+        return GPTConfig(num_layers=layers, hidden_size=64, num_heads=4, vocab_size=128, max_sequence_length=64)
+    return GPTConfig(
+        num_layers=layers, hidden_size=4096, num_heads=32, num_kv_heads=8, ffn_hidden_size=14336, vocab_size=128256,
+        max_sequence_length=4096,
+    )  # fmt: skip
+
+
+def compare(device: torch.device, tiny: bool) -> dict[str, float]:
+    """Return how far a step is from torch's, relative to the step, and the seconds of both."""
+    shapes = [(64, 64), (192, 64), (64, 192)] if tiny else [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)]
+    torch.manual_seed(0)
+    begin = [torch.randn(shape, device=device) * 0.02 for shape in shapes * 2]
+    gradients = [torch.randn_like(each) for each in begin]
+    results, seconds = [], []
+    for ours in (True, False):
+        parameters = [nn.Parameter(each.clone()) for each in begin]
+        if ours:
+            optimizer: Any = Muon([{"params": parameters, "whole_matrices": True}], 0.01)
+        else:
+            optimizer = torch.optim.Muon(parameters, 0.01, 0.1, adjust_lr_fn="match_rms_adamw")
+        for repeat in range(4):
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient.clone()
+            started = now(device)
+            optimizer.step()
+            seconds.append(now(device) - started)
+            if repeat == 0:
+                results.append([p.detach() - each for p, each in zip(parameters, begin, strict=True)])
+    error = max(float((a - b).norm() / b.norm()) for a, b in zip(*results, strict=True))
+    if error > 0.03:
+        raise SystemExit(f"a step differs from torch's by {error:.3f}: nothing is timed")
+    return {"error": error, "seconds": min(seconds[:4]), "torch_seconds": min(seconds[4:])}
+
+
+def now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def measure(options: argparse.Namespace, muon: bool, device: torch.device) -> dict[str, Any]:
+    config = config_of(options.layers, options.tiny)
+    layout = megalight.Layout(
+        tensor_parallel=options.tensor_parallel,
+        sequence_parallel=options.tensor_parallel > 1,
+        data_parallel=DataParallelOptions(level=options.level, overlap_param_gather=False),
+    )
+    with torch.device("meta"):
+        root = GPT(config)
+    model = megalight.parallelize(root, layout, device=device, dtype=torch.bfloat16)
+    adam = AdamConfig(lr=1e-4, muon=MuonConfig(lr=1e-4) if muon else None)
+    optimizer, _ = adam.build(root.named_parameters())
+    training = megalight.Training(model, optimizer, GPTModule(config))
+    length = config.max_sequence_length
+    generator = torch.Generator(device).manual_seed(1 + model.mesh.rank("dp"))
+    ids = torch.randint(0, config.vocab_size, (1, length + 1), device=device, generator=generator)
+    batch = TokenBatch(ids[:, :-1], ids[:, 1:], torch.ones(1, length, device=device))
+    found: dict[str, Any] = {"micro_batches": {}}
+    for count in options.micro_batches:
+        whole, stepped = [], []
+        for _ in range(options.repeats + 2):
+            started = now(device)
+            loss = training.forward_backward([batch] * count).loss
+            training.clip_grad_norm(1.0)
+            middle = now(device)
+            optimizer.step()
+            ended = now(device)
+            whole.append(ended - started)
+            stepped.append(ended - middle)
+        found["micro_batches"][count] = {
+            "seconds": statistics.median(whole[2:]),
+            "optimizer_seconds": statistics.median(stepped[2:]),
+            "loss": float(loss),
+        }
+    if device.type == "cuda":
+        found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    if isinstance(optimizer, Muon):
+        assert optimizer.exchanges is not None
+        load = [sum(of_rank) for of_rank in zip(*(each.load for each, _ in optimizer.exchanges), strict=True)]
+        found |= {
+            "newton_schulz_tflop": [each / 1e12 for each in load],
+            "busiest_over_mean": max(load) * len(load) / sum(load),
+            "aim_seconds": 1.1 * max(load) / (0.7 * SUSTAINED),
+        }
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("result", type=Path)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--level", default="optim")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=MICRO_BATCHES)
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    if options.tiny:
+        options.layers = min(options.layers, 2)
+    device = torch.device("cpu")
+    if not options.tiny:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if "RANK" in os.environ:
+        dist.init_process_group()
+    result: dict[str, Any] = {
+        "torch": torch.__version__,
+        "device": "CPU" if options.tiny else torch.cuda.get_device_name(),
+        "layers": options.layers,
+        "ranks": dist.get_world_size() if dist.is_initialized() else 1,
+        "tensor_parallel": options.tensor_parallel,
+        "level": options.level,
+        "one_step_beside_torch": compare(device, options.tiny),
+    }
+    for name, muon in (("adam", False), ("muon", True)):
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        result[name] = measure(options, muon, device)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        options.result.write_text(json.dumps(result, indent=1) + "\n")
+        print(json.dumps(result, indent=1), flush=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
