@@ -54,7 +54,6 @@ MODEL_FILES = (
     "adapter_model.safetensors",
 )
 """What a model needs, beside the files that its index names. Weights in other formats are left in the Hub."""
-
 Kind = Literal["model", "tokenizer", "dataset"]
 
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w./-]+))?")

@@ -145,32 +145,15 @@ class PackedDataset:
         return np.random.Generator(np.random.PCG64([self._seed, turn])).permutation(self.num_rows)
 
     def _row(self, items: NDArray[np.int64]) -> GPTSample:
-        s = self.options.sequence_length
-        tokens, labels, mask = np.zeros(s, np.int64), np.zeros(s, np.int64), np.zeros(s, np.float32)
-        lengths: list[int] = []
-        at = 0
+        pieces: list[tuple[NDArray[np.int64], NDArray[Any]]] = []
         for sequence, first, size in items.tolist():
             text = self.corpus.data.get(sequence, first, size + 1).astype(np.int64)
-            here = slice(at, at + size)
-            # Labels come from the same conversation, so no position predicts the start of the next one.
-            tokens[here], labels[here] = text[:-1], text[1:]
             if self.corpus.loss is not None:
-                mask[here] = self.corpus.loss.get(sequence, first + 1, size)
+                loss: NDArray[Any] = self.corpus.loss.get(sequence, first + 1, size)
             else:
-                mask[here] = (text[1:] != self.options.pad_id) & (text[1:] >= 0)
-            lengths.append(size)
-            at += size
-        # Checked here: an id above the vocabulary is an error of the device on a GPU, without a name.
-        highest = max(int(tokens.max()), int(labels.max()))
-        if self.options.vocab_size is not None and highest >= self.options.vocab_size:
-            raise DataError(
-                f"{self.corpus.data.prefix} holds the token id {highest}; the vocabulary has {self.options.vocab_size} "
-                "tokens. Use the tokenizer that the data was made with, and a model with its vocabulary size."
-            )
-        if at < s:
-            lengths.append(s - at)  # padding is a sequence of its own, so no conversation attends to it
-        # Ids below 0 mark tokens without a loss in data of others; embeddings have no such rows.
-        return GPTSample(np.maximum(tokens, 0), np.maximum(labels, 0), mask, tuple(lengths))
+                loss = (text[1:] != self.options.pad_id) & (text[1:] >= 0)
+            pieces.append((text, loss))
+        return make_row(pieces, self.options, self.corpus.data.prefix)
 
     def measured(self) -> dict[str, Any]:
         """Return what else the lengths of conversations depend on; rows of other facts are others."""
@@ -192,6 +175,42 @@ class PackedDataset:
         used = items[:, 2].sum() / ((len(bounds) - 1) * self.options.sequence_length)
         log.info("%s: %d pieces in %d rows, %.1f %% full", self._label, len(items), len(bounds) - 1, 100 * used)
         return {"items": items, "bounds": bounds}
+
+
+def make_row(
+    pieces: Sequence[tuple[NDArray[np.int64], NDArray[Any]]], options: PackOptions, source: object
+) -> GPTSample:
+    """Make a row of conversations, which take ``S`` positions at most.
+
+    Args:
+        pieces: for each, its ``n + 1`` tokens, and for each of its ``n`` labels whether it counts in the loss.
+        options: how rows are made.
+        source: the data, for messages.
+
+    Raises:
+        DataError: an id is not in the vocabulary.
+    """
+    s = options.sequence_length
+    tokens, labels, mask = np.zeros(s, np.int64), np.zeros(s, np.int64), np.zeros(s, np.float32)
+    lengths: list[int] = []
+    at = 0
+    for text, loss in pieces:
+        here = slice(at, at + len(loss))
+        # Labels come from the same conversation, so no position predicts the start of the next one.
+        tokens[here], labels[here], mask[here] = text[:-1], text[1:], loss
+        lengths.append(len(loss))
+        at += len(loss)
+    # Checked here: an id above the vocabulary is an error of the device on a GPU, without a name.
+    highest = max(int(tokens.max()), int(labels.max()))
+    if options.vocab_size is not None and highest >= options.vocab_size:
+        raise DataError(
+            f"{source} holds the token id {highest}; the vocabulary has {options.vocab_size} tokens. Use the tokenizer "
+            "that the data was made with, and a model with its vocabulary size."
+        )
+    if at < s:
+        lengths.append(s - at)  # padding is a sequence of its own, so no conversation attends to it
+    # Ids below 0 mark tokens without a loss in data of others; embeddings have no such rows.
+    return GPTSample(np.maximum(tokens, 0), np.maximum(labels, 0), mask, tuple(lengths))
 
 
 def collate(samples: Sequence[GPTSample]) -> TokenBatch:
