@@ -54,9 +54,13 @@ MODEL_FILES = (
     "adapter_model.safetensors",
 )
 """What a model needs, beside the files that its index names. Weights in other formats are left in the Hub."""
+DATA_FILES = tuple(f"*.{each}" for each in ("parquet", "jsonl", "json", "csv", "tsv", "txt", "jsonl.gz", "json.gz"))
+"""Files of a data set that hold rows or text."""
+
 Kind = Literal["model", "tokenizer", "dataset"]
 
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w./-]+))?")
+_DATA = re.compile(r"hf://datasets/([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w.-]+))?(?:/(.+))?")
 _SHORT_NAME = re.compile(r"((?:[A-Za-z0-9][\w.-]*/)?[\w.-]+)(?:@([\w./-]+))?")
 
 
@@ -120,11 +124,42 @@ def local(path: str | os.PathLike[str], kind: Literal["model", "tokenizer"] = "m
     return str(folder)
 
 
-def _download(name: HubName, files: tuple[str, ...]) -> Path:
+def local_data(given: str) -> str:
+    """Return the path, or the glob, of files of a data set, which are downloaded if they are in the Hub.
+
+    Any other path stays as it is.
+
+    Args:
+        given: ``hf://datasets/owner/name``, with ``@revision`` and a glob of files behind it
+            (``hf://datasets/owner/name/data/train-*``); or ``owner/name`` without a dot, which would end a file's name,
+            if no such path exists. Without a glob, all files of the data set that hold rows or text.
+
+    Raises:
+        HubError, MissingPackageError: see :func:`local`; or no file matches.
+    """
+    found = _DATA.fullmatch(given)
+    name = HubName(found[1], found[2], given) if found else hub_name(given)
+    if name is None or (not found and "." in name.repository):
+        return given
+    require("huggingface_hub", f"nothing is at the path {given!r}; to read it as a name of the Hugging Face Hub")
+    pattern = found[3] if found else None
+    with _one_downloads(name, "dataset"), told(name, "dataset"):
+        folder = _download(name, (pattern,) if pattern else DATA_FILES, "dataset")
+    if not any(each.is_file() for each in folder.rglob("*")):
+        raise HubError(
+            f"{given}: no file of the data set matches {pattern or ', '.join(DATA_FILES)}. Correct the name."
+        )
+    return str(folder / pattern) if pattern else str(folder)
+
+
+def _download(name: HubName, files: tuple[str, ...], kind: Kind = "model") -> Path:
     """Download files of these names, as far as the repository has them, and return the folder of its commit."""
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(name.repository, revision=name.revision, allow_patterns=list(files)))
+    repo_type = "dataset" if kind == "dataset" else "model"
+    return Path(
+        snapshot_download(name.repository, revision=name.revision, allow_patterns=list(files), repo_type=repo_type)
+    )
 
 
 def _add_weights(name: HubName, folder: Path) -> None:
@@ -169,15 +204,18 @@ def commit_of(name: HubName, kind: Kind) -> str:
         try:
             return str(HfApi().repo_info(name.repository, revision=name.revision, repo_type=kind_of_hub).sha)
         except (OfflineModeIsEnabled, ConnectionError):
-            folder = f"{kind_of_hub}s--{name.repository.replace('/', '--')}"
-            kept = Path(constants.HF_HUB_CACHE, folder, "refs", name.revision or "main")
+            kept = Path(constants.HF_HUB_CACHE, _cache_folder(name, kind), "refs", name.revision or "main")
             if not kept.is_file():
                 raise
             return kept.read_text().strip()
 
 
+def _cache_folder(name: HubName, kind: Kind) -> str:
+    return f"{'datasets' if kind == 'dataset' else 'models'}--{name.repository.replace('/', '--')}"
+
+
 @contextmanager
-def _one_downloads(name: HubName) -> Iterator[None]:
+def _one_downloads(name: HubName, kind: Kind = "model") -> Iterator[None]:
     """Let one process of a node at a time download a repository; the others find its files in the cache."""
     from huggingface_hub import constants
     from huggingface_hub.utils.tqdm import (
@@ -186,7 +224,7 @@ def _one_downloads(name: HubName) -> Iterator[None]:
         enable_progress_bars,
     )
 
-    folder = f"models--{name.repository.replace('/', '--')}"
+    folder = _cache_folder(name, kind)
     cache = Path(constants.HF_HUB_CACHE)
     lock = cache / ".locks" / folder / "megalight.lock"
     try:

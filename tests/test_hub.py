@@ -14,6 +14,7 @@ import pytest
 from huggingface_hub import constants, file_download
 
 from megalight.checkpoint.disk.latest_checkpoint import newest_in
+from megalight.data.text_files import find
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import HubError, MissingPackageError
 from megalight.hub import hub_name, local
@@ -141,6 +142,25 @@ def test_refusals_say_what_to_do(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> N
             local(name)
     monkeypatch.setenv("HF_TOKEN", "secret")
     assert (Path(local("gated/model")) / "model.safetensors").is_file()
+
+
+def test_files_of_a_data_set_are_inputs(hub: Hub) -> None:
+    rows = {f"data/{split}-{number}.jsonl": b'{"text": "row"}\n' for split in ("train", "test") for number in range(2)}
+    hub.add("tiny/text", rows | {"README.md": b"no", "data/audio.bin": b"no"}, kind="datasets")
+    for given, names in (
+        ("hf://datasets/tiny/text/data/train-*", ["train-0.jsonl", "train-1.jsonl"]),
+        ("hf://datasets/tiny/text@main/data/test-1.jsonl", ["test-1.jsonl"]),
+        ("tiny/text", [Path(name).name for name in sorted(rows)]),
+    ):
+        found = find([given])
+        assert [each.path.name for each in found] == names
+        assert {each.kind for each in found} == {"jsonl"}
+    hub.add("tiny/other", {"README.md": b"no"}, kind="datasets")
+    for given in ("hf://datasets/no/text", "no/text"):
+        with pytest.raises(HubError, match=r"has no data set of this name"):
+            find([given])
+    with pytest.raises(HubError, match=r"no file of the data set matches data/dev"):
+        find(["hf://datasets/tiny/other/data/dev-*"])
 
 
 def test_a_full_disk_is_told(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

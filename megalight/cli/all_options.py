@@ -31,6 +31,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "megalight.data.bert.module.BertDataModule",
         "megalight.data.chat.module.SFTDataModule",
         "megalight.data.multimodal.module.MultimodalDataModule",
+        "megalight.data.streaming.module.StreamingDataModule",
+        "megalight.data.streaming.module.StreamingSFTDataModule",
         "megalight.rl.data.PromptDataModule",
     ),
     STRATEGY: (

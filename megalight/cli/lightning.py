@@ -41,6 +41,7 @@ from megalight.data.bert.module import BertDataModule
 from megalight.data.chat.module import SFTDataModule
 from megalight.data.gpt.module import GPTDataModule
 from megalight.data.multimodal.module import MultimodalDataModule
+from megalight.data.streaming.module import StreamingDataModule, StreamingSFTDataModule
 from megalight.errors import ConfigurationError, MegalightError
 from megalight.models.family import families
 from megalight.models.family.module import FamilyModule
@@ -145,6 +146,8 @@ NAMED = (
     BertDataModule,
     SFTDataModule,
     MultimodalDataModule,
+    StreamingDataModule,
+    StreamingSFTDataModule,
     PromptDataModule,
     GRPOModule,
     MegatronStrategy,

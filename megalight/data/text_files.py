@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 from megalight.data import webdataset
 from megalight.errors import DataError, decode_utf8
+from megalight.hub import local_data
 from megalight.imports import require
 
 Kind = Literal["text", "jsonl", "json", "csv", "parquet", "webdataset"]
@@ -103,9 +104,10 @@ class Text:
 def find(inputs: Sequence[str], form: Format = "auto", suffixes: Mapping[str, Kind] = SUFFIXES) -> list[TextFile]:
     """Find the files that the inputs name, in a fixed order, each once.
 
-    An input is a file, a glob pattern (``**`` is allowed), or a directory. A directory stands for all files below it,
-    in sorted order, without hidden files and without binary files (a zero byte in the first 8 KiB, as in git). Symbolic
-    links are followed; a folder that is reached twice, such as by a cycle of links, is read once.
+    An input is a name of a data set (:func:`megalight.hub.local_data`), a file, a glob pattern (``**`` is allowed), or
+    a directory. A directory stands for all files below it, in sorted order, without hidden files and without binary
+    files (a zero byte in the first 8 KiB, as in git). Symbolic links are followed; a folder that is reached twice, such
+    as by a cycle of links, is read once.
 
     Args:
         inputs: the inputs.
@@ -118,7 +120,7 @@ def find(inputs: Sequence[str], form: Format = "auto", suffixes: Mapping[str, Ki
     """
     found: dict[Path, TextFile] = {}
     # In the order of the inputs, which is the order of the documents.
-    for given in inputs:
+    for given in map(local_data, inputs):
         try:
             paths = _named(given, form, suffixes)
         except OSError as error:  # a folder on the way may be closed
