@@ -35,7 +35,7 @@ GATHER_BYTES = 256 * 2**20
 """Default of the largest number of bytes of a batch of matrices on a rank."""
 
 
-class Box(NamedTuple):
+class MatrixBox(NamedTuple):
     """A box of a matrix that lies contiguously in a rank's shard.
 
     Attributes:
@@ -64,7 +64,7 @@ class Box(NamedTuple):
 
 
 @dataclass(eq=False)
-class Matrix:
+class HomedMatrix:
     """A matrix, and the ranks that hold it.
 
     Attributes:
@@ -76,14 +76,14 @@ class Matrix:
 
     name: str
     shape: tuple[int, int]
-    held: dict[int, list[Box]] = field(default_factory=dict)
+    held: dict[int, list[MatrixBox]] = field(default_factory=dict)
     home: int = 0
 
-    def sources(self) -> dict[int, list[Box]]:
+    def sources(self) -> dict[int, list[MatrixBox]]:
         """Return the boxes that each rank sends home: each part once, where several hold it."""
         order = sorted(self.held, key=lambda rank: (rank - self.home) % (max(self.held) + 1))
         seen: set[tuple[int, int, int, int]] = set()
-        chosen: dict[int, list[Box]] = {}
+        chosen: dict[int, list[MatrixBox]] = {}
         for rank in order:
             new = [box for box in self.held[rank] if box.place not in seen]
             seen.update(box.place for box in new)
@@ -91,7 +91,7 @@ class Matrix:
         return chosen
 
 
-class Round(NamedTuple):
+class MatrixRound(NamedTuple):
     """What this rank sends and receives for one batch of matrices of equal shape.
 
     Attributes:
@@ -105,10 +105,10 @@ class Round(NamedTuple):
 
     shape: tuple[int, int]
     own: list[str]
-    sent: list[list[Box]]
-    received: list[list[tuple[int, Box]]]
-    returned: list[list[tuple[int, Box]]]
-    updated: list[list[Box]]
+    sent: list[list[MatrixBox]]
+    received: list[list[tuple[int, MatrixBox]]]
+    returned: list[list[tuple[int, MatrixBox]]]
+    updated: list[list[MatrixBox]]
 
 
 class MatrixExchange:
@@ -143,10 +143,10 @@ class MatrixExchange:
         if group is not None:
             every = [[] for _ in range(size)]
             dist.all_gather_object(every, own, group=group)
-        found: dict[str, Matrix] = {}
+        found: dict[str, HomedMatrix] = {}
         for rank, entries in enumerate(every):
             for name, shape, box in entries:
-                found.setdefault(name, Matrix(name, shape)).held.setdefault(rank, []).append(box)
+                found.setdefault(name, HomedMatrix(name, shape)).held.setdefault(rank, []).append(box)
         # All ranks make the same list, in the same order.
         self.matrices = sorted(found.values(), key=lambda each: (-flops(each.shape), each.shape, each.name))
         self.load = [0.0] * size
@@ -155,8 +155,8 @@ class MatrixExchange:
             self.load[matrix.home] += flops(matrix.shape)
         self.rounds = list(self._rounds(size, gather_bytes))
 
-    def _rounds(self, size: int, gather_bytes: int) -> Iterator[Round]:
-        homes: dict[tuple[int, int], list[list[Matrix]]] = {}
+    def _rounds(self, size: int, gather_bytes: int) -> Iterator[MatrixRound]:
+        homes: dict[tuple[int, int], list[list[HomedMatrix]]] = {}
         for matrix in self.matrices:
             homes.setdefault(matrix.shape, [[] for _ in range(size)])[matrix.home].append(matrix)
         for shape, of_rank in homes.items():
@@ -165,10 +165,10 @@ class MatrixExchange:
             for first in range(0, max(map(len, of_rank)), many):
                 yield self._round(shape, [matrices[first : first + many] for matrices in of_rank])
 
-    def _round(self, shape: tuple[int, int], of_rank: list[list[Matrix]]) -> Round:
+    def _round(self, shape: tuple[int, int], of_rank: list[list[HomedMatrix]]) -> MatrixRound:
         mine, size = of_rank[self.rank], len(of_rank)
         sources = [matrix.sources() for matrix in mine]
-        return Round(
+        return MatrixRound(
             shape,
             [matrix.name for matrix in mine],
             [[b for matrix in of_rank[rank] for b in matrix.sources().get(self.rank, [])] for rank in range(size)],
@@ -185,7 +185,7 @@ class MatrixExchange:
             function: ``[B, m, n] -> [B, m, n]``, in the same dtype.
         """
         coming = self._gather(self.rounds[0], flats) if self.rounds else None
-        leaving: tuple[Round, _Message] | None = None
+        leaving: tuple[MatrixRound, _Message] | None = None
         for number, current in enumerate(self.rounds):
             assert coming is not None
             whole = self._whole(current, coming)
@@ -199,12 +199,12 @@ class MatrixExchange:
         if leaving is not None:
             self._scatter(*leaving, flats)
 
-    def _gather(self, current: Round, flats: Mapping[int, Tensor]) -> _Message:
+    def _gather(self, current: MatrixRound, flats: Mapping[int, Tensor]) -> _Message:
         pieces = [[flats[b.bucket][b.start : b.start + b.numel] for b in boxes] for boxes in current.sent]
         sizes = [sum(box.numel for _, box in boxes) for boxes in current.received]
         return _Message(pieces, sizes, next(iter(flats.values())), self.group)
 
-    def _whole(self, current: Round, message: _Message) -> Tensor:
+    def _whole(self, current: MatrixRound, message: _Message) -> Tensor:
         values = message.wait()
         whole = values.new_zeros(len(current.own), *current.shape)
         first = 0
@@ -216,7 +216,7 @@ class MatrixExchange:
                 first += box.numel
         return whole
 
-    def _scatter(self, current: Round, message: _Message, flats: Mapping[int, Tensor]) -> None:
+    def _scatter(self, current: MatrixRound, message: _Message, flats: Mapping[int, Tensor]) -> None:
         values, first = message.wait(), 0
         for of_rank in current.updated:
             for box in of_rank:
@@ -245,12 +245,14 @@ class _Message:
         return self._received
 
 
-def _part(matrix: Tensor, box: Box, flat: bool = True) -> Tensor:
+def _part(matrix: Tensor, box: MatrixBox, flat: bool = True) -> Tensor:
     part = matrix[box.row : box.row + box.rows, box.column : box.column + box.columns]
     return part.reshape(-1) if flat else part
 
 
-def _matrices(index: int, shard: FlatShard, heads: Callable[[str], int]) -> Iterator[tuple[str, tuple[int, int], Box]]:
+def _matrices(
+    index: int, shard: FlatShard, heads: Callable[[str], int]
+) -> Iterator[tuple[str, tuple[int, int], MatrixBox]]:
     """Yield the boxes of matrices that lie in a shard, with name and shape of the matrix."""
     for piece, first, last, start in shard.intervals():
         if len(piece.shape) != 2:
@@ -270,16 +272,16 @@ def _matrices(index: int, shard: FlatShard, heads: Callable[[str], int]) -> Iter
 
 def _cut(
     piece: ShardPiece, high: int, bucket: int, row: int, column: int, extent: tuple[int, ...], start: int
-) -> Iterator[tuple[str, tuple[int, int], Box]]:
+) -> Iterator[tuple[str, tuple[int, int], MatrixBox]]:
     """Yield a box, divided where one head ends and the next one begins."""
     rows, columns = extent
     if not high:
-        yield piece.name, (piece.shape[0], piece.shape[1]), Box(row, column, rows, columns, bucket, start)
+        yield piece.name, (piece.shape[0], piece.shape[1]), MatrixBox(row, column, rows, columns, bucket, start)
         return
     while rows:
         head, into = divmod(row, high)
         count = min(rows, high - into)
-        yield f"{piece.name}[{head}]", (high, piece.shape[1]), Box(into, column, count, columns, bucket, start)
+        yield f"{piece.name}[{head}]", (high, piece.shape[1]), MatrixBox(into, column, count, columns, bucket, start)
         row, rows, start = row + count, rows - count, start + count * columns
 
 
