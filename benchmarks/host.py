@@ -38,7 +38,7 @@ from benchmarks.peers.huggingface import llama
 from benchmarks.peers.megalight import train
 from benchmarks.step import Step
 from megalight.imports import has
-from megalight.nn.side_losses import AttachedSideLosses, collecting
+from megalight.nn.aux_losses import AttachedAuxLosses, collecting
 from megalight.parallel import trace
 from megalight.strategies import MegatronStrategy
 from megalight.types import PackedSequences
@@ -158,7 +158,7 @@ def time_layer_of(strategy: MegatronStrategy, step: Step, clock: Callable[[], fl
     assert engine is not None
     sequences = PackedSequences.of_uniform(step.mbs, step.seq, step.device)
     hidden = input_of(step, model.embed.word.weight.dtype)
-    losses = AttachedSideLosses(step.device)
+    losses = AttachedAuxLosses(step.device)
     with collecting(losses):
         context = model.context(sequences, hidden.dtype)
     layer = next(iter(model.layers.values()))

@@ -42,9 +42,9 @@ from megalight.ops.parameter import collect
 from megalight.parallel.groups import end_at_exit
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.pipeline import schedules
-from megalight.parallel.pipeline.agenda import agenda_of
 from megalight.parallel.pipeline.executor import Executor
 from megalight.parallel.pipeline.layout import PipelineLayout
+from megalight.parallel.pipeline.rank_schedule import rank_schedule_of
 from megalight.types import Loss, PackedSequences
 
 CUDA = torch.cuda.is_available()
@@ -142,7 +142,7 @@ def megalight(schedule: str, vpp: int, shape: Shape, place: Place) -> Case:
         for parameter in piece.parameters():  # as in the data-parallel engine; needed to delay weight gradients
             collect(parameter, parameter.grad)
     executor = Executor(pieces, layout, mesh, place.device)
-    agenda = agenda_of(place.rank, schedules.build(schedule, place.size, vpp, shape.micro))
+    rank_schedule = rank_schedule_of(place.rank, schedules.build(schedule, place.size, vpp, shape.micro))
 
     def forward_step(model: nn.Module, batch: Any, carry: dict[str, Tensor] | None) -> dict[str, Tensor]:
         return {"hidden": model(batch[0] if carry is None else carry["hidden"])}
@@ -150,7 +150,7 @@ def megalight(schedule: str, vpp: int, shape: Shape, place: Place) -> Case:
     def step(x: Tensor, y: Tensor) -> Tensor | None:
         batches = list(zip(x.chunk(shape.micro), y.chunk(shape.micro), strict=True))
         losses = executor.train(
-            agenda,
+            rank_schedule,
             batches,
             forward_step,
             lambda carry, batch: Loss(square(carry["hidden"], batch[1])),

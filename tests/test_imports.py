@@ -128,7 +128,7 @@ def test_torch_shims() -> None:
 
 
 def test_torch_tells_whether_a_backward_runs() -> None:
-    """Fails where torch's private function has gone: side losses of recomputed layers need it."""
+    """Fails where torch's private function has gone: auxiliary losses of recomputed layers need it."""
     import torch
 
     seen = [in_backward()]

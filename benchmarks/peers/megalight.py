@@ -22,9 +22,9 @@ from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.gpt.config import GPTBackendConfig
 from megalight.models.gpt.module import GPTModule
 from megalight.models.transforms import LoRA, QuantizedBase
+from megalight.nn.aux_losses import KeptAuxLosses, collecting
 from megalight.nn.init import initialize
 from megalight.nn.moe import BalanceConfig, MoEConfig, Router, RouterConfig
-from megalight.nn.side_losses import KeptSideLosses, collecting
 from megalight.ops import use_backends
 from megalight.ops.quantized_weight import readable
 from megalight.optim import AdamConfig
@@ -327,7 +327,7 @@ def by_hand(step: Step) -> list[float]:
         mean = 0.0
         for number, row in enumerate(rows):
             force_routes_of(model, number * replicas // len(rows))
-            with collecting(KeptSideLosses()) as side:
+            with collecting(KeptAuxLosses()) as side:
                 loss = model(row[:-1], sequences, labels=row[1:]).losses.mean() / len(rows)
             torch.stack([loss, *(value / len(rows) for value in side.values.values())]).sum().backward()
             mean += float(loss.detach())

@@ -22,9 +22,9 @@ from megalight.parallel.apply import whole_tokens
 from megalight.parallel.layers import layers_of
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.pipeline import schedules
-from megalight.parallel.pipeline.agenda import agenda_of
 from megalight.parallel.pipeline.carry import Carry
 from megalight.parallel.pipeline.executor import Executor
+from megalight.parallel.pipeline.rank_schedule import rank_schedule_of
 from megalight.types import PackedSequences
 
 T = TypeVar("T")
@@ -69,7 +69,9 @@ class ParallelGPT(nn.Module):
         messages = model.layout.pipeline.messages
         self._executor = Executor(model.chunks, layout, model.mesh, model.device, messages=messages)
         # One micro-batch, through all stages.
-        self._agenda = agenda_of(model.mesh.rank("pp"), schedules.build("forward_only", layout.pp, layout.vpp))
+        self._rank_schedule = rank_schedule_of(
+            model.mesh.rank("pp"), schedules.build("forward_only", layout.pp, layout.vpp)
+        )
         self._forms: dict[str, tuple[torch.dtype, int]] = {}
 
     @property
@@ -170,7 +172,7 @@ class ParallelGPT(nn.Module):
         # New tokens are few, and any number of them: they do not divide by tp. The places are part of the batch, as the
         # form of carries follows from it.
         with whole_tokens(self):
-            last = self._executor.forward(self._agenda, [{"tokens": tokens, "places": tuple(places)}], step)
+            last = self._executor.forward(self._rank_schedule, [{"tokens": tokens, "places": tuple(places)}], step)
         count = tokens.numel() if rows is None else rows.numel()
         carry = last[0] if last else None
         return self._from_stage(-1, "logits", None if carry is None else carry["logits"], count), carry

@@ -20,9 +20,9 @@ from torchmetrics import Metric
 
 from megalight.errors import ConfigurationError
 from megalight.models.batch_size import loaded, split_batch
+from megalight.nn.aux_losses import KeptAuxLosses, collecting
 from megalight.nn.counting import end_step
 from megalight.nn.init import initialize
-from megalight.nn.side_losses import KeptSideLosses, collecting
 from megalight.parallel.frozen_model import FrozenModel
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.plans import plan_for
@@ -313,23 +313,23 @@ class MegalightModule(pl.LightningModule):
                 "whole model with megalight.strategies.load_weights(module, checkpoint) into a new module first."
             )
         # Losses of layers are kept with their gradients, to be added to this step's loss.
-        with collecting(KeptSideLosses()) as side_losses:
+        with collecting(KeptAuxLosses()) as aux_losses:
             loss = self._loss(batch)
-        side_losses.values = self.whole_side_losses(side_losses.values)
+        aux_losses.values = self.whole_aux_losses(aux_losses.values)
         counts = self.auxiliary_counts(batch)
         for name, value in loss.auxiliary.items():
             # Sums with a count become means here. Those without one are means already.
-            side_losses.attach(name, value * inverse(counts[name].to(value)) if name in counts else value, loss.sum)
+            aux_losses.attach(name, value * inverse(counts[name].to(value)) if name in counts else value, loss.sum)
         # the mean over this rank's batch: other strategies average over ranks, whatever their numbers of tokens
         objective = loss.sum * inverse(self.loss_tokens(batch).to(loss.sum))
         metrics = {name: mean(total, count) for name, (total, count) in loss.metrics.items()}
         if not by_hand:
-            for name, value in {"loss": objective, **side_losses.values, **metrics}.items():
+            for name, value in {"loss": objective, **aux_losses.values, **metrics}.items():
                 self.log(f"train_{name}", value.detach(), batch_size=1)
         # A single tensor for `backward`. Each term is logged by itself above.
-        return torch.stack([objective, *side_losses.values.values()]).sum()
+        return torch.stack([objective, *aux_losses.values.values()]).sum()
 
-    def whole_side_losses(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    def whole_aux_losses(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the layers' losses of all tokens. A strategy that gives layers a share of them replaces this."""
         return values
 

@@ -6,6 +6,7 @@ from megalight.nn.attention import DraftLatentAttention as DraftLatentAttention
 from megalight.nn.attention import DraftState as DraftState
 from megalight.nn.attention import InnerAttention as InnerAttention
 from megalight.nn.attention import Temperature as Temperature
+from megalight.nn.aux_losses import StateComparison as StateComparison
 from megalight.nn.canonical import Section as Section
 from megalight.nn.context import LayerContext as LayerContext
 from megalight.nn.embedding import Embedding as Embedding
@@ -35,7 +36,6 @@ from megalight.nn.rotary import Rotary as Rotary
 from megalight.nn.rotary import RotaryTable as RotaryTable
 from megalight.nn.short_conv import CausalConv as CausalConv
 from megalight.nn.short_conv import ShortConv as ShortConv
-from megalight.nn.side_losses import StateComparison as StateComparison
 from megalight.nn.state import KeysAndValues as KeysAndValues
 from megalight.nn.state import SequencePool as SequencePool
 from megalight.nn.state import Slots as Slots

@@ -22,7 +22,7 @@ from megalight.ops.common import wide
 from megalight.ops.draft_attention import draft_attention
 from megalight.ops.fp8_attention import FP8Attention
 from megalight.ops.paged_attention import paged_attention
-from megalight.ops.rows import take_rows
+from megalight.ops.row_indexing import take_rows
 from megalight.types import PackedSequences
 
 

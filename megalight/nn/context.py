@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from megalight.nn.aux_losses import AuxLosses, current
 from megalight.nn.rotary import RotaryTable
-from megalight.nn.side_losses import SideLosses, current
 from megalight.types import PackedSequences
 
 
@@ -27,11 +27,11 @@ class LayerContext:
             tower. An attention that names one stays inside of its parts.
         rows: ``[M]`` int64: the tokens whose hidden states are read after the last layer, which returns only these if
             it can (:attr:`~megalight.nn.TransformerLayer.narrows`). None: all tokens.
-        side_losses: receives the losses of single layers. By default, the collector that is active now.
+        aux_losses: receives the losses of single layers. By default, the collector that is active now.
     """
 
     sequences: PackedSequences
     rotary: Mapping[str, RotaryTable] = field(default_factory=dict)
     divisions: Mapping[str, PackedSequences] = field(default_factory=dict, kw_only=True)
     rows: Tensor | None = field(default=None, kw_only=True)
-    side_losses: SideLosses = field(default_factory=current)
+    aux_losses: AuxLosses = field(default_factory=current)

@@ -20,7 +20,7 @@ from megalight.ops.common import wide
 from megalight.ops.delta_rule import delta_rule, delta_rule_continued
 from megalight.ops.gated_norm import gated_norm
 from megalight.ops.norm import rms_norm
-from megalight.ops.rows import split
+from megalight.ops.row_indexing import split
 from megalight.types import PackedSequences
 
 

@@ -12,7 +12,7 @@ from megalight.nn.context import LayerContext
 from megalight.nn.dropout import drop
 from megalight.nn.norm import norm_and_sum
 from megalight.nn.state import Slots
-from megalight.ops.rows import take_rows
+from megalight.ops.row_indexing import take_rows
 
 
 class TransformerLayer(nn.Module):

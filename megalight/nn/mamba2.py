@@ -18,7 +18,7 @@ from megalight.nn.short_conv import CausalConv
 from megalight.nn.state import SequencePool, Slots, read_entries, write_entries
 from megalight.ops.common import HALF, wide
 from megalight.ops.gated_norm import check_backend, gated_norm
-from megalight.ops.rows import split
+from megalight.ops.row_indexing import split
 from megalight.ops.ssd import ssd, ssd_continued, step_sizes
 from megalight.types import PackedSequences
 

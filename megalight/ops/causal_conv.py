@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalight.ops.common import apply, once_differentiable, serve_all, triton_why_not, wide
 from megalight.ops.jit import Value, cdiv, constexpr, jit, sigmoid, tl
-from megalight.ops.rows import empty_gradient, place_of
+from megalight.ops.row_indexing import empty_gradient, place_of
 from megalight.registry import Backend, BackendRegistry, remembered
 from megalight.types import PackedSequences
 

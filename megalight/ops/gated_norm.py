@@ -20,7 +20,7 @@ from megalight.ops.common import (
     wide,
 )
 from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, sigmoid, tl
-from megalight.ops.rows import empty_gradient, place_of
+from megalight.ops.row_indexing import empty_gradient, place_of
 from megalight.registry import Backend, BackendRegistry, remembered
 
 # The gated norm in plain torch.

@@ -22,9 +22,9 @@ from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.messages import as_bytes
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.pipeline.agenda import Timetable
 from megalight.parallel.pipeline.carry import Carry, CarryEntry, Form, form_of, signature
 from megalight.parallel.pipeline.executor import Executor
+from megalight.parallel.pipeline.rank_schedule import Timetable
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.source import Renamed, Source
@@ -323,10 +323,10 @@ class FrozenRun:
     def _forward(self, batches: Sequence[Any]) -> list[Carry]:
         if not batches:
             return []
-        agenda = self._timetable("forward_only", len(batches))
+        schedule = self._timetable("forward_only", len(batches))
         # In evaluation mode the model may still draw. Its draws must not move those of the trained model.
         with self.streams.apart():
-            return self._executor.forward(agenda, batches, self.task.forward_step)
+            return self._executor.forward(schedule, batches, self.task.forward_step)
 
     def _all(self, micro_batches: Sequence[Any]) -> tuple[list[int], list[Any]]:
         """Return replica and skeleton (tensors on meta) of the micro-batches of all replicas, replica by replica."""

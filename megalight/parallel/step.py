@@ -19,17 +19,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
+from megalight.nn.aux_losses import AttachedAuxLosses, ZeroAuxLosses, collecting
 from megalight.nn.counting import end_step
-from megalight.nn.side_losses import AttachedSideLosses, ZeroSideLosses, collecting
 from megalight.parallel import coupling
 from megalight.parallel.collectives import all_reduce
 from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.frozen_model import FrozenModel, FrozenRun
 from megalight.parallel.mesh import TOKEN_AXES, ParallelMesh
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.pipeline.agenda import Timetable
 from megalight.parallel.pipeline.carry import Carry
 from megalight.parallel.pipeline.executor import Executor, ScheduleExecutor
+from megalight.parallel.pipeline.rank_schedule import Timetable
 from megalight.types import Loss, Totals, WithResults, inverse, mean
 
 # Sums over micro-batches, pipeline stages and ranks with different data: the same numbers on every rank.
@@ -40,11 +40,11 @@ class Names(NamedTuple):
 
     Attributes:
         rows: names in the rows, which only the last pipeline stage has.
-        side_losses: names of side losses of any stage.
+        aux_losses: names of auxiliary losses of any stage.
     """
 
     rows: list[str]
-    side_losses: list[str]
+    aux_losses: list[str]
 
 
 class GlobalTotals:
@@ -68,7 +68,7 @@ class GlobalTotals:
         self,
         stage: str,
         rows: Sequence[Totals],
-        side_losses: Mapping[str, Tensor] = MappingProxyType({}),
+        aux_losses: Mapping[str, Tensor] = MappingProxyType({}),
         micro_batches: Tensor | None = None,
         counts: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> dict[str, tuple[Tensor, Tensor]]:
@@ -77,14 +77,14 @@ class GlobalTotals:
         Args:
             stage: stage of Lightning's loops; names must be the same in all its steps.
             rows: one row per micro-batch on the last pipeline stage; elsewhere empty.
-            side_losses: sums of the side losses of this stage; a side loss with the name of a metric is left out.
-            micro_batches: the count of side losses, already over all ranks.
-            counts: the counts of side losses that have their own, by name, already over all ranks.
+            aux_losses: sums of the auxiliary losses of this stage; one with the name of a metric is left out.
+            micro_batches: the count of auxiliary losses, already over all ranks.
+            counts: the counts of auxiliary losses that have their own, by name, already over all ranks.
 
         Raises:
             ConfigurationError: names are not the same.
         """
-        names = self._names_of(stage, Names(list(rows[0]) if rows else [], list(side_losses)))
+        names = self._names_of(stage, Names(list(rows[0]) if rows else [], list(aux_losses)))
         # float64: sums over a global batch of millions of tokens, which float32 would round.
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         # The same zero for all missing values: it is only read.
@@ -92,14 +92,14 @@ class GlobalTotals:
         if rows:
             columns = [[row[name][place].detach() for row in rows] for place in (0, 1) for name in names.rows]
             sums = [torch.stack(column).sum() for column in columns]
-        sums += [side_losses.get(name, zero) for name in names.side_losses]
+        sums += [aux_losses.get(name, zero) for name in names.aux_losses]
         # One tensor, one all-reduce, for all sums and counts of all stages. Stages without a value give 0.
         local = torch.stack([value.to(zero.device, torch.float64, non_blocking=True) for value in sums])
-        # Over `pp` too, because only the last stage has the rows, and any stage may have side losses.
+        # Over `pp` too, because only the last stage has the rows, and any stage may have auxiliary losses.
         reduced = self._sum(local, ("pp", *TOKEN_AXES))
         size = len(names.rows)
         totals = {name: (reduced[i], reduced[size + i]) for i, name in enumerate(names.rows)}
-        for i, name in enumerate(names.side_losses):
+        for i, name in enumerate(names.aux_losses):
             assert micro_batches is not None
             totals[name] = reduced[2 * size + i], counts.get(name, micro_batches)
         return totals
@@ -137,18 +137,18 @@ class GlobalTotals:
                 f"loss_step returned {sorted(here.rows)} and earlier {sorted(known.rows)}: every micro-batch must have "
                 "the same metrics, since other pipeline stages wait for them. Return a count of 0 instead."
             )
-        if not set(here.side_losses) <= {*known.rows, *known.side_losses}:
+        if not set(here.aux_losses) <= {*known.rows, *known.aux_losses}:
             raise ConfigurationError(
-                f"layers attached the losses {sorted(here.side_losses)} and in the first step "
-                f"{sorted(known.side_losses)}: other pipeline stages wait for the same ones. Attach 0 instead."
+                f"layers attached the losses {sorted(here.aux_losses)} and in the first step "
+                f"{sorted(known.aux_losses)}: other pipeline stages wait for the same ones. Attach 0 instead."
             )
         return known
 
 
 def _joined(stages: Sequence[Names]) -> Names:
-    """Join the names of all stages. If a metric and a side loss share a name, the metric is used."""
+    """Join the names of all stages. If a metric and an auxiliary loss share a name, the metric is used."""
     rows = stages[-1].rows
-    names = dict.fromkeys(name for stage in stages for name in stage.side_losses)
+    names = dict.fromkeys(name for stage in stages for name in stage.aux_losses)
     return Names(rows, [name for name in names if name not in rows])
 
 
@@ -172,9 +172,10 @@ class TrainingTask(Protocol):
     def loss_tokens(self, batch: Any) -> Tensor:
         """Return the number of tokens (or samples) in that sum: a 0-dim tensor. Called before any forward.
 
-        A task may also have ``auxiliary_counts(batch)``, which does the same for auxiliary losses, and for side losses
-        of layers that give a count, by name; and ``context_share(batch, rank, size)``, which returns share ``rank`` of
-        ``size`` of every sequence, for context parallelism. Without it, batches have :func:`share_of_batch`'s method.
+        A task may also have ``auxiliary_counts(batch)``, which does the same for its auxiliary losses and
+        for those of layers that give a count, by name; and ``context_share(batch, rank, size)``, which returns share
+        ``rank`` of ``size`` of every sequence, for context parallelism. Without it, batches have
+        :func:`share_of_batch`'s method.
         """
 
 
@@ -286,7 +287,7 @@ class StepDriver:
         runner: runs the passes of each training step; another runner may record and replay them.
         running: the number, in model order, of the pipeline stage whose code of the task runs, or ran last.
         token_shares: number of ranks that share the tokens of a layer's hidden states (sequence parallelism).
-        side_losses: losses that layers attach. Each rank's loss is for its share of the tokens.
+        aux_losses: losses that layers attach. Each rank's loss is for its share of the tokens.
         auxiliary: further losses that ``loss_step`` returns; they are for all tokens.
     """
 
@@ -318,9 +319,9 @@ class StepDriver:
         )
         self.totals = GlobalTotals(model.mesh, model.device)
         self.token_shares = model.layout.token_multiple(model.mesh)
-        self.side_losses = AttachedSideLosses(model.device)
-        self.auxiliary = AttachedSideLosses(model.device)
-        self._of_empty = ZeroSideLosses(self.side_losses)
+        self.aux_losses = AttachedAuxLosses(model.device)
+        self.auxiliary = AttachedAuxLosses(model.device)
+        self._of_empty = ZeroAuxLosses(self.aux_losses)
         self._compared = False
 
     def begin(self, engine: DataParallelEngine | None) -> None:
@@ -380,14 +381,14 @@ class StepDriver:
     def probe(self, micro_batches: Sequence[Any]) -> None:
         """Run forward and backward and reduce nothing, for those who watch gradients inside the layers.
 
-        The scalar is the mean loss over the tokens of the global batch; side losses of layers do not count in it.
+        The scalar is the mean loss over the tokens of the global batch; auxiliary losses of layers do not count in it.
         Without an engine, parameters that need gradients keep them.
         """
         joined = self.joined(micro_batches)
         self.executor.prepare(joined)
         counts = self._count(joined, 1.0)
         nothing = {name: torch.zeros_like(factor) for name, factor in counts.auxiliary_scales.items()}
-        for collector in (self.side_losses, self.auxiliary):
+        for collector in (self.aux_losses, self.auxiliary):
             collector.begin(torch.zeros_like(counts.micro_batch_scale), nothing)
         with self.around(False), torch.enable_grad():
             self._play(joined, counts)
@@ -435,9 +436,9 @@ class StepDriver:
         return share_of_batch(owner, batch, mesh.rank("cp"), mesh.cp, self.model.token_multiple)
 
     def _forward(self, micro_batches: Sequence[Any]) -> list[Carry]:
-        agenda = self.timetable("forward_only", len(micro_batches))
+        schedule = self.timetable("forward_only", len(micro_batches))
         self.executor.prepare(micro_batches)
-        return self.executor.forward(agenda, micro_batches, self._forward_step, self.model.shards)
+        return self.executor.forward(schedule, micro_batches, self._forward_step, self.model.shards)
 
     def _passes(self, micro_batches: Sequence[Any], scale: float, sync: bool) -> Outcome:
         assert self.engine is not None
@@ -445,14 +446,14 @@ class StepDriver:
             # Before the first forward: each micro-batch is differentiated with its final scale, so no pass over the
             # gradients has to rescale them at the end, and gradients do not depend on how a batch is cut.
             counts = self._count(micro_batches, scale)
-            # A side loss is a mean over this rank's share of the tokens. The mean over all of them is the sum
+            # An auxiliary loss is a mean over this rank's share of the tokens. The mean over all of them is the sum
             # over `tp`, divided by the number of shares.
             shared = {name: factor / self.token_shares for name, factor in counts.auxiliary_scales.items()}
-            self.side_losses.begin(counts.micro_batch_scale / self.token_shares, shared)
+            self.aux_losses.begin(counts.micro_batch_scale / self.token_shares, shared)
             self.auxiliary.begin(counts.micro_batch_scale, counts.auxiliary_scales)
             losses = self._differentiate(micro_batches, counts, sync)
             rows = [{"loss": (loss.sum, counts.tokens), **loss.metrics} for loss in losses]
-            totals = self.totals.of("train", rows, self._side_losses(), counts.micro_batches, counts.auxiliary)
+            totals = self.totals.of("train", rows, self._aux_losses(), counts.micro_batches, counts.auxiliary)
             totals["loss"] = totals["loss"][0], counts.tokens  # the number of tokens is already global
             means = {name: mean(total, count) for name, (total, count) in totals.items()}
         if sync:
@@ -464,7 +465,7 @@ class StepDriver:
         """End an optimizer step: routers move their biases by the loads of the whole step."""
         end_step(self.model.root, self._total)
 
-    def whole_side_losses(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    def whole_aux_losses(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return losses of layers as means over all tokens, from those over this rank's share, with gradients."""
         if not values:
             return values
@@ -472,9 +473,9 @@ class StepDriver:
         shares = torch.stack(list(values.values())) / self.token_shares
         return dict(zip(values, all_reduce(shares, self.model.mesh.group("tp")), strict=True))
 
-    def _side_losses(self) -> dict[str, Tensor]:
+    def _aux_losses(self) -> dict[str, Tensor]:
         """Return sums over micro-batches of the losses of this stage, from layers and from ``loss_step``."""
-        found = dict(self.side_losses.totals)
+        found = dict(self.aux_losses.totals)
         if self.token_shares > 1 and found:  # each rank's loss is the mean over its share of the tokens
             whole = self.totals.sum(torch.stack(list(found.values())), "tp") / self.token_shares
             found = dict(zip(found, whole, strict=True))
@@ -540,16 +541,16 @@ class StepDriver:
             self.before_backward(total)
             return total
 
-        agenda = self.timetable("train", len(micro_batches))
+        schedule = self.timetable("train", len(micro_batches))
         return self.executor.train(
-            agenda, micro_batches, self._forward_step, self._attached, objective, self.model.shards
+            schedule, micro_batches, self._forward_step, self._attached, objective, self.model.shards
         )
 
     @contextmanager
     def _around(self, batch: Any) -> Iterator[None]:
         """Enter the contexts of the task's code for one micro-batch."""
         empty = coupling.is_empty(batch)
-        losses = self._of_empty if empty else self.side_losses
+        losses = self._of_empty if empty else self.aux_losses
         with self.context(), self.around_empty() if empty else nullcontext(), collecting(losses):
             yield
 

@@ -177,7 +177,7 @@ class Stepper:
                 self.precision.step(sync),
                 engine.micro_batches(len(micro_batches), sync),
                 intercepted_log(self.module, lambda *call: logs.append(call)) if self._recording else nullcontext(),
-                self._whole_side_losses(),
+                self._whole_aux_losses(),
             ):
                 output, loss = self._user_passes(micro_batches, sizes, others, scale)
                 self._zero_grad()  # the step has skipped the whole batch
@@ -252,12 +252,12 @@ class Stepper:
         return self.step.runner is not run_passes
 
     @contextmanager
-    def _whole_side_losses(self) -> Iterator[None]:
+    def _whole_aux_losses(self) -> Iterator[None]:
         """Let a user's step that calls ours add losses of all tokens, where each rank's layers see a share."""
         if self.step.token_shares == 1:
             yield
             return
-        with overridden(self.module, whole_side_losses=self.step.whole_side_losses):
+        with overridden(self.module, whole_aux_losses=self.step.whole_aux_losses):
             yield
 
     def by_user(self, method: str, args: tuple[Any, ...]) -> Any:

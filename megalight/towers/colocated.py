@@ -30,9 +30,9 @@ from megalight.parallel.groups import new_group, uses_backend
 from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.pipeline.agenda import Agenda
 from megalight.parallel.pipeline.carry import Carry, CarryEntry
 from megalight.parallel.pipeline.executor import ForwardStep, LossStep, Objective, ScheduleExecutor
+from megalight.parallel.pipeline.rank_schedule import RankSchedule
 from megalight.parallel.run_engine import engine_over
 from megalight.parallel.step import StepDriver
 from megalight.towers.batch_split import balanced, end_to_end, take
@@ -113,7 +113,7 @@ class ColocatedExecutor(ScheduleExecutor):
 
     def train(
         self,
-        agenda: Agenda,
+        schedule: RankSchedule,
         micro_batches: Sequence[Any],
         forward_step: ForwardStep,
         loss_step: LossStep,
@@ -122,7 +122,7 @@ class ColocatedExecutor(ScheduleExecutor):
     ) -> list[Loss]:
         """Run the tower forward, the schedule, and the tower backward; arguments as of the executor."""
         passes = self._forward(micro_batches, units)
-        losses = self.executor.train(agenda, micro_batches, forward_step, loss_step, objective, units)
+        losses = self.executor.train(schedule, micro_batches, forward_step, loss_step, objective, units)
         self._arrived.clear()
         for number, each in enumerate(passes if self.trained else (), 1):
             self._follow(units, [unit_memory.UnitPass(0, False)] * (len(passes) - number))
@@ -131,12 +131,16 @@ class ColocatedExecutor(ScheduleExecutor):
         return losses
 
     def forward(
-        self, agenda: Agenda, micro_batches: Sequence[Any], forward_step: ForwardStep, units: Units | None = None
+        self,
+        schedule: RankSchedule,
+        micro_batches: Sequence[Any],
+        forward_step: ForwardStep,
+        units: Units | None = None,
     ) -> list[Carry]:
         """Run forward passes without gradients."""
         with torch.no_grad():
             self._forward(micro_batches, units)
-        carries = self.executor.forward(agenda, micro_batches, forward_step, units)
+        carries = self.executor.forward(schedule, micro_batches, forward_step, units)
         self._arrived.clear()
         return carries
 

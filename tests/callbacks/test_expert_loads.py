@@ -12,9 +12,9 @@ import torch
 from megalight.callbacks import ExpertLoads
 from megalight.errors import ConfigurationError
 from megalight.models.gpt import GPT
+from megalight.nn.aux_losses import KeptAuxLosses, collecting
 from megalight.nn.init import initialize
 from megalight.nn.moe import BalanceConfig, CapacityConfig, MoEConfig, Router
-from megalight.nn.side_losses import KeptSideLosses, collecting
 from tests.strategies.training import BASE, SEED, WithData, fit, global_batch
 from tests.support.workers import run
 
@@ -54,7 +54,7 @@ def by_hand() -> dict[str, float]:
 
         def hook(module: Any, args: Any, routes: Any, index: str = index) -> None:
             capacity, module.capacity = module.capacity, None
-            chosen = module.forward(args[0], replace(args[1], side_losses=KeptSideLosses())).experts
+            chosen = module.forward(args[0], replace(args[1], aux_losses=KeptAuxLosses())).experts
             module.capacity = capacity
             add(f"loads {index}", torch.bincount(chosen.flatten(), minlength=4).double())
             add(f"dropped {index}", (routes.experts < 0).sum().double())
@@ -62,7 +62,7 @@ def by_hand() -> dict[str, float]:
         router.register_forward_hook(hook)
     batch = global_batch(0)
     for part in batch.split(1):
-        with collecting(KeptSideLosses()) as kept:
+        with collecting(KeptAuxLosses()) as kept:
             model(part.tokens.reshape(-1), part.sequences, labels=part.labels.reshape(-1))
         for name, value in kept.values.items():
             add(name, value.detach() / 4)

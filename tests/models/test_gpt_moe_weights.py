@@ -15,8 +15,8 @@ from megalight.models.gpt.hugging_face import (
     config_to_transformers,
 )
 from megalight.models.gpt.presets import preset
+from megalight.nn.aux_losses import KeptAuxLosses, collecting
 from megalight.nn.moe import BalanceConfig
-from megalight.nn.side_losses import KeptSideLosses, collecting
 from megalight.types import PackedSequences
 from tests.models.beside_transformers import ours_of
 from tests.models.test_gpt_hugging_face import SIZES
@@ -57,7 +57,7 @@ def test_equal_balance_loss(name: str, tmp_path: Path) -> None:
     tokens = torch.randint(0, 53, (2, 15))
     expected = model(tokens, labels=tokens, output_router_logits=True).aux_loss
     ours.layers["0"].mlp.router.balance = BalanceConfig(aux_loss=1.0)
-    with collecting(KeptSideLosses()) as kept:
+    with collecting(KeptAuxLosses()) as kept:
         ours(tokens.flatten(), PackedSequences.of_uniform(2, 15))
     assert ours.config.moe is not None
     found = kept.values["router_aux_loss"] * ours.config.moe.router.top_k

@@ -14,7 +14,7 @@ from megalight.models.packing import skips
 from megalight.models.vlm import VLMConfig
 from megalight.models.vlm.module import VLMModule, flops_of_losses
 from megalight.nn.moe import MoEConfig
-from megalight.ops.rows import put_rows, take_rows
+from megalight.ops.row_indexing import put_rows, take_rows
 from tests.models.test_vlm import losses, module
 from tests.models.vlm_samples import CONFIG, GEMMA, INTERN, LANGUAGE, QWEN, QWEN3, TILES, batch
 from tests.support.reference_gpt import relative_error

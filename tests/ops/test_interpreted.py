@@ -19,7 +19,7 @@ from megalight.ops.parameter import state_of
 from megalight.ops.quantize import Scheme, amax_history, amax_of
 from megalight.ops.quantize.recipes import recipe
 from megalight.ops.rotary import rotary_table
-from megalight.ops.rows import split
+from megalight.ops.row_indexing import split
 from megalight.types import PackedSequences
 from tests.ops import checks
 

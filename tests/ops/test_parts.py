@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalight.ops.rows import empty_gradient, joined, place_of, split
+from megalight.ops.row_indexing import empty_gradient, joined, place_of, split
 
 SIZES = [3, 1, 2]
 

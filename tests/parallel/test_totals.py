@@ -31,12 +31,12 @@ def _of_two_stages() -> Any:
     return [{name: (float(a), float(b)) for name, (a, b) in each.items()} for each in (found, later)]
 
 
-def test_side_losses_of_any_stage_are_among_the_totals() -> None:
+def test_aux_losses_of_any_stage_are_among_the_totals() -> None:
     expected = {"loss": (8, 6), "there": (10, 8), "here": (3, 8)}
     assert run(_of_two_stages, 2) == [[expected, {"loss": (8, 6), "there": (0, 8), "here": (0, 8)}]] * 2
 
 
-def test_a_metric_is_told_before_a_side_loss_of_its_name() -> None:
+def test_a_metric_is_told_before_an_auxiliary_loss_of_its_name() -> None:
     totals = GlobalTotals(ParallelMesh(), torch.device("cpu"))
     rows = [{"loss": (number(3), number(2)), "error": (number(1), number(4))}]
     assert totals.of("train", rows, {"error": number(7)}, number(8)) == totals.of("train", rows)

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader
 from megalight.models.gpt import AttentionConfig, GPTConfig, NormConfig, PositionConfig
 from megalight.models.gpt.model import GPT
 from megalight.models.gpt.module import GPTModule
+from megalight.nn.aux_losses import KeptAuxLosses, collecting
 from megalight.nn.canonical import parts
 from megalight.nn.init import initialize
-from megalight.nn.side_losses import KeptSideLosses, collecting
 from megalight.optim import AdamConfig
 from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
@@ -232,7 +232,7 @@ def by_hand(
     micro_batch_size: int | None = None,
     batches: Callable[[int], TokenBatch] | None = None,
 ) -> dict[str, Any]:
-    """The same run with torch alone: one device, torch's own AdamW and clipping; side losses by micro-batch."""
+    """The same run with torch alone: one device, torch's own AdamW and clipping; auxiliary losses by micro-batch."""
     model = build(config).to(device, dtype)
     alone = ParallelModel(model, ParallelMesh(1, 0), Layout(transforms=tuple(transforms)))
     initialize(model, SEED, "model.")
@@ -255,14 +255,14 @@ def by_hand(
         loss, aside = torch.zeros((), dtype=dtype, device=device), torch.zeros((), dtype=dtype, device=device)
         parts = batch.split(micro_batch_size or len(batch))
         for part in parts:
-            with collecting(KeptSideLosses()) as side_losses:
+            with collecting(KeptAuxLosses()) as aux_losses:
                 if config.mtp is None:
                     output = model(part.tokens.reshape(-1), part.sequences, labels=part.labels.reshape(-1))
                     found = Loss((output.losses * part.loss_mask.reshape(-1).to(dtype)).sum())
                 else:
                     found = task.loss_step(task.forward_step(model, part), part)
             loss = loss + found.sum / batch.loss_mask.sum()
-            aside = aside + sum(side_losses.values.values()) / len(parts)
+            aside = aside + sum(aux_losses.values.values()) / len(parts)
             counts = task.auxiliary_counts(batch)
             aside = aside + sum(value / counts[name] for name, value in found.auxiliary.items())
         optimizer.zero_grad()

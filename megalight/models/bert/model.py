@@ -26,7 +26,7 @@ from megalight.nn import (
     TokenEmbedding,
     run_layers,
 )
-from megalight.ops.rows import take_rows
+from megalight.ops.row_indexing import take_rows
 from megalight.types import PackedSequences
 
 

@@ -13,7 +13,7 @@ import yaml
 from torch import Tensor
 
 from megalight.errors import ConfigurationError
-from megalight.nn.side_losses import COMPARISONS
+from megalight.nn.aux_losses import COMPARISONS
 from megalight.ops.divergence import KINDS
 
 

@@ -39,7 +39,7 @@ from megalight.nn import (
     run_layers,
 )
 from megalight.nn.moe import Experts, MoE, Router
-from megalight.ops.rows import take_rows
+from megalight.ops.row_indexing import take_rows
 from megalight.types import PackedSequences
 
 ROTARY, LOCAL = "rotary", "local"

@@ -19,7 +19,7 @@ from megalight.models.module import Carry
 from megalight.models.packing import IGNORED, masked_sum, pack, skips
 from megalight.models.saved import Keys
 from megalight.nn.moe import balance
-from megalight.ops.rows import put_rows
+from megalight.ops.row_indexing import put_rows
 from megalight.optim import AdamConfig
 from megalight.parallel.frozen_model import FrozenModel
 from megalight.parallel.step import share_of_batch

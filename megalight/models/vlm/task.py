@@ -20,7 +20,7 @@ from megalight.models.packing import IGNORED, masked_sum, pack, skips
 from megalight.models.vision.model import PackedImages, normalized
 from megalight.models.vlm.config import VLMConfig
 from megalight.models.vlm.model import Arrived
-from megalight.ops.rows import put_rows
+from megalight.ops.row_indexing import put_rows
 from megalight.types import Loss, PackedSequences
 
 

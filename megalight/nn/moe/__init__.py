@@ -1,5 +1,6 @@
 """Mixture of experts: each token passes through some of the experts."""
 
+from megalight.nn.aux_losses import Pool as Pool
 from megalight.nn.moe.config import BalanceConfig as BalanceConfig
 from megalight.nn.moe.config import CapacityConfig as CapacityConfig
 from megalight.nn.moe.config import MoEConfig as MoEConfig
@@ -13,4 +14,3 @@ from megalight.nn.moe.experts import Experts as Experts
 from megalight.nn.moe.layer import MoE as MoE
 from megalight.nn.moe.router import Jitter as Jitter
 from megalight.nn.moe.router import Router as Router
-from megalight.nn.side_losses import Pool as Pool

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megalight.nn.aux_losses import Pool
 from megalight.nn.context import LayerContext
 from megalight.nn.counting import Counting
 from megalight.nn.init import ConstantInit, Initializer, Normal
 from megalight.nn.moe.balance import count_of, losses
 from megalight.nn.moe.config import BalanceConfig, CapacityConfig, RouterConfig
-from megalight.nn.side_losses import Pool
 from megalight.ops.common import apply, once_differentiable, wide
 from megalight.ops.linear import linear
 from megalight.ops.note import save_input, saved_input
@@ -65,7 +65,7 @@ class RunningLoads:
             if self.sums is None or self.sums.device != counts.device:
                 self.sums = torch.zeros_like(counts, dtype=torch.float64)
             # Times zero, and not left out: a recorded pass always runs the same ops.
-            self.sums.add_(counts, alpha=1 if context.side_losses.counts else 0)
+            self.sums.add_(counts, alpha=1 if context.aux_losses.counts else 0)
             # A copy of the sums as they are now. Later micro-batches go on adding to them.
             self._seen[context] = self.sums.to(counts.dtype, copy=True)
         return self._seen[context]
@@ -121,7 +121,7 @@ def sinkhorn(logits: Tensor) -> Tensor:
 class Router(Counting):
     """Scores all experts for each token, and chooses ``top_k`` of them.
 
-    Its losses are side losses (:mod:`megalight.nn.side_losses`), summed over layers: ``router_aux_loss`` and so on.
+    Its losses are auxiliary losses (:mod:`megalight.nn.aux_losses`), summed over layers: ``router_aux_loss`` and so on.
 
     Args:
         hidden_size: ``h``.
@@ -209,9 +209,9 @@ class Router(Counting):
                 # Sequences and tokens may be unequally divided over micro-batches.
                 count = count_of(name, context.sequences)
                 # the gradient of the probabilities always arrives
-                probs = context.side_losses.attach(f"router_{name}", coefficient * value, probs, count)
+                probs = context.aux_losses.attach(f"router_{name}", coefficient * value, probs, count)
             # Recompute would count a second time.
-            if context.side_losses.counts and (self.observed or self.expert_bias is not None):
+            if context.aux_losses.counts and (self.observed or self.expert_bias is not None):
                 self.count(self._counts(chosen, experts, found, context))
         return Routes(probs, experts)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megalight.ops.common import apply, num_sms, once_differentiable
 from megalight.ops.jit import cdiv, next_power
-from megalight.ops.rows import empty_gradient, place_of
+from megalight.ops.row_indexing import empty_gradient, place_of
 from megalight.ops.ssd.triton_kernels import decays, grad_decays, grad_inputs, grad_shared, outputs, pass_states
 
 CHUNK = 64

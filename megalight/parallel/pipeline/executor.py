@@ -22,11 +22,11 @@ from megalight.parallel.interleaved_passes import PassInterleaver
 from megalight.parallel.layers import layers_of
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.messages import Message
-from megalight.parallel.pipeline.agenda import Agenda
 from megalight.parallel.pipeline.carry import Carry, Form, Forms, check_carry, decode, encode, form_of, signature
-from megalight.parallel.pipeline.channels import Channel, Edges, Inbox
 from megalight.parallel.pipeline.layout import PipelineLayout, Stage
 from megalight.parallel.pipeline.options import Messages
+from megalight.parallel.pipeline.p2p_communication import Channel, Edges, Inbox
+from megalight.parallel.pipeline.rank_schedule import RankSchedule
 from megalight.parallel.pipeline.schedules import Action, ActionKind, Actions
 from megalight.types import Loss
 
@@ -65,7 +65,7 @@ class ScheduleExecutor(Protocol):
 
     def train(
         self,
-        agenda: Agenda,
+        schedule: RankSchedule,
         micro_batches: Sequence[Any],
         forward_step: ForwardStep,
         loss_step: LossStep,
@@ -76,7 +76,11 @@ class ScheduleExecutor(Protocol):
         ...
 
     def forward(
-        self, agenda: Agenda, micro_batches: Sequence[Any], forward_step: ForwardStep, units: Units | None = None
+        self,
+        schedule: RankSchedule,
+        micro_batches: Sequence[Any],
+        forward_step: ForwardStep,
+        units: Units | None = None,
     ) -> list[Carry]:
         """Run forward passes without gradients; return the carries on the last stage, else nothing."""
         ...
@@ -123,7 +127,7 @@ class Executor:
 
     def train(
         self,
-        agenda: Agenda,
+        schedule: RankSchedule,
         micro_batches: Sequence[Any],
         forward_step: ForwardStep,
         loss_step: LossStep,
@@ -133,24 +137,28 @@ class Executor:
         """Run forward and backward of every micro-batch.
 
         Args:
-            agenda: this rank's part of a schedule for this number of micro-batches.
+            schedule: this rank's part of a schedule for this number of micro-batches.
             objective: loss of a micro-batch -> the scalar to differentiate.
             units: modules whose parameters come and go. They are told which pass comes next.
 
         Returns:
             on the last stage the detached losses, ordered by micro-batch; elsewhere nothing.
         """
-        run = _Run(self, agenda, micro_batches, forward_step, loss_step, objective, units)
+        run = _Run(self, schedule, micro_batches, forward_step, loss_step, objective, units)
         run.play()
         self.peak = run.peak
         return [run.losses[index] for index in sorted(run.losses)]
 
     def forward(
-        self, agenda: Agenda, micro_batches: Sequence[Any], forward_step: ForwardStep, units: Units | None = None
+        self,
+        schedule: RankSchedule,
+        micro_batches: Sequence[Any],
+        forward_step: ForwardStep,
+        units: Units | None = None,
     ) -> list[Carry]:
         """Run forward passes without gradients; return the last chunk's carries on the last stage, else nothing."""
         with torch.no_grad():
-            run = _Run(self, agenda, micro_batches, forward_step, units=units)
+            run = _Run(self, schedule, micro_batches, forward_step, units=units)
             run.play()
         return [run.carries[index] for index in sorted(run.carries)]
 
@@ -161,7 +169,7 @@ class _Run:
     def __init__(
         self,
         executor: Executor,
-        agenda: Agenda,
+        schedule: RankSchedule,
         micro_batches: Sequence[Any],
         forward_step: ForwardStep,
         loss_step: LossStep | None = None,
@@ -170,7 +178,7 @@ class _Run:
     ) -> None:
         self.executor = executor
         self.units = units
-        self.actions, self.slots = agenda.actions, agenda.slots
+        self.actions, self.slots = schedule.actions, schedule.slots
         self.micro_batches = micro_batches
         self.forward_step = forward_step
         self.loss_step = loss_step
@@ -183,8 +191,8 @@ class _Run:
         self.kept_back: list[tuple[tuple[ActionKind, int, int], Channel, list[Tensor]]] | None = None
         self.peak = 0
         edges, device = executor.edges, executor.device
-        self.activations = Inbox(edges.activations_in, agenda.activations, self._incoming, device)
-        self.gradients = Inbox(edges.gradients_in, agenda.gradients, self._returning, device)
+        self.activations = Inbox(edges.activations_in, schedule.activations, self._incoming, device)
+        self.gradients = Inbox(edges.gradients_in, schedule.gradients, self._returning, device)
 
     def play(self) -> None:
         self.executor.edges.prepare(self.slots)
@@ -267,7 +275,7 @@ class _Run:
         """Start to send; at the end of a pair, if one runs.
 
         Until a neighbor receives, a message occupies the device. The neighbor may be inside a pair as well, and the
-        host must not wait for an idle device before that ends (see :mod:`.agenda`).
+        host must not wait for an idle device before that ends (see :mod:`.rank_schedule`).
         """
         assert channel is not None
         if self.kept_back is not None:

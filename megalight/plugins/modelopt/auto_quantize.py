@@ -26,8 +26,8 @@ from megalight.parallel.shard import ShardSpec
 from megalight.parallel.tensor.linear import ColumnLinear, RowLinear
 from megalight.plugins.modelopt.calibration import agree
 from megalight.plugins.modelopt.layers import ATTENTIONS
-from megalight.plugins.modelopt.places import STACKS, matrices
 from megalight.plugins.modelopt.presets import Preset, modelopt
+from megalight.plugins.modelopt.quantizer_sites import STACKS, matrices
 from megalight.plugins.modelopt.quantizers import (
     KINDS,
     UNQUANTIZED,

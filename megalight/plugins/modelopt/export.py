@@ -32,8 +32,8 @@ from megalight.nn import LatentAttention, Linear
 from megalight.nn.canonical import Section, canonical_tensors
 from megalight.nn.embedding import Embedding
 from megalight.nn.moe import Router
-from megalight.plugins.modelopt.places import Matrix, matrices, places, rounds
 from megalight.plugins.modelopt.presets import modelopt
+from megalight.plugins.modelopt.quantizer_sites import Matrix, matrices, places, rounds
 from megalight.plugins.modelopt.quantizers import Quantizers
 
 QUANT_CONFIG = "hf_quant_config.json"

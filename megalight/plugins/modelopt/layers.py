@@ -15,8 +15,8 @@ from megalight.nn.moe import Experts, Grouped
 from megalight.parallel.context.attention import ContextAttention
 from megalight.parallel.tensor.embedding_and_head import VocabHead, VocabLinear
 from megalight.parallel.tensor.linear import ColumnLinear, RowLinear
-from megalight.plugins.modelopt.places import STACKS
 from megalight.plugins.modelopt.presets import modelopt
+from megalight.plugins.modelopt.quantizer_sites import STACKS
 
 LINEARS: tuple[type[nn.Module], ...] = (nn.Linear, Linear, ColumnLinear, RowLinear, VocabLinear)
 HEADS: tuple[type[nn.Module], ...] = (LMHead, VocabHead)

@@ -19,8 +19,8 @@ from megalight.errors import ConfigurationError
 from megalight.parallel.data_parallel.engine import DataParallelEngine
 from megalight.parallel.model import ParallelModel
 from megalight.plugins.modelopt.calibration import Calibration, agree, read
-from megalight.plugins.modelopt.places import KEYS_AND_VALUES, Site, places, rounds, sites
 from megalight.plugins.modelopt.presets import Preset
+from megalight.plugins.modelopt.quantizer_sites import KEYS_AND_VALUES, Site, places, rounds, sites
 from megalight.plugins.modelopt.specs import features_spec, matrix_spec, row_weights
 
 AWQ = "awq_lite"

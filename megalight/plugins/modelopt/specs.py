@@ -15,7 +15,7 @@ from megalight.errors import ConfigurationError
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.shard import ShardPiece, ShardSpec
-from megalight.plugins.modelopt.places import Matrix, QuantizerPlace, Site, rounds
+from megalight.plugins.modelopt.quantizer_sites import Matrix, QuantizerPlace, Site, rounds
 
 
 def rows_are_split(spec: ShardSpec) -> bool:

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalight.nn import Activation, LayerContext
+from megalight.nn.aux_losses import AuxLosses
 from megalight.nn.canonical import canonical_tensors
 from megalight.nn.init import initialize
 from megalight.nn.moe import BalanceConfig, Experts, MoE, Router, RouterConfig
-from megalight.nn.side_losses import SideLosses
 from megalight.types import PackedSequences
 
 WIDTH = 8
@@ -30,7 +30,7 @@ def layer(
     return moe
 
 
-def context(*lengths: int, losses: SideLosses | None = None) -> LayerContext:
+def context(*lengths: int, losses: AuxLosses | None = None) -> LayerContext:
     sequences = PackedSequences.of_lengths(lengths or [1])
     return LayerContext(sequences) if losses is None else LayerContext(sequences, {}, losses)
 

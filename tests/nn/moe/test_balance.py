@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megalight.nn import LayerContext
+from megalight.nn.aux_losses import AuxLosses, KeptAuxLosses
 from megalight.nn.moe import BalanceConfig, Pool, Router, RouterConfig
 from megalight.nn.moe.balance import balance_loss, losses, whole_balance_loss
-from megalight.nn.side_losses import KeptSideLosses, SideLosses
 from megalight.ops.router import Statistics
 from megalight.types import PackedSequences
 from tests.nn.moe.loops import WIDTH, context, layer
@@ -30,7 +30,7 @@ def term(
 ) -> Tensor:
     """The loss of a router, with padding after the sequences."""
     sequences = PackedSequences.of_lengths(lengths).pad_to(len(logits))
-    context = LayerContext(sequences, {}, KeptSideLosses())
+    context = LayerContext(sequences, {}, KeptAuxLosses())
     (value,) = losses(router(name, score=score, pool=pool, **options), logits, context).values()
     return value
 
@@ -143,16 +143,16 @@ def test_the_global_loss_counts_the_micro_batches_of_the_step() -> None:
     made = router("global_aux_loss")
     first, second, third = torch.randn(3, 8, 5, dtype=torch.float64)
 
-    def loss(logits: Tensor, collector: SideLosses) -> Tensor:
+    def loss(logits: Tensor, collector: AuxLosses) -> Tensor:
         return losses(made, logits, context(8, losses=collector))["global_aux_loss"]
 
-    kept = KeptSideLosses()
+    kept = KeptAuxLosses()
     torch.testing.assert_close(loss(first, kept), pool_loss(first, 2, "softmax"))
     again = context(8, losses=kept)
     both = pool_loss(second, 2, "softmax", torch.cat([first, second]))
     torch.testing.assert_close(losses(made, second, again)["global_aux_loss"], both)
     # a micro-batch that does not count sees the counts of the others
-    torch.testing.assert_close(loss(third, SideLosses()), pool_loss(third, 2, "softmax", torch.cat([first, second])))
+    torch.testing.assert_close(loss(third, AuxLosses()), pool_loss(third, 2, "softmax", torch.cat([first, second])))
     loss(third, kept)
     # recompute asks with the same context, and gets the counts of the first pass
     torch.testing.assert_close(losses(made, second, again)["global_aux_loss"], both)
@@ -163,11 +163,11 @@ def test_the_global_loss_counts_the_micro_batches_of_the_step() -> None:
 def test_the_router_attaches_its_losses_in_training_alone() -> None:
     moe = layer(config=RouterConfig(), balance=BalanceConfig(aux_loss=0.5, z_loss=0.25))
     hidden = torch.randn(7, WIDTH, dtype=torch.float64)
-    kept = KeptSideLosses()
+    kept = KeptAuxLosses()
     out = moe(hidden, context(7, losses=kept))
     logits = moe.router.logits(hidden)
     torch.testing.assert_close(kept.values["router_aux_loss"], 0.5 * pool_loss(logits, 2, "softmax"))
     torch.testing.assert_close(kept.values["router_z_loss"], 0.25 * z(logits))
-    kept = KeptSideLosses()
+    kept = KeptAuxLosses()
     assert torch.equal(moe.eval()(hidden, context(7, losses=kept)), out)
     assert not kept.values

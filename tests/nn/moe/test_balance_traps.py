@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalight.nn.aux_losses import KeptAuxLosses
 from megalight.nn.moe import BalanceConfig, CapacityConfig, RouterConfig
-from megalight.nn.side_losses import KeptSideLosses
 from tests.nn.moe.loops import WIDTH, context, layer
 from tests.nn.moe.test_balance import router, term
 
@@ -52,7 +52,7 @@ def attached(hidden: Tensor, config: RouterConfig, capacity: float | None, bias:
     moe.router.capacity = None if capacity is None else CapacityConfig(factor=capacity)
     if moe.router.expert_bias is not None:
         moe.router.expert_bias[0] = bias
-    kept = KeptSideLosses()
+    kept = KeptAuxLosses()
     moe(hidden, context(6, 6, losses=kept))
     return {name: value.detach() for name, value in kept.values.items()}
 

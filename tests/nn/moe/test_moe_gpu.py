@@ -11,9 +11,9 @@ from megalight.models.config import InitConfig
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.model import build_experts
 from megalight.nn import LayerContext
+from megalight.nn.aux_losses import KeptAuxLosses
 from megalight.nn.init import initialize
 from megalight.nn.moe import BalanceConfig, CapacityConfig, MoE, MoEConfig, RouterConfig, SharedConfig
-from megalight.nn.side_losses import KeptSideLosses
 from megalight.types import PackedSequences
 
 pytestmark = pytest.mark.gpu
@@ -48,7 +48,7 @@ def build(dtype: torch.dtype, **moe: Any) -> MoE:
 
 def step(moe: MoE, hidden: torch.Tensor) -> list[torch.Tensor]:
     """Output and gradients, those of the losses included."""
-    kept = KeptSideLosses()
+    kept = KeptAuxLosses()
     sequences = PackedSequences.of_lengths([200, 56], hidden.device)
     hidden = hidden.detach().requires_grad_()
     out = moe(hidden, LayerContext(sequences, {}, kept))
@@ -94,7 +94,7 @@ def test_the_host_does_not_wait(name: str) -> None:
     sequences = PackedSequences.of_lengths([200, 56], "cuda")
 
     def run() -> None:
-        kept = KeptSideLosses()
+        kept = KeptAuxLosses()
         x = hidden.detach().requires_grad_()
         out = moe(x, LayerContext(sequences, {}, kept))
         torch.stack([out.float().square().mean(), *kept.values.values()]).sum().backward()

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from megalight.errors import ConfigurationError
+from megalight.nn.aux_losses import AuxLosses, KeptAuxLosses, ZeroAuxLosses
 from megalight.nn.counting import end_step
 from megalight.nn.init import initialize
 from megalight.nn.moe import BalanceConfig, CapacityConfig, MoEConfig, Router, RouterConfig, SharedConfig
 from megalight.nn.moe.router import sinkhorn
-from megalight.nn.side_losses import KeptSideLosses, SideLosses, ZeroSideLosses
 from tests.nn.moe.loops import WIDTH, context, layer
 
 
@@ -114,7 +114,7 @@ def test_capacity_drops_tokens(keep: Any, pad: bool) -> None:
     assert moe.router.rows(13) == (most if pad else None)
 
 
-def counted(made: Router, *collectors: SideLosses, training: bool = True) -> Tensor | None:
+def counted(made: Router, *collectors: AuxLosses, training: bool = True) -> Tensor | None:
     made.train(training)
     for collector in collectors:
         made(tokens(), context(12, losses=collector))
@@ -123,8 +123,8 @@ def counted(made: Router, *collectors: SideLosses, training: bool = True) -> Ten
 
 def test_what_counts() -> None:
     made = router(score="sigmoid", expert_bias=True, balance=BalanceConfig(aux_loss=1.0))
-    kept = KeptSideLosses()
-    assert counted(made, SideLosses(), ZeroSideLosses(kept)) is None
+    kept = KeptAuxLosses()
+    assert counted(made, AuxLosses(), ZeroAuxLosses(kept)) is None
     assert counted(made, kept, training=False) is None
     with torch.no_grad():
         assert counted(made, kept) is None
@@ -144,7 +144,7 @@ def test_what_counts() -> None:
 
 def test_the_bias_moves_against_the_loads() -> None:
     made = router(score="sigmoid", expert_bias=True, expert_bias_rate=0.25)
-    (_, experts) = made(tokens(), context(12, losses=KeptSideLosses()))
+    (_, experts) = made(tokens(), context(12, losses=KeptAuxLosses()))
     loads = torch.bincount(experts.flatten(), minlength=6)
     end_step(made, lambda counts: counts + torch.tensor([0.0] * 5 + [100.0] + [0.0] * 7))
     assert made.loads is not None
@@ -158,7 +158,7 @@ def test_the_bias_moves_against_the_loads() -> None:
 def test_the_bias_of_a_frozen_router_stays() -> None:
     """As under adapters, whose checkpoints may leave out all that is frozen."""
     made = router(score="sigmoid", expert_bias=True).requires_grad_(False)
-    made(tokens(), context(12, losses=KeptSideLosses()))
+    made(tokens(), context(12, losses=KeptAuxLosses()))
     end_step(made, lambda counts: counts + torch.tensor([0.0] * 5 + [100.0] + [0.0] * 7))
     assert made.loads is not None
     assert made.expert_bias is not None

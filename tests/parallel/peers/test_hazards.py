@@ -15,7 +15,7 @@ from megalight.parallel.data_parallel.gather import Pushes
 from megalight.parallel.data_parallel.reduce import PushedSums
 from megalight.parallel.peers import memory
 from megalight.parallel.peers.memory import Flag
-from megalight.parallel.pipeline.channels import Line, PeerChannel, offsets
+from megalight.parallel.pipeline.p2p_communication import Line, PeerChannel, offsets
 from tests.parallel.peers.hazards import Place, Stream, World, note_sum, play
 
 ROWS, WIDTH, MESSAGES = 2, 4, 7

@@ -18,11 +18,11 @@ from megalight.ops.parameter import collect
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.messages import Message
 from megalight.parallel.pipeline import schedules
-from megalight.parallel.pipeline.agenda import agenda_of
 from megalight.parallel.pipeline.carry import Carry
-from megalight.parallel.pipeline.channels import Channel
 from megalight.parallel.pipeline.executor import Executor, _Run
 from megalight.parallel.pipeline.layout import PipelineLayout
+from megalight.parallel.pipeline.p2p_communication import Channel
+from megalight.parallel.pipeline.rank_schedule import rank_schedule_of
 from megalight.parallel.pipeline.schedules import Action, ActionKind
 from megalight.parallel.pipeline.timeline import simulate
 from megalight.types import Loss
@@ -115,7 +115,7 @@ def _play(name: str, vpp: int, count: int, group: int | None) -> dict[str, Any]:
     layout = PipelineLayout.even(pp * vpp, pp, vpp)
     chunks = [Chunk(stage.index) for stage in layout.of_rank(rank)]
     executor = Executor(chunks, layout, mesh, torch.device("cpu"))
-    agenda = agenda_of(rank, schedules.build(name, pp, vpp, count, group))
+    rank_schedule = rank_schedule_of(rank, schedules.build(name, pp, vpp, count, group))
     log: list[tuple[str, int, int]] = []
     memory: list[Any] = []
     alive: list[list[int]] = []
@@ -140,7 +140,7 @@ def _play(name: str, vpp: int, count: int, group: int | None) -> dict[str, Any]:
         return loss.sum
 
     def step() -> list[Loss]:
-        return executor.train(agenda, list(enumerate(batches(count))), forward_step, loss_step, objective)
+        return executor.train(rank_schedule, list(enumerate(batches(count))), forward_step, loss_step, objective)
 
     run_weights = WeightGradients.run
 

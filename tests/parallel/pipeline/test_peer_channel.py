@@ -13,12 +13,12 @@ from megalight.errors import LayoutError
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.peers.memory import BOUNDARY
 from megalight.parallel.pipeline import schedules
-from megalight.parallel.pipeline.agenda import agenda_of
 from megalight.parallel.pipeline.carry import Carry
-from megalight.parallel.pipeline.channels import Edges, PeerChannel, offsets
 from megalight.parallel.pipeline.executor import Executor
 from megalight.parallel.pipeline.layout import PipelineLayout
 from megalight.parallel.pipeline.options import Messages, PipelineOptions
+from megalight.parallel.pipeline.p2p_communication import Edges, PeerChannel, offsets
+from megalight.parallel.pipeline.rank_schedule import rank_schedule_of
 from megalight.types import Loss
 from tests.parallel.peers.shared_files import symmetric_on_cpu
 from tests.parallel.pipeline.test_executor import WIDTH, Chunk
@@ -49,8 +49,8 @@ def _train(name: str, vpp: int, messages: Messages) -> tuple[list[Tensor], int, 
     for step, rows in enumerate(ROWS):
         generator = torch.Generator().manual_seed(step)
         batches = [torch.randn(n, WIDTH, dtype=torch.float64, generator=generator) for n in rows]
-        agenda = agenda_of(rank, schedules.build(name, pp, vpp, len(batches)))
-        losses = executor.train(agenda, batches, forward_step, loss_step, lambda loss: loss.sum)
+        rank_schedule = rank_schedule_of(rank, schedules.build(name, pp, vpp, len(batches)))
+        losses = executor.train(rank_schedule, batches, forward_step, loss_step, lambda loss: loss.sum)
         found += [loss.sum for loss in losses]
     found += [p.main_grad.clone() for chunk in chunks for p in chunk.parameters()]
     edges = executor.edges
@@ -94,7 +94,7 @@ def _evaluated() -> list[Tensor]:
         layout = PipelineLayout.even(2, 2)
         chunks = [Chunk(stage.index) for stage in layout.of_rank(rank)]
         executor = Executor(chunks, layout, ParallelMesh(2, rank, pp=2), torch.device("cpu"), messages="symmetric")
-        agenda = agenda_of(rank, schedules.build("forward_only", 2, 1, 2))
+        rank_schedule = rank_schedule_of(rank, schedules.build("forward_only", 2, 1, 2))
 
         def forward_step(chunk: nn.Module, batch: Tensor, carry: Carry | None) -> Carry:
             return {"x": chunk(batch if carry is None else carry["x"])}
@@ -103,7 +103,7 @@ def _evaluated() -> list[Tensor]:
         capacities = []
         for rows in (2, 2, 40, 40, 3):
             batches = [torch.full((rows, WIDTH), float(place), dtype=torch.float64) for place in range(2)]
-            found += [carry["x"] for carry in executor.forward(agenda, batches, forward_step)]
+            found += [carry["x"] for carry in executor.forward(rank_schedule, batches, forward_step)]
             memory = executor.edges.lines[0].memory
             capacities.append(0 if memory is None else memory.capacity)
         # Between runs, by powers of two.

@@ -14,7 +14,7 @@ from megalight.parallel.groups import shared_group
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.messages import Message
 from megalight.parallel.peers.memory import PeerMemory
-from megalight.parallel.pipeline.channels import Edges, PeerChannel
+from megalight.parallel.pipeline.p2p_communication import Edges, PeerChannel
 from tests.support.nccl import runs_of
 
 pytestmark = pytest.mark.gpu

@@ -2,7 +2,7 @@
 
 A layer attaches a loss to the hidden states that pass through it::
 
-    hidden = context.side_losses.attach("balance", value, hidden)
+    hidden = context.aux_losses.attach("balance", value, hidden)
 
 A training step collects these losses: it runs the forward passes inside :func:`collecting`. Without it, as in
 evaluation, hidden states pass unchanged.
@@ -30,7 +30,7 @@ from megalight.types import Opaque, PackedSequences
 log = logging.getLogger(__name__)
 
 
-class SideLosses(Opaque):
+class AuxLosses(Opaque):
     """The interface of collectors. This one collects nothing."""
 
     keeps = False
@@ -58,7 +58,9 @@ class SideLosses(Opaque):
             ConfigurationError: ``value`` is not 0-dim.
         """
         if value.dim():
-            raise ConfigurationError(f"the side loss {name!r} has the shape {list(value.shape)}; give it as a scalar.")
+            raise ConfigurationError(
+                f"the auxiliary loss {name!r} has the shape {list(value.shape)}; give it as a scalar."
+            )
         return self._collect(name, value, hidden, count) if torch.is_grad_enabled() else hidden
 
     def _collect(self, name: str, value: Tensor, hidden: Tensor, count: int) -> Tensor:
@@ -67,7 +69,7 @@ class SideLosses(Opaque):
         return hidden
 
 
-class AttachedSideLosses(SideLosses):
+class AttachedAuxLosses(AuxLosses):
     """Attaches the gradient of each loss in its layer, so it also works on pipeline stages without the final loss.
 
     Values that change from step to step are in tensors with fixed addresses, so CUDA graphs can use them.
@@ -114,7 +116,7 @@ class AttachedSideLosses(SideLosses):
         return attached
 
 
-class KeptSideLosses(SideLosses):
+class KeptAuxLosses(AuxLosses):
     """Keeps the losses with their gradients, for code that adds them to its own loss.
 
     Attributes:
@@ -133,10 +135,10 @@ class KeptSideLosses(SideLosses):
         return hidden
 
 
-class ZeroSideLosses(SideLosses):
+class ZeroAuxLosses(AuxLosses):
     """Passes losses on to ``losses``, multiplied by zero: gradients exist, and are zero."""
 
-    def __init__(self, losses: SideLosses) -> None:
+    def __init__(self, losses: AuxLosses) -> None:
         self.losses = losses
 
     def _collect(self, name: str, value: Tensor, hidden: Tensor, count: int) -> Tensor:
@@ -162,16 +164,16 @@ class _Attach(torch.autograd.Function):
         return gradient, scale.to(ctx.dtype), None
 
 
-_LOST = SideLosses()
+_LOST = AuxLosses()
 # not thread-local: autograd runs recomputed layers in its own threads
-_collectors: list[SideLosses] = []
+_collectors: list[AuxLosses] = []
 
-SideLossesT = TypeVar("SideLossesT", bound=SideLosses)
+AuxLossesT = TypeVar("AuxLossesT", bound=AuxLosses)
 
 
 @contextmanager
-def collecting(losses: SideLossesT) -> Iterator[SideLossesT]:
-    """Send the side losses of all forward passes in this context to ``losses``."""
+def collecting(losses: AuxLossesT) -> Iterator[AuxLossesT]:
+    """Send the auxiliary losses of all forward passes in this context to ``losses``."""
     _collectors.append(losses)
     try:
         yield losses
@@ -179,14 +181,14 @@ def collecting(losses: SideLossesT) -> Iterator[SideLossesT]:
         _collectors.pop()
 
 
-def current() -> SideLosses:
+def current() -> AuxLosses:
     """Return the collector that is active now."""
     return _collectors[-1] if _collectors else _LOST
 
 
 @cache
 def _tell_lost(name: str) -> None:
-    log.warning("the side loss %r has no effect: call the layers inside megalight.nn.side_losses.collecting", name)
+    log.warning("the auxiliary loss %r has no effect: call the layers inside megalight.nn.aux_losses.collecting", name)
 
 
 # The pool of a router: the tokens over which its losses are means.

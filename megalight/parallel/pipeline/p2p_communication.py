@@ -26,9 +26,9 @@ from megalight.parallel.messages import Message, receive_text, send_text, start
 from megalight.parallel.peers import memory
 from megalight.parallel.peers.memory import BOUNDARY, Flag, PeerCopyStream, PeerMemory, PeerSlot
 from megalight.parallel.peers.watch import Watch
-from megalight.parallel.pipeline.agenda import Expected
 from megalight.parallel.pipeline.carry import Form
 from megalight.parallel.pipeline.options import Messages
+from megalight.parallel.pipeline.rank_schedule import Expected
 from megalight.parallel.trace import capturing, spanned
 
 log = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class Inbox:
         self._coming: deque[tuple[Form, Message]] = deque()
 
     def post(self, number: int) -> None:
-        """Post the receives that may be posted before action ``number`` (see :mod:`.agenda`)."""
+        """Post the receives that may be posted before action ``number`` (see :mod:`.rank_schedule`)."""
         # Strictly in order: a channel matches receives and sends by their order alone.
         while self.expected and number >= self.expected[0].before:
             assert self.channel is not None
@@ -122,7 +122,7 @@ class Inbox:
 # flag when it needs the message, copies it out of the slot, and frees the slot (:mod:`megalight.parallel.peers`).
 #
 # A push waits until its slot is free, and may hold up everything else that its rank has queued. So there are as many
-# slots as the timeline needs (:attr:`~megalight.parallel.pipeline.agenda.Agenda.slots`): a push waits only for work
+# slots as the timeline needs (``RankSchedule.slots``): a push waits only for work
 # that began before it.
 
 
@@ -320,7 +320,7 @@ class Edges:
         """Make room for the messages of a run. All ranks call this together, before it.
 
         Args:
-            slots: the slots that the run needs, :attr:`~megalight.parallel.pipeline.agenda.Agenda.slots`.
+            slots: the slots that the run needs, :attr:`~megalight.parallel.pipeline.rank_schedule.RankSchedule.slots`.
         """
         for line in self.lines:
             line.prepare(slots)

@@ -1,4 +1,4 @@
-"""The agenda of a rank: its actions in a step, and when it posts the receive of each message.
+"""The schedule of a rank: its actions in a step, and when it posts the receive of each message.
 
 A receive that is posted too early can cause a deadlock on GPUs:
 
@@ -46,7 +46,7 @@ class Expected(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Agenda:
+class RankSchedule:
     """The actions of one rank and the messages that it receives.
 
     Attributes:
@@ -63,8 +63,8 @@ class Agenda:
     slots: int = 2
 
 
-def agenda_of(rank: int, schedules: Sequence[Actions]) -> Agenda:
-    """Return the agenda of one pipeline rank.
+def rank_schedule_of(rank: int, schedules: Sequence[Actions]) -> RankSchedule:
+    """Return the schedule of one pipeline rank.
 
     Args:
         rank: the pipeline rank.
@@ -92,7 +92,7 @@ def agenda_of(rank: int, schedules: Sequence[Actions]) -> Agenda:
             # The first action that starts when the message has been sent, or later.
             expected = Expected(part.chunk, part.micro_batch, bisect_left(starts, sent[place]))
             found[part.kind is ActionKind.FORWARD].append(expected)
-    return Agenda(schedules[rank], tuple(found[True]), tuple(found[False]), _slots(lines, pp, vpp))
+    return RankSchedule(schedules[rank], tuple(found[True]), tuple(found[False]), _slots(lines, pp, vpp))
 
 
 def _slots(lines: Sequence[Sequence[ActionSpan]], pp: int, vpp: int) -> int:
@@ -135,9 +135,9 @@ class Timetable:
         self.pipeline = pipeline
         self.layout = layout
         self.mesh = mesh
-        self._known: dict[tuple[str, int], Agenda] = {}
+        self._known: dict[tuple[str, int], RankSchedule] = {}
 
-    def __call__(self, name: str, micro_batches: int) -> Agenda:
+    def __call__(self, name: str, micro_batches: int) -> RankSchedule:
         """The work in a step of so many micro-batches; says where ranks would wait longer than they must.
 
         Args:
@@ -152,5 +152,5 @@ class Timetable:
                 log.warning(warning)
             wanted = self.pipeline.schedule if name == "train" else name
             lists = schedules.build(wanted, pp, vpp, micro_batches, group_size)
-            self._known[name, micro_batches] = agenda_of(self.mesh.rank("pp"), lists)
+            self._known[name, micro_batches] = rank_schedule_of(self.mesh.rank("pp"), lists)
         return self._known[name, micro_batches]

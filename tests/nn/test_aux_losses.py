@@ -1,4 +1,4 @@
-"""Side losses: gradients begin where a loss arises, a second run counts nothing, and evaluation collects nothing."""
+"""Auxiliary losses: gradients begin where a loss arises, a second run and evaluation count nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megalight.errors import ConfigurationError
 from megalight.nn import LayerContext, run_layers
-from megalight.nn.side_losses import AttachedSideLosses, KeptSideLosses, ZeroSideLosses, collecting
+from megalight.nn.aux_losses import AttachedAuxLosses, KeptAuxLosses, ZeroAuxLosses, collecting
 from megalight.parallel.recompute import RecomputeOptions, apply_recompute
 from megalight.types import PackedSequences
 
@@ -33,7 +33,7 @@ class Penalized(nn.Module):
 
     def own(self, hidden: Tensor, context: LayerContext) -> Tensor:
         out = self.linear(hidden).tanh()
-        return context.side_losses.attach("penalty", out.square().mean(), hidden + out)
+        return context.aux_losses.attach("penalty", out.square().mean(), hidden + out)
 
 
 class Model(nn.Module):
@@ -54,7 +54,7 @@ def hidden() -> Tensor:
 def kept() -> tuple[float, list[Tensor]]:
     """The losses added by hand, 0.25 times."""
     model, x = Model(), hidden()
-    with collecting(KeptSideLosses()) as losses:
+    with collecting(KeptAuxLosses()) as losses:
         out = model(x)
     total = out.square().sum() + 0.25 * losses.values["penalty"]
     return float(losses.values["penalty"].detach()), list(torch.autograd.grad(total, [x, *model.parameters()]))
@@ -78,8 +78,8 @@ def test_gradients_and_totals(way: str, recompute: RecomputeOptions, own: Callab
     expected, gradients = kept()
     model, x = Model(own), hidden()
     apply_recompute(model, recompute)
-    losses = AttachedSideLosses("cpu") if way == "attached" else KeptSideLosses()
-    if isinstance(losses, AttachedSideLosses):
+    losses = AttachedAuxLosses("cpu") if way == "attached" else KeptAuxLosses()
+    if isinstance(losses, AttachedAuxLosses):
         losses.begin(torch.tensor(0.25))
         with collecting(losses):
             model(x).square().sum().backward()
@@ -97,26 +97,26 @@ def test_gradients_and_totals(way: str, recompute: RecomputeOptions, own: Callab
 
 def test_the_first_stage_of_a_frozen_model_has_gradients_too() -> None:
     """Hidden states need no gradient, but the loss does."""
-    losses = AttachedSideLosses("cpu")
+    losses = AttachedAuxLosses("cpu")
     losses.begin(torch.tensor(3.0))
     weight = torch.tensor(2.0, requires_grad=True)
-    context = LayerContext(SEQUENCES, side_losses=losses)
-    context.side_losses.attach("one", weight * 5, torch.ones(2)).sum().backward()
+    context = LayerContext(SEQUENCES, aux_losses=losses)
+    context.aux_losses.attach("one", weight * 5, torch.ones(2)).sum().backward()
     assert weight.grad == 15
 
 
 def test_losses_of_a_pass_that_counts_for_nothing_are_zero() -> None:
-    losses = AttachedSideLosses("cpu")
+    losses = AttachedAuxLosses("cpu")
     losses.begin(torch.tensor(3.0))
     weight = torch.tensor(2.0, requires_grad=True)
-    ZeroSideLosses(losses).attach("one", weight * 5, torch.ones(2)).sum().backward()
+    ZeroAuxLosses(losses).attach("one", weight * 5, torch.ones(2)).sum().backward()
     assert weight.grad == 0
     assert losses.totals == {"one": 0}
 
 
 def test_losses_whose_things_are_counted_are_means_over_all_of_them() -> None:
     """Passes over 3 and 1 things, of 4 in the step; a loss that nobody counts stays a mean over the passes."""
-    losses = AttachedSideLosses("cpu")
+    losses = AttachedAuxLosses("cpu")
     losses.begin(torch.tensor(1 / 2), {"counted": torch.tensor(1 / 4)})
     weights = torch.ones(2, dtype=torch.float64, requires_grad=True)
     for weight, count in zip(weights, (3, 1), strict=True):
@@ -128,7 +128,7 @@ def test_losses_whose_things_are_counted_are_means_over_all_of_them() -> None:
 
 
 def test_nothing_is_collected_without_gradients() -> None:
-    model, losses = Model(), AttachedSideLosses("cpu")
+    model, losses = Model(), AttachedAuxLosses("cpu")
     with collecting(losses), torch.no_grad():
         out = model(hidden())
     assert not losses.totals
@@ -139,11 +139,11 @@ def test_a_lost_loss_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
     context, weight = LayerContext(SEQUENCES), torch.ones((), requires_grad=True)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            out = context.side_losses.attach("a lost one", weight, torch.ones(2))
+            out = context.aux_losses.attach("a lost one", weight, torch.ones(2))
     assert not out.requires_grad
-    assert caplog.text.count("the side loss 'a lost one' has no effect") == 1
+    assert caplog.text.count("the auxiliary loss 'a lost one' has no effect") == 1
 
 
 def test_a_loss_is_a_scalar() -> None:
-    with pytest.raises(ConfigurationError, match=r"side loss 'rows' has the shape \[2\]"):
-        LayerContext(SEQUENCES).side_losses.attach("rows", torch.ones(2), torch.ones(2))
+    with pytest.raises(ConfigurationError, match=r"auxiliary loss 'rows' has the shape \[2\]"):
+        LayerContext(SEQUENCES).aux_losses.attach("rows", torch.ones(2), torch.ones(2))

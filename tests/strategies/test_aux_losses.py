@@ -53,11 +53,11 @@ class Penalized(nn.Module):
         out = self.attention(hidden, context, state, memory)
         for place, name in enumerate(self.names, 1):
             self.values[name] = (100 * out / place).square().mean()
-            out = context.side_losses.attach(name, self.values[name], out)
+            out = context.aux_losses.attach(name, self.values[name], out)
         return out
 
 
-class WithSideLosses(WithData):
+class WithAuxLosses(WithData):
     """Layers of two stages share a name, and one of them has another loss too."""
 
     def build_model(self) -> GPT:
@@ -86,7 +86,7 @@ LOGGED = ("train_loss", "train_penalty", "train_other")
 
 def train(options: dict[str, Any], accumulate: int = 1, graphs: dict[str, Any] | None = None) -> dict[str, Any]:
     """A run in every rank; of a plain strategy where there are no options."""
-    module = WithSideLosses(CONFIG, optimizer=ADAM, seed=SEED)
+    module = WithAuxLosses(CONFIG, optimizer=ADAM, seed=SEED)
     module.steps = STEPS * accumulate
     if not options:
         module.train_dataloader = module.val_dataloader = lambda: DataLoader(Shares(STEPS, 1, 0), batch_size=None)  # type: ignore[assignment,method-assign]
@@ -114,8 +114,8 @@ def train(options: dict[str, Any], accumulate: int = 1, graphs: dict[str, Any] |
 
 @functools.cache
 def expected(accumulate: int = 1) -> dict[str, Any]:
-    """The same by hand: the objective of a global batch is the mean over its tokens plus all side losses."""
-    module = WithSideLosses(CONFIG, optimizer=ADAM, seed=SEED)
+    """The same by hand: the objective of a global batch is the mean over its tokens plus all auxiliary losses."""
+    module = WithAuxLosses(CONFIG, optimizer=ADAM, seed=SEED)
     module.configure_model()
     model = module.model
     assert isinstance(model, GPT)
