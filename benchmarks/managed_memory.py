@@ -19,7 +19,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megalight.parallel.managed_memory import ManagedMemory, prefetch, why_not
+from megalight.parallel.host_memory import ManagedMemory, prefetch, why_not
 
 GIB = 2**30
 READS = 4

@@ -37,8 +37,8 @@ from megalight.ops.parameter import collect
 from megalight.parallel.collectives import start_all_gather, start_reduce_scatter
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.tensor.linear import ColumnLinear, RowLinear
-from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.parallel.tensor.overlap.pipelined import best_pieces
+from megalight.parallel.tensor.overlap.spec import TensorOptions
 from megalight.parallel.tensor.shared import Shared
 
 CHECKED_TOKENS = 1024

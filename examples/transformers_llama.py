@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megalight.models.module import Carry, MegalightModule
-from megalight.parallel.plan import ParallelizePlan
-from megalight.parallel.plans import llama
+from megalight.parallel.plan import ParallelizePlan, llama
 from megalight.strategies import MegatronStrategy
 from megalight.types import Loss
 

@@ -28,13 +28,13 @@ from megalight.nn.moe import BalanceConfig, MoEConfig, Router, RouterConfig
 from megalight.ops import use_backends
 from megalight.ops.quantized_weight import readable
 from megalight.optim import AdamConfig
-from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.context.attention import ContextOptions
 from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.precision import LowPrecisionOptions
 from megalight.parallel.recompute import RecomputeOptions
-from megalight.parallel.tensor.overlap.options import TensorOptions
+from megalight.parallel.tensor.overlap.spec import TensorOptions
 from megalight.parallel.transform import ModelTransform, apply_transforms
 from megalight.plugins.precision.low_precision import MegatronLowPrecision
 from megalight.strategies import AdvancedDataParallelOptions, DataParallelOptions, MegatronStrategy, PipelineOptions

@@ -22,8 +22,7 @@ from torch.utils.data import DataLoader
 from megalight.data.blend import BlendPart, Data, Mixture, Samples, mix
 from megalight.data.cached_outputs import CachedOutputDataset, CachedOutputs
 from megalight.data.corpus import SPLITS, Corpus, same_tokenizer
-from megalight.data.sampler import GlobalBatchSampler
-from megalight.data.sizes import check_sizes
+from megalight.data.sampler import GlobalBatchSampler, check_sizes
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError
 from megalight.first_rank import only_first

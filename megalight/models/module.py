@@ -20,12 +20,10 @@ from torchmetrics import Metric
 
 from megalight.errors import ConfigurationError
 from megalight.models.batch_size import loaded, split_batch
-from megalight.nn.aux_losses import KeptAuxLosses, collecting
-from megalight.nn.counting import end_step
+from megalight.nn.aux_losses import KeptAuxLosses, collecting, end_step
 from megalight.nn.init import initialize
 from megalight.parallel.frozen_model import FrozenModel
-from megalight.parallel.plan import ParallelizePlan
-from megalight.parallel.plans import plan_for
+from megalight.parallel.plan import ParallelizePlan, plan_for
 from megalight.parallel.source import Source, model_targets
 from megalight.parallel.step import share_of_batch
 from megalight.parallel.transform import ModelTransform, apply_transforms, unknown_to

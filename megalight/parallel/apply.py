@@ -12,20 +12,18 @@ from torch import nn
 from megalight.errors import BackendError, ConfigurationError, LayoutError, nearest
 from megalight.first_rank import only_first
 from megalight.nn.moe import MoE
-from megalight.parallel.context.attention import ContextAttention
-from megalight.parallel.context.options import ContextOptions
-from megalight.parallel.expert.options import ExpertOptions
+from megalight.parallel.context.attention import ContextAttention, ContextOptions
+from megalight.parallel.expert.dispatch import ExpertOptions
 from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.pipeline.layout import PipelineLayout
-from megalight.parallel.plan import ParallelizePlan
-from megalight.parallel.plans import plan_for
+from megalight.parallel.plan import ParallelizePlan, plan_for
 from megalight.parallel.recompute import check_recompute
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.splitter import Splitter
 from megalight.parallel.styles import Style
 from megalight.parallel.tensor.linear import ColumnLinear, RowLinear
-from megalight.parallel.tensor.overlap.options import TensorOptions
+from megalight.parallel.tensor.overlap.spec import TensorOptions
 from megalight.parallel.tensor.shared import Shared
 from megalight.parallel.transform import apply_transforms
 

@@ -1,12 +1,32 @@
-"""Pinned host memory for values that a device writes and reads, and a pool that reuses it in stream order."""
+"""Memory beyond the device: pinned host memory, a pool of it in stream order, and CUDA's managed memory.
+
+The pages of managed memory move between the device and the host::
+
+    memory = ManagedMemory(device)
+    with memory.allocating():
+        cache = torch.empty(2**38, dtype=torch.uint8, device=device)  # larger than the device
+    prefetch(cache[:2**30], device)  # its pages come before a kernel asks for them
+
+A kernel that meets a page that is not there waits for it. So memory that is used in turn should be prefetched in turn.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import shutil
+import subprocess
+import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from megalight.errors import ConfigurationError, MegalightError
 
 
 def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -59,3 +79,176 @@ class HostPool:
     def clear(self) -> None:
         """Forget the blocks that nobody uses. Torch's own pool has them then."""
         self._free.clear()
+
+
+LIBRARY = "libcuda.so.1"
+CONCURRENT = 89
+"""``CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS``: the host may touch pages while the device computes."""
+ADVICE = {"preferred_location": 3, "accessed_by": 5}
+"""``CUmem_advise``."""
+COMPILE_SECONDS = 60.0
+
+# In C: the allocator of torch calls it with its lock held, and a function in Python would wait for the interpreter's.
+SOURCE = r"""
+#include <dlfcn.h>
+#include <stddef.h>
+
+static void *function(const char *name) {
+    void *library = dlopen(LIBRARY, RTLD_NOW);
+    return library ? dlsym(library, name) : NULL;
+}
+
+void *managed_alloc(size_t size, int device, void *stream) {
+    static int (*allocate)(unsigned long long *, size_t, unsigned);
+    unsigned long long address = 0;
+    if (!allocate) *(void **)&allocate = function("cuMemAllocManaged");
+    if (!allocate || allocate(&address, size, 1)) return NULL; /* 1: CU_MEM_ATTACH_GLOBAL */
+    return (void *)address;
+}
+
+void managed_free(void *address, size_t size, int device, void *stream) {
+    static int (*release)(unsigned long long);
+    if (!release) *(void **)&release = function("cuMemFree_v2");
+    if (release) release((unsigned long long)address);
+}
+"""
+
+
+class Location(ctypes.Structure):
+    """``CUmemLocation``, which CUDA 13 passes by value where older drivers took a number."""
+
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+DEVICE, HOST = 1, 2
+"""``CUmemLocationType``."""
+ADDRESS, SIZE, WORD, STREAM = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_uint32, ctypes.c_void_p
+LOCATED: dict[str, tuple[Any, ...]] = {
+    "cuMemPrefetchAsync_v2": (ADDRESS, SIZE, Location, WORD, STREAM),
+    "cuMemAdvise_v2": (ADDRESS, SIZE, ctypes.c_int, Location),
+}
+ORDINAL: dict[str, tuple[Any, ...]] = {
+    "cuMemPrefetchAsync": (ADDRESS, SIZE, ctypes.c_int, STREAM),
+    "cuMemAdvise": (ADDRESS, SIZE, ctypes.c_int, ctypes.c_int),
+}
+"""Calls of drivers before CUDA 12.2, with -1 for the host. A location passed to them would be read as nonsense."""
+
+
+@cache
+def library() -> Any:
+    """Return the CUDA driver with the argument types of its calls, or None; ``located`` says which form it has."""
+    try:
+        found: Any = ctypes.CDLL(LIBRARY)
+        # By what the driver has, not by the version of CUDA that torch was built with: the two may differ.
+        found.located = hasattr(found, "cuMemPrefetchAsync_v2") and hasattr(found, "cuMemAdvise_v2")
+        for name, types in (LOCATED if found.located else ORDINAL).items():
+            getattr(found, name).argtypes = types
+        found.cuDeviceGetAttribute.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
+    except (OSError, AttributeError):
+        return None
+    return found
+
+
+def why_not(device: torch.device) -> str | None:
+    """Return why a device has no managed memory that it and the host may use side by side, or None."""
+    if device.type != "cuda":
+        return f"it needs a GPU, not {device}"
+    driver = library()
+    if driver is None:
+        return f"{LIBRARY} is not there, or lacks managed memory"
+    _check(driver.cuInit(0), "cuInit")  # torch starts the driver only when it first uses a device
+    value = ctypes.c_int(0)
+    _check(driver.cuDeviceGetAttribute(ctypes.byref(value), CONCURRENT, _ordinal(device)), "cuDeviceGetAttribute")
+    if not value.value:
+        return f"the host and {device} cannot use managed memory at the same time (concurrentManagedAccess is 0)"
+    return None if shutil.which("cc") else "it needs a C compiler (cc) for its allocator; install gcc"
+
+
+class ManagedMemory:
+    """A pool of managed memory for tensors of one device; together they may be larger than the device.
+
+    Drop the tensors before the pool.
+
+    Args:
+        device: the device whose tensors these are.
+
+    Raises:
+        ConfigurationError: the device has no such memory; the reason is told.
+        MegalightError: the allocator cannot be compiled.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        if (reason := why_not(device)) is not None:
+            raise ConfigurationError(f"managed memory for {device}: {reason}. Use the device's own memory.")
+        self.device = device
+        self.pool = torch.cuda.MemPool(_allocator().allocator())
+
+    def allocating(self) -> AbstractContextManager[object]:
+        """Allocate tensors of the device in managed memory inside."""
+        return torch.cuda.use_mem_pool(self.pool, self.device)
+
+
+@cache
+def _allocator() -> Any:
+    """Return the allocator of all pools. It is never dropped: pools give memory back to it when they end."""
+    with tempfile.TemporaryDirectory() as folder:  # a loaded library needs its file no longer
+        path = compile_allocator(Path(folder))
+        return torch.cuda.memory.CUDAPluggableAllocator(str(path), "managed_alloc", "managed_free")
+
+
+def compile_allocator(folder: Path) -> Path:
+    """Compile the allocator into a folder, and return the shared library.
+
+    Raises:
+        MegalightError: the compiler fails or takes too long.
+    """
+    source, target = folder / "managed.c", folder / "managed.so"
+    source.write_text(SOURCE)
+    command = ["cc", "-shared", "-fPIC", "-O1", f'-DLIBRARY="{LIBRARY}"', str(source), "-o", str(target), "-ldl"]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_SECONDS)
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or error
+        raise MegalightError(f"the allocator of managed memory could not be compiled: {said}") from error
+    return target
+
+
+def prefetch(tensor: Tensor, where: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+    """Start to move the pages of a contiguous tensor to a device or to the host.
+
+    Args:
+        tensor: in managed memory.
+        where: a GPU, or ``torch.device("cpu")``.
+        stream: the move comes behind its work; None: the current one.
+    """
+    driver, handle = library(), (stream or torch.cuda.current_stream(tensor.device)).cuda_stream
+    if driver.located:
+        code = driver.cuMemPrefetchAsync_v2(tensor.data_ptr(), tensor.nbytes, _location(where), 0, handle)
+    else:
+        code = driver.cuMemPrefetchAsync(tensor.data_ptr(), tensor.nbytes, _ordinal(where), handle)
+    _check(code, "cuMemPrefetchAsync")
+
+
+def advise(tensor: Tensor, advice: Literal["preferred_location", "accessed_by"], where: torch.device) -> None:
+    """Tell the driver where the pages of a contiguous tensor should stay, or who will read them without moving them."""
+    driver = library()
+    if driver.located:
+        code = driver.cuMemAdvise_v2(tensor.data_ptr(), tensor.nbytes, ADVICE[advice], _location(where))
+    else:
+        code = driver.cuMemAdvise(tensor.data_ptr(), tensor.nbytes, ADVICE[advice], _ordinal(where))
+    _check(code, "cuMemAdvise")
+
+
+def _location(where: torch.device) -> Location:
+    return Location(HOST, 0) if where.type == "cpu" else Location(DEVICE, _ordinal(where))
+
+
+def _ordinal(where: torch.device) -> int:
+    if where.type == "cpu":
+        return -1  # `CU_DEVICE_CPU`
+    return torch.cuda.current_device() if where.index is None else where.index
+
+
+def _check(code: int, call: str) -> None:
+    if code:
+        raise MegalightError(f"the CUDA driver's {call} failed with code {code} (CUresult in cuda.h).")

@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 
 from megalight.errors import LayoutError
-from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.context.attention import ContextOptions
 from megalight.parallel.data_parallel.options import DataParallelOptions
 from megalight.parallel.degrees import check_degrees
-from megalight.parallel.expert.options import ExpertOptions
+from megalight.parallel.expert.dispatch import ExpertOptions
 from megalight.parallel.layers import depths_of
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.pipeline.layout import PipelineLayout, Stage
@@ -20,7 +20,7 @@ from megalight.parallel.pipeline.options import PipelineOptions
 from megalight.parallel.pipeline.stages import check_protocol
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.recompute import RecomputeOptions
-from megalight.parallel.tensor.overlap.options import TensorOptions
+from megalight.parallel.tensor.overlap.spec import TensorOptions
 from megalight.parallel.transform import ModelTransform
 
 

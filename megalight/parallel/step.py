@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
-from megalight.nn.aux_losses import AttachedAuxLosses, ZeroAuxLosses, collecting
-from megalight.nn.counting import end_step
+from megalight.nn.aux_losses import AttachedAuxLosses, ZeroAuxLosses, collecting, end_step
 from megalight.parallel import coupling
 from megalight.parallel.collectives import all_reduce
 from megalight.parallel.data_parallel import DataParallelEngine

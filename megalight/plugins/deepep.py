@@ -24,8 +24,8 @@ from megalight.ops.common import apply, once_differentiable
 from megalight.ops.permute import Permutation, permutation, permute, unpermute
 from megalight.ops.router import Routes
 from megalight.parallel.expert import DISPATCHERS
-from megalight.parallel.expert.all_gather import largest
 from megalight.parallel.expert.all_to_all import experts_of, spread
+from megalight.parallel.expert.dispatch import largest
 from megalight.parallel.interleaved_passes import interleaving, pause
 from megalight.plugins.package import Package
 

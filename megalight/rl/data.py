@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from megalight.data.chat.template import read_template
 from megalight.data.corpus import SPLIT, SPLITS, split_bounds
 from megalight.data.module import ResumableDataModule
-from megalight.data.sizes import check_sizes
+from megalight.data.sampler import check_sizes
 from megalight.data.text_files import Format, find
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError

@@ -19,7 +19,7 @@ from megalight.errors import ConfigurationError
 from megalight.models.module import MegalightModule
 from megalight.optim.sharded import sharding_of
 from megalight.parallel import degrees
-from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.context.attention import ContextOptions
 from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions
 from megalight.parallel.expert import ExpertOptions
 from megalight.parallel.groups import FAILED
@@ -32,7 +32,7 @@ from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.recompute import RecomputeOptions
 from megalight.parallel.step import StepRunner, run_passes
-from megalight.parallel.tensor.overlap.options import TensorOptions
+from megalight.parallel.tensor.overlap.spec import TensorOptions
 from megalight.strategies import _lightning, launchers, micro_batches, refusals, setup, unsharded_optimizer
 from megalight.strategies.checkpoints.hooks import FolderCheckpoints
 from megalight.strategies.checkpoints.options import CheckpointOptions

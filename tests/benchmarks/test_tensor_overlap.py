@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from benchmarks.tensor_overlap import Bench, Layer, check, milliseconds, ways
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.parallel.tensor.overlap.pipelined import Pipelined
+from megalight.parallel.tensor.overlap.spec import TensorOptions
 from megalight.parallel.tensor.shared import Shared
 from tests.support.workers import run
 

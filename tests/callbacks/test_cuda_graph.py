@@ -23,7 +23,7 @@ from megalight.models.gpt import DeltaNetConfig, DropoutConfig, MambaConfig, Mul
 from megalight.models.module import Carry
 from megalight.nn.moe import BalanceConfig, CapacityConfig, LocalDispatcher, MoEConfig, RouterConfig
 from megalight.ops.linear.low_precision import LowPrecision
-from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.context.attention import ContextOptions
 from megalight.parallel.expert import ExpertOptions
 from megalight.parallel.precision import LowPrecisionOptions
 from megalight.parallel.recompute import RecomputeOptions

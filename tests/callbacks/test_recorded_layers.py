@@ -11,9 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from megalight.callbacks import CUDAGraph
-from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.parallel.tensor.overlap.pipelined import Pipelined
-from megalight.parallel.tensor.overlap.spec import NoOverlap
+from megalight.parallel.tensor.overlap.spec import NoOverlap, TensorOptions
 from megalight.parallel.tensor.overlap.symmetric import Symmetric
 from tests.callbacks.test_cuda_graph import DROPPING, NEVER
 from tests.parallel.graphs.tape import Tape

@@ -11,7 +11,7 @@ import torch
 
 from megalight.callbacks import CUDAGraph
 from megalight.parallel.tensor.overlap import symmetric
-from megalight.parallel.tensor.overlap.options import TensorOptions
+from megalight.parallel.tensor.overlap.spec import TensorOptions
 from tests.strategies.test_layouts_gpu import Strict
 from tests.strategies.training import CONFIGS, fit
 from tests.support.nccl import runs_of

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from megalight.cli.main import main
-from megalight.data import draft_vocabulary
-from megalight.data.draft_vocabulary import frequent_ids
+from megalight.data import corpus
+from megalight.data.corpus import frequent_ids
 from megalight.data.indexed import IndexedWriter
 from megalight.errors import DataError
 from megalight.models.eagle import read_vocabulary
@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_most_frequent_ids_of_several_corpora(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_vocabulary, "BLOCK", 3)
+    monkeypatch.setattr(corpus, "BLOCK", 3)
     both = [str(folder / name) for name in "ab"]
     assert frequent_ids(both, 2) == ([7, 9], 10 / 17)
     # Of equally frequent ones, the lower.

@@ -1,6 +1,6 @@
 import pytest
 
-from megalight.data.sizes import check_sizes
+from megalight.data.sampler import check_sizes
 from megalight.errors import DataError
 
 

@@ -20,7 +20,7 @@ from megalight.data.prepare import prepare
 from megalight.models.bert import Bert, BertConfig
 from megalight.models.bert.module import BertModule
 from megalight.nn.init import initialize
-from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.context.attention import ContextOptions
 from megalight.strategies import DataParallelOptions, MegatronStrategy
 from tests.data.bert.conftest import SPECIALS, texts
 from tests.strategies.training import ADAM, CLIP, SEED, From, Losses, assert_same_run, gathered, whole

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.context.attention import ContextOptions
 from megalight.parallel.pipeline.options import PipelineOptions
 from megalight.parallel.recompute import RecomputeOptions
 from megalight.strategies import Layout, MegatronTowersBesideStrategy

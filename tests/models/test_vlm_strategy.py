@@ -25,8 +25,7 @@ from megalight.models.vlm.task import pack_images
 from megalight.nn.init import initialize
 from megalight.nn.moe import MoEConfig
 from megalight.optim import GroupRule
-from megalight.parallel.context.attention import ContextAttention
-from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.context.attention import ContextAttention, ContextOptions
 from megalight.parallel.context.spec import ContextGroups
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.recompute import RecomputeOptions

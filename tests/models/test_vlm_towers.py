@@ -20,7 +20,7 @@ from megalight.models.vlm import VLM, VLMConfig, task
 from megalight.models.vlm.module import VLMModule
 from megalight.nn.init import initialize
 from megalight.ops.linear.low_precision import precision_of
-from megalight.parallel.forward_override import Override
+from megalight.parallel.layers import Override
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.precision import (
     LowPrecisionOptions,

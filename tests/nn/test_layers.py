@@ -26,9 +26,8 @@ from megalight.nn import (
     TransformerLayer,
 )
 from megalight.nn import norm as norms
-from megalight.nn.dropout import drop
 from megalight.nn.init import initialize
-from megalight.nn.layer import PostNormLayer
+from megalight.nn.layer import PostNormLayer, drop
 from megalight.nn.mlp import ACTIVATIONS
 from megalight.nn.norm import norm_and_sum
 from megalight.ops.activation import KINDS

@@ -18,10 +18,9 @@ from megalight.nn.init import initialize as initialize_whole
 from megalight.parallel.apply import parallelize, whole_tokens
 from megalight.parallel.initial_values import initialize, materialize
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.plan import ParallelizePlan
-from megalight.parallel.plans import plan_for
+from megalight.parallel.plan import ParallelizePlan, plan_for
 from megalight.parallel.styles import Column, HeadRegion, Replicated, Row, SequenceRegion, Vocab, VocabHeadStyle
-from megalight.parallel.tensor.overlap.options import TensorOptions
+from megalight.parallel.tensor.overlap.spec import TensorOptions
 from megalight.types import PackedSequences
 from tests.parallel.gathering import gather_canonical, relative_error
 from tests.support.workers import run

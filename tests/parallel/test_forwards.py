@@ -2,7 +2,7 @@ import pytest
 from torch import nn
 
 from megalight.errors import ConfigurationError
-from megalight.parallel.forward_override import check_own_forwards
+from megalight.parallel.layers import check_own_forwards
 
 
 def test_a_forward_that_somebody_has_set_is_not_hidden() -> None:

@@ -17,8 +17,7 @@ from megalight.parallel.apply import parallelize
 from megalight.parallel.initial_values import initialize, materialize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.random import RandomStreams
-from megalight.parallel.tensor.dropout import ParallelDropout
-from megalight.parallel.tensor.shared import Shared
+from megalight.parallel.tensor.shared import ParallelDropout, Shared
 from megalight.types import PackedSequences
 from tests.parallel.gathering import gather_canonical, relative_error
 from tests.parallel.test_apply import BASE, canonical

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from megalight.errors import ConfigurationError, MegalightError
-from megalight.parallel import managed_memory
-from megalight.parallel.managed_memory import ManagedMemory, advise, compile_allocator, prefetch, why_not
+from megalight.parallel import host_memory
+from megalight.parallel.host_memory import ManagedMemory, advise, compile_allocator, prefetch, why_not
 
 CPU, SECOND = torch.device("cpu"), torch.device("cuda:1")
 COMMON = """
@@ -62,10 +62,10 @@ def driver(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     source, library = tmp_path / "driver.c", tmp_path / f"libdriver-{request.param}.so"
     source.write_text(COMMON + (LOCATED + wrong if located else ORDINAL))
     subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
-    monkeypatch.setattr(managed_memory, "LIBRARY", str(library))
-    managed_memory.library.cache_clear()
+    monkeypatch.setattr(host_memory, "LIBRARY", str(library))
+    host_memory.library.cache_clear()
     yield SimpleNamespace(located=located, own=ctypes.CDLL(str(library)))
-    managed_memory.library.cache_clear()
+    host_memory.library.cache_clear()
 
 
 def _seen(driver: Any) -> list[int]:
@@ -111,6 +111,6 @@ def test_reasons(driver: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         compile_allocator(tmp_path)
     ctypes.c_int.in_dll(driver.own, "concurrent").value = 0
     assert "concurrentManagedAccess is 0" in str(why_not(SECOND))
-    monkeypatch.setattr(managed_memory, "LIBRARY", "libnothing.so")
-    managed_memory.library.cache_clear()
+    monkeypatch.setattr(host_memory, "LIBRARY", "libnothing.so")
+    host_memory.library.cache_clear()
     assert why_not(SECOND) == "libnothing.so is not there, or lacks managed memory"

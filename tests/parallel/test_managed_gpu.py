@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from megalight.parallel.managed_memory import ManagedMemory, advise, prefetch, why_not
+from megalight.parallel.host_memory import ManagedMemory, advise, prefetch, why_not
 
 pytestmark = pytest.mark.gpu
 GIB = 2**30

@@ -15,8 +15,7 @@ from megalight.parallel.apply import parallelize
 from megalight.parallel.initial_values import initialize, materialize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.random import RandomStreams
-from megalight.parallel.tensor.dropout import OwnStream, ParallelDropout
-from megalight.parallel.tensor.shared import Shared
+from megalight.parallel.tensor.shared import OwnStream, ParallelDropout, Shared
 from megalight.types import PackedSequences
 from tests.support.workers import run
 

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 
 from megalight.errors import ConfigurationError
-from megalight.parallel import plans
 from megalight.parallel.apply import parallelize
 from megalight.parallel.initial_values import initialize, materialize
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.plans import plan_for
+from megalight.parallel.plan import llama as llama_plan
+from megalight.parallel.plan import plan_for
 from tests.parallel.gathering import gather_canonical, relative_error
 from tests.support.workers import run
 
@@ -104,4 +104,4 @@ def test_initial_values_do_not_depend_on_the_layout() -> None:
 def test_attention_dropout_is_refused() -> None:
     pytest.importorskip("transformers")
     with pytest.raises(ConfigurationError, match=r"attention_dropout is 0\.1.*set attention_dropout=0"):
-        plans.llama(llama(1, 4, False, attention_dropout=0.1).config)
+        llama_plan(llama(1, 4, False, attention_dropout=0.1).config)

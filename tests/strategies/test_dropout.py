@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megalight.models.config import DropoutConfig
-from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.context.attention import ContextOptions
 from megalight.parallel.recompute import RecomputeOptions
 from megalight.strategies import PipelineOptions
 from tests.strategies.training import CONFIGS, fit

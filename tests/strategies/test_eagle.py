@@ -29,7 +29,7 @@ from megalight.nn.canonical import canonical_tensors
 from megalight.nn.init import initialize
 from megalight.nn.moe import MoEConfig, RouterConfig
 from megalight.parallel.apply import check_split
-from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.context.attention import ContextOptions
 from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.strategies import DataParallelOptions, MegatronStrategy

@@ -13,10 +13,9 @@ from torch.utils.data import DataLoader
 
 from megalight.models.gpt.model import GPT
 from megalight.nn.init import initialize
-from megalight.parallel.plan import ParallelizePlan
-from megalight.parallel.plans import plan_for
+from megalight.parallel.plan import ParallelizePlan, plan_for
 from megalight.parallel.styles import Row
-from megalight.parallel.tensor.overlap.options import TensorOptions
+from megalight.parallel.tensor.overlap.spec import TensorOptions
 from megalight.strategies import MegatronStrategy
 from megalight.types import Loss, TokenBatch
 from tests.strategies.training import ADAM, CONFIGS, SEED, WithData, global_batch, loader

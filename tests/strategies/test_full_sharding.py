@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from megalight.callbacks import EMA, Adapters
 from megalight.errors import ConfigurationError, LayoutError, MegalightError
 from megalight.inference import ParallelGPT, generate
-from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.context.attention import ContextOptions
 from megalight.parallel.data_parallel import AdvancedDataParallelOptions, DataParallelOptions
 from megalight.parallel.pipeline.options import PipelineOptions
 from megalight.parallel.precision import LowPrecisionOptions

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megalight.models.gpt import GPTConfig
 from megalight.nn.moe import MoEConfig
-from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.context.attention import ContextOptions
 from megalight.parallel.recompute import RecomputeOptions
 from megalight.sharding import fully_shard
 from tests.strategies.training import (

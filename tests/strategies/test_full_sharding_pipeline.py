@@ -14,7 +14,7 @@ import pytest
 
 from megalight.callbacks import Adapters
 from megalight.nn.moe import MoEConfig
-from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.context.attention import ContextOptions
 from megalight.parallel.data_parallel.buffers import Bucket
 from megalight.parallel.data_parallel.reduce import Reducer
 from megalight.parallel.pipeline.options import PipelineOptions

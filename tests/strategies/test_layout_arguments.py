@@ -8,14 +8,14 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.context.attention import ContextOptions
 from megalight.parallel.data_parallel import DataParallelOptions
 from megalight.parallel.expert import ExpertOptions
 from megalight.parallel.layout import Layout
 from megalight.parallel.pipeline.options import PipelineOptions
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.recompute import RecomputeOptions
-from megalight.parallel.tensor.overlap.options import TensorOptions
+from megalight.parallel.tensor.overlap.spec import TensorOptions
 from megalight.strategies import MegatronStrategy
 
 ELSEWHERE = {"ranks": "of towers, whose models have ranks of their own", "transforms": "the module's own"}

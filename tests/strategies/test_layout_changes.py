@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from megalight import checkpoint
 from megalight.nn.moe import MoEConfig
-from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.context.attention import ContextOptions
 from megalight.parallel.data_parallel import AdvancedDataParallelOptions
 from megalight.parallel.expert import ExpertOptions
 from megalight.strategies import DataParallelOptions, MegatronStrategy, PipelineOptions

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from megalight.models.gpt import AttentionConfig
-from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.context.attention import ContextOptions
 from megalight.parallel.pipeline.layout_string import parse
 from megalight.parallel.recompute import RecomputeOptions
-from megalight.parallel.tensor.overlap.options import TensorOptions
+from megalight.parallel.tensor.overlap.spec import TensorOptions
 from megalight.strategies import PipelineOptions
 from tests.strategies.training import CONFIGS, Gradients, assert_same_gradients, assert_same_run, by_hand, fit
 from tests.support.workers import run

@@ -10,7 +10,7 @@ import pytest
 
 from megalight.models.gpt import AttentionConfig, NormConfig, PositionConfig, TemperatureConfig
 from megalight.nn.moe import MoEConfig, RouterConfig, SharedConfig
-from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.context.attention import ContextOptions
 from megalight.parallel.recompute import RecomputeOptions
 from megalight.strategies import PipelineOptions
 from tests.strategies.training import CONFIGS, Gradients, assert_same_gradients, assert_same_run, by_hand, fit

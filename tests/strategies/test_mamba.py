@@ -19,7 +19,7 @@ from megalight.models.stored import open_model
 from megalight.nn.canonical import canonical_tensors
 from megalight.nn.moe import MoEConfig
 from megalight.parallel.apply import parallelize
-from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.context.attention import ContextOptions
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.recompute import RecomputeOptions
 from megalight.strategies import PipelineOptions

@@ -14,7 +14,7 @@ from megalight.errors import LayoutError
 from megalight.models.gpt import GPT, AttentionConfig, GPTConfig, MultiTokenConfig
 from megalight.nn.moe import BalanceConfig, MoEConfig
 from megalight.optim import AdamConfig, GroupRule
-from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.context.attention import ContextOptions
 from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.recompute import RecomputeOptions

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader
 from megalight.models.gpt import GPT
 from megalight.models.gpt.module import GPTModule
 from megalight.nn.init import initialize
-from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.context.attention import ContextOptions
 from megalight.parallel.recompute import RecomputeOptions
-from megalight.parallel.tensor.overlap.options import TensorOptions
+from megalight.parallel.tensor.overlap.spec import TensorOptions
 from megalight.parallel.transform import ModelTransform
 from megalight.strategies import DataParallelOptions, MegatronStrategy, PipelineOptions
 from megalight.types import TokenBatch

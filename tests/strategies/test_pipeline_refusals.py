@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megalight.errors import ConfigurationError, DataError, LayoutError
 from megalight.models.gpt.module import GPTModule
 from megalight.models.module import Carry, MegalightModule
-from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.context.attention import ContextOptions
 from megalight.parallel.recompute import RecomputeOptions
 from megalight.strategies import MegatronStrategy, PipelineOptions
 from megalight.types import Loss

@@ -27,7 +27,7 @@ from megalight.models.gpt.module import GPTModule
 from megalight.parallel.data_parallel import AdvancedDataParallelOptions
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import Column, Row
-from megalight.parallel.tensor.overlap.options import TensorOptions
+from megalight.parallel.tensor.overlap.spec import TensorOptions
 from megalight.plugins.precision import MegatronPrecision
 from megalight.strategies import DataParallelOptions, MegatronStrategy, launchers
 from megalight.strategies.refusals import check_tuners

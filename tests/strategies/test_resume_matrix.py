@@ -21,7 +21,7 @@ from megalight.data.indexed import IndexedWriter
 from megalight.models.config import DropoutConfig
 from megalight.models.gpt import GPTModule
 from megalight.nn.moe import MoEConfig
-from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.context.attention import ContextOptions
 from megalight.parallel.precision import LowPrecisionOptions
 from megalight.parallel.source import shard_boxes
 from megalight.plugins.precision import MegatronLowPrecision

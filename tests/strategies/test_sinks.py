@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megalight.models.gpt import AttentionConfig, PositionConfig, TemperatureConfig
-from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.context.attention import ContextOptions
 from megalight.parallel.recompute import RecomputeOptions
 from tests.strategies.training import CONFIGS, assert_same_run, by_hand, fit
 from tests.support.workers import run

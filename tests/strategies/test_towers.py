@@ -22,7 +22,7 @@ from megalight.models.gpt.module import GPTModule
 from megalight.models.saved import saved_model
 from megalight.models.transforms import Fused
 from megalight.models.vlm.module import VLMModule
-from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.context.attention import ContextOptions
 from megalight.parallel.recompute import RecomputeOptions
 from megalight.strategies import (
     CheckpointOptions,

@@ -26,8 +26,7 @@ from megalight.parallel.graphs.recorder import CUDARecorder, Recorder
 from megalight.parallel.layers import depth_layers_of, layers_of, tower_layers_of
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.step import Passes, StepRunner, run_passes
-from megalight.parallel.tensor.dropout import streams_of
-from megalight.parallel.tensor.shared import gains_by_recording, steps_recorded
+from megalight.parallel.tensor.shared import gains_by_recording, steps_recorded, streams_of
 from megalight.strategies.megatron import MegatronStrategy
 from megalight.strategies.towers import MegatronTowersStrategy
 

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the file and print how much of the data it covers."""
-    from megalight.data.draft_vocabulary import frequent_ids
+    from megalight.data.corpus import frequent_ids
     from megalight.errors import ConfigurationError
 
     if arguments.output.exists():

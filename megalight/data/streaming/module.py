@@ -23,7 +23,7 @@ from megalight.data.chat.dataset import collate as collate_chat
 from megalight.data.chat.template import ChatTemplate, TrainOn, encode, read_template
 from megalight.data.gpt.dataset import GPTSample, SampleOptions
 from megalight.data.gpt.dataset import collate as collate_text
-from megalight.data.sizes import check_replicas, check_sizes
+from megalight.data.sampler import check_replicas, check_sizes
 from megalight.data.streaming.streams import (
     ChatStream,
     OnBad,

@@ -25,8 +25,7 @@ from megalight.first_rank import only_first
 from megalight.models.config import compare
 from megalight.models.hugging_face.folder import Folder
 from megalight.models.hugging_face.weights import WeightMap
-from megalight.parallel.plan import ParallelizePlan
-from megalight.parallel.plans import PLANS
+from megalight.parallel.plan import PLANS, ParallelizePlan
 from megalight.registry import Registry
 
 log = logging.getLogger(__name__)

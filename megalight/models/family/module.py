@@ -13,7 +13,7 @@ from torch import nn
 
 from megalight.checkpoint.disk import publish
 from megalight.checkpoint.disk.latest_checkpoint import newest_in
-from megalight.data.sizes import check_fits, check_vocabulary
+from megalight.data.sampler import check_fits, check_vocabulary
 from megalight.data.tokenizer import CHAT_TEMPLATE, Tokenizer
 from megalight.data.tokenizer import FILE as TOKENIZER
 from megalight.errors import CheckpointError, ConfigurationError

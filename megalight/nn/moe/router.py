@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalight.nn.aux_losses import Pool
+from megalight.nn.aux_losses import Counting, Pool
 from megalight.nn.context import LayerContext
-from megalight.nn.counting import Counting
 from megalight.nn.init import ConstantInit, Initializer, Normal
 from megalight.nn.moe.balance import count_of, losses
 from megalight.nn.moe.config import BalanceConfig, CapacityConfig, RouterConfig

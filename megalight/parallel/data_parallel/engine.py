@@ -2,38 +2,224 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megalight.errors import ConfigurationError
 from megalight.ops.adam import Coded
-from megalight.parallel.data_parallel.bucket_keys import BucketKeys, groups_of
-from megalight.parallel.data_parallel.buffers import Bucket, FlatParameters
+from megalight.parallel.data_parallel.buffers import Bucket, FlatParameters, Groups
 from megalight.parallel.data_parallel.communication import TransportChoice, UserBuffers
-from megalight.parallel.data_parallel.copy_engines import CopyEngines
+from megalight.parallel.data_parallel.fp8_parameters import storage_format_of
 from megalight.parallel.data_parallel.frozen_parameters import FrozenShards, can_be_sharded
+from megalight.parallel.data_parallel.gather import Pushes
 from megalight.parallel.data_parallel.grad_norm import check_finite
 from megalight.parallel.data_parallel.gradients import MainGradients, UnusedParameters
 from megalight.parallel.data_parallel.host_masters import HostMasters, offloaded
-from megalight.parallel.data_parallel.layout import BucketLayout, ParamInfo, distinct, level_of, plan_buckets
+from megalight.parallel.data_parallel.layout import (
+    BucketKey,
+    BucketLayout,
+    Level,
+    ParamInfo,
+    distinct,
+    level_of,
+    plan_buckets,
+)
 from megalight.parallel.data_parallel.masters import FlatShard, check_masters, masters_of
 from megalight.parallel.data_parallel.options import DTYPES, DataParallelOptions
 from megalight.parallel.data_parallel.parameters import ShardedParameters, fill
-from megalight.parallel.data_parallel.reduce import Reducer
+from megalight.parallel.data_parallel.reduce import PushedSums, Reducer
 from megalight.parallel.data_parallel.unit_memory import (
     GRADIENT_BUFFERS,
     PassOrder,
+    Room,
     RotatingBuffers,
     UnitMemory,
     choose,
     free_memory,
 )
 from megalight.parallel.data_parallel.units import Units
+from megalight.parallel.groups import check_max_ctas, new_group, shared_group
 from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.shard import ShardSpec
 from megalight.parallel.trace import spanned
+
+
+@dataclass(frozen=True)
+class BucketKeys:
+    """Finds the kinds of the parameters of one engine.
+
+    Attributes:
+        mesh: the split of models without a mesh of their own.
+        level: what data-parallel ranks divide.
+        replicate, divide_replicas: see :class:`BucketKey`.
+        may_be_quantized: whether trained parameters may be stored in FP8, cast from masters.
+    """
+
+    mesh: ParallelMesh
+    level: Level
+    replicate: int
+    divide_replicas: bool
+    may_be_quantized: bool
+
+    def of(self, info: ParamInfo, grad_dtype: torch.dtype | None = None) -> BucketKey:
+        """Return the kind of a parameter.
+
+        Args:
+            info: the parameter.
+            grad_dtype: dtype of its gradient buffer. None: float32, or float64 for float64 parameters.
+
+        Raises:
+            ConfigurationError: it is quantized, and replicas divide its masters.
+        """
+        kind = BucketKey(
+            info.parameter.dtype,
+            # Gradients of half precision are summed over micro-batches in float32, or small terms would be lost.
+            grad_dtype or _wide(info.parameter.dtype),
+            info.group,
+            _shared(info.spec),
+            info.chunk,
+            storage_format_of(info.parameter),
+            info.mesh or self.mesh,
+            info.spec.data,
+            replicate=self.replicate,
+            divide_replicas=self.divide_replicas,
+        )
+        if info.parameter.requires_grad and self.may_be_quantized:
+            gathered = self.level.state and len(kind.shard_ranks) > 1
+            # Beside wider masters, weights are copies, and codes are smaller ones.
+            spared = gathered or masters_of(kind, None) != kind.param_dtype
+            kind = replace(kind, codes=storage_format_of(info.parameter, spared))
+        if kind.codes is not None and self.divide_replicas:
+            raise ConfigurationError(
+                f"{info.name} is stored as 8-bit codes (primary_weights), which each group of replicas casts from "
+                "masters of its own; leave primary_weights out, or use advanced.replicate_optimizer=True."
+            )
+        # A single rank holds all shards. Gathers would only copy.
+        if info.unit is None or not self.level.gradients or len(kind.shard_ranks) == 1:
+            return kind  # always whole
+        return replace(kind, unit=info.unit)
+
+
+def _shared(spec: ShardSpec) -> str:
+    """Return the tensor's name if other pipeline stages hold it as well, else an empty string."""
+    # Such a tensor is a tied weight: the first and the last stage each have one term of its gradient.
+    return next((p.name for p in spec.pieces if any(axis.startswith("pp") for axis in p.partial)), "")
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+# The process groups over which buckets of one kind are sent.
+#
+# Their communicators are for data parallelism alone. A communicator sends one message after the other, and buckets
+# take long: what the next layer waits for (counts of tokens, keys of other ranks, sums) would queue behind all of
+# them.
+
+
+def groups_of(kind: BucketKey, max_ctas: int | None, purpose: str = "data parallelism") -> Groups:
+    """Return the process groups of the buckets of a kind, over communicators for this purpose alone."""
+    made: dict[tuple[int, ...], ProcessGroup | None] = {}
+
+    def group(*axes: str) -> ProcessGroup | None:
+        # The same ranks under other names of axes share a group: a second one
+        # would cost a communicator of its own.
+        ranks = kind.mesh.ranks(*axes)
+        if ranks not in made:
+            if len(ranks) == 1:
+                made[ranks] = None
+            elif max_ctas is not None:
+                check_max_ctas("max_ctas", max_ctas, dist.get_backend())
+                made[ranks] = new_group(ranks, purpose, max_ctas=max_ctas)
+            else:
+                made[ranks] = shared_group(ranks, purpose)
+        return made[ranks]
+
+    return Groups(group(*kind.data), group(*kind.shard_axes), group(*kind.replica_axes))
+
+
+class CopyEngines:
+    """Decides what copy engines carry on this machine, and holds what carries it.
+
+    Args:
+        device: of the buffers.
+        level: what is sharded. If it shards parameters, those outside of units are left to collectives.
+        gathers: the way of parameters.
+        reductions: the way of gradients. ``auto`` leaves those that no unit holds to collectives.
+
+    Attributes:
+        pushes: gathers parameters; None: collectives do.
+        sums: sums gradients; None: collectives do.
+
+    Raises:
+        ConfigurationError: copy engines were asked for by name, and are not available.
+    """
+
+    def __init__(
+        self, device: torch.device, level: Level, gathers: TransportChoice, reductions: TransportChoice
+    ) -> None:
+        self._gathers, self._reductions = gathers, reductions
+        self._level = level
+        summing = level.gradients or (level.state and reductions.way != "auto")
+        self._no_sums = reductions.why_not(device) if summing else None
+        self._no_pushes = gathers.why_not(device) if level.state else None
+        self.sums = PushedSums(device) if summing and self._no_sums is None else None
+        self.pushes = Pushes(device, gathers) if level.state and self._no_pushes is None else None
+
+    def room(self, groups: Mapping[Any, Groups]) -> Room | None:
+        """Return what makes buffers of units that peers fill, over the groups of each kind."""
+        if self.pushes is None:
+            return None
+        pushes = self.pushes
+
+        def make(layout: BucketLayout, numel: int, dtype: torch.dtype) -> Tensor | None:
+            group = groups[layout.kind.mesh, layout.kind.data].shards
+            assert group is not None, "a unit is sharded over several ranks"
+            return pushes.room(numel, dtype, group)
+
+        return make
+
+    def whole(self, layouts: Sequence[BucketLayout], groups: Mapping[Any, Groups]) -> list[Tensor | None]:
+        """Return memory for the parameters of each bucket that stays whole; None: it has memory of its own."""
+        found: list[Tensor | None] = [None] * len(layouts)
+        if self.pushes is None or self._level.parameters:
+            return found
+        together: dict[tuple[ProcessGroup, torch.dtype], list[int]] = {}
+        for place, layout in enumerate(layouts):
+            group = groups[layout.kind.mesh, layout.kind.data].shards
+            if group is not None:
+                together.setdefault((group, layout.kind.stored_dtype), []).append(place)
+        for (group, dtype), places in together.items():
+            rooms = self.pushes.rooms([layouts[place].numel for place in places], dtype, group)
+            for place, room in zip(places, rooms or (), strict=rooms is not None):
+                found[place] = room
+        return found
+
+    def serve(self, buckets: Sequence[Bucket], wire_dtype: torch.dtype | None) -> None:
+        """Make room for the gradients of buckets; see :meth:`.PushedSums.serve`."""
+        if self.sums is not None:
+            self.sums.serve(buckets, wire_dtype, self._reductions)
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Option -> the way of its messages, and why; complete once all buffers are made."""
+        found = {}
+        for choice, nowhere, carrier in (
+            (self._gathers, self._no_pushes, self.pushes),
+            (self._reductions, self._no_sums, self.sums),
+        ):
+            if carrier is not None:
+                found[choice.option] = choice.told(carrier.without)
+            elif nowhere is not None and choice.way == "auto":
+                found[choice.option] = choice.told([nowhere])
+        return found
 
 
 class DataParallelEngine:

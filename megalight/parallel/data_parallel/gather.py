@@ -21,7 +21,7 @@ from megalight.parallel.data_parallel.fp8_parameters import FlatQuantized
 from megalight.parallel.groups import FAILED
 from megalight.parallel.peers import driver
 from megalight.parallel.peers.memory import Flag, PeerCopyStream, PeerMemory, PeerSlot
-from megalight.parallel.peers.watch import Watch
+from megalight.parallel.peers.spin import Watch
 
 # Gather parameters by copy engines: each rank pushes its shard into the memory of its peers.
 #

@@ -20,7 +20,7 @@ from megalight.parallel.data_parallel.gather import finish
 from megalight.parallel.data_parallel.masters import FlatShard
 from megalight.parallel.peers import driver
 from megalight.parallel.peers.memory import BOUNDARY, Flag, PeerCopyStream, PeerMemory
-from megalight.parallel.peers.watch import Watch
+from megalight.parallel.peers.spin import Watch
 
 # Sum gradients over the GPUs of one host, where copy engines carry the terms.
 #

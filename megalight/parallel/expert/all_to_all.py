@@ -19,7 +19,7 @@ from megalight.nn.moe.dispatch import HostCounts
 from megalight.ops.common import apply, once_differentiable
 from megalight.ops.permute import Permutation, permutation, permute, unpermute
 from megalight.ops.router import Routes
-from megalight.parallel.expert.options import DISPATCHERS
+from megalight.parallel.expert.dispatch import DISPATCHERS
 from megalight.parallel.interleaved_passes import interleaving, pause
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from megalight.parallel.graphs.fingerprint import Fingerprint, told
 from megalight.parallel.graphs.inspection import Inspection, Operation
 from megalight.parallel.graphs.recorder import Recorder, Recording
 from megalight.parallel.graphs.static import StaticInputs, clone
-from megalight.parallel.peers.watch import check_all
+from megalight.parallel.peers.spin import check_all
 from megalight.parallel.pipeline.carry import signature
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,6 @@ from megalight.errors import MegalightError
 from megalight.ops.common import once_differentiable
 from megalight.ops.parameter import cast_of
 from megalight.parallel.data_parallel import DataParallelEngine
-from megalight.parallel.forward_override import check_own_forwards
 from megalight.parallel.graphs.backends import Named, Parts, nothing
 from megalight.parallel.graphs.fingerprint import Fingerprint, told
 from megalight.parallel.graphs.inspection import Inspection
@@ -30,7 +29,8 @@ from megalight.parallel.graphs.static import (
     tensors_of,
     with_tensors,
 )
-from megalight.parallel.peers.watch import check_all
+from megalight.parallel.layers import check_own_forwards
+from megalight.parallel.peers.spin import check_all
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.messages import Message, receive_text, send_text, start
 from megalight.parallel.peers import memory
 from megalight.parallel.peers.memory import BOUNDARY, Flag, PeerCopyStream, PeerMemory, PeerSlot
-from megalight.parallel.peers.watch import Watch
+from megalight.parallel.peers.spin import Watch
 from megalight.parallel.pipeline.carry import Form
 from megalight.parallel.pipeline.options import Messages
 from megalight.parallel.pipeline.rank_schedule import Expected

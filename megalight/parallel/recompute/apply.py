@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from megalight.errors import ConfigurationError
-from megalight.parallel.forward_override import Override
-from megalight.parallel.layers import depth_layers_of, layers_of, tower_layers_of
+from megalight.parallel.layers import Override, depth_layers_of, layers_of, tower_layers_of
 from megalight.parallel.recompute.options import DISCARDED, Layer, RecomputeOptions, check_pattern, selected
 from megalight.parallel.recompute.regions import Discarding, RecomputeRegion, make_group
 

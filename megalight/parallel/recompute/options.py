@@ -13,8 +13,8 @@ from torch import nn
 from megalight.errors import ConfigurationError, nearest, nearest_pattern
 from megalight.nn import Activation, Embedding, LayerNorm, Linear, RMSNorm
 from megalight.parallel.layers import translated
-from megalight.parallel.tensor.dropout import ParallelDropout
 from megalight.parallel.tensor.linear import ColumnLinear, RowLinear
+from megalight.parallel.tensor.shared import ParallelDropout
 
 GRANULARITIES = ("none", "selective", "full")
 METHODS = ("uniform", "block")

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from megalight.attachments import GATHER_HOOK
 from megalight.errors import ConfigurationError
 from megalight.ops.note import RecomputeRecipe, attach_recipe, recipe_of
-from megalight.parallel.forward_override import Override
 from megalight.parallel.interleaved_passes import uninterrupted
+from megalight.parallel.layers import Override
 from megalight.parallel.recompute.options import Layer
 
 

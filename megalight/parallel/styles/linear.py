@@ -17,9 +17,8 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.splitter import Splitter
 from megalight.parallel.styles.style import Style, register
 from megalight.parallel.tensor import split
-from megalight.parallel.tensor.dropout import ParallelDropout
 from megalight.parallel.tensor.linear import ColumnAdapter, ColumnLinear, RowAdapter, RowLinear
-from megalight.parallel.tensor.shared import Tokens
+from megalight.parallel.tensor.shared import ParallelDropout, Tokens
 from megalight.parallel.tensor.split import GroupMean
 
 # Adapters (LoRA) are split with their linear layers.

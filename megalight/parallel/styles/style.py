@@ -18,7 +18,7 @@ from megalight.nn import adapter
 from megalight.parallel.degrees import replicas_of
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.splitter import Splitter
-from megalight.parallel.tensor.dropout import OwnStream, ParallelDropout, has_dropout
+from megalight.parallel.tensor.shared import OwnStream, ParallelDropout, has_dropout
 from megalight.registry import Registry
 
 
@@ -56,7 +56,7 @@ class Style(ABC):
 
     @property
     def overlaps(self) -> bool:
-        """Whether the split layer has a collective that :class:`~.tensor.overlap.options.TensorOptions` can hide."""
+        """Whether the split layer has a collective that :class:`~.tensor.overlap.spec.TensorOptions` can hide."""
         return False
 
     def expect(self, name: str, module: nn.Module, *types: type[nn.Module], replaced: bool = False) -> Any:

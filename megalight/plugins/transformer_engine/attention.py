@@ -12,8 +12,8 @@ from megalight.errors import LayoutError, MissingPackageError
 from megalight.ops.attention import AttentionSpec
 from megalight.ops.common import HALF
 from megalight.ops.fp8_attention import Attend, FP8AttentionSpec, sizes_why_not
-from megalight.plugins.transformer_engine.package import PACKAGE, TORCH
-from megalight.plugins.transformer_engine.package import why_not as package_why_not
+from megalight.plugins.transformer_engine.kernels import PACKAGE, TORCH
+from megalight.plugins.transformer_engine.kernels import why_not as package_why_not
 from megalight.types import PackedSequences
 
 MINIMUM = "2.3"

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from megalight.ops.common import once_differentiable
 from megalight.ops.parameter import cast_of
-from megalight.parallel.forward_override import check_own_forwards
 from megalight.parallel.graphs.backends import Named, Parts
 from megalight.parallel.graphs.static import recordable, tensors_of, with_tensors
+from megalight.parallel.layers import check_own_forwards
 from megalight.parallel.pipeline.carry import signature
 from megalight.parallel.pipeline.schedules import ActionKind
-from megalight.plugins.transformer_engine.package import PACKAGE, TORCH, why_not
+from megalight.plugins.transformer_engine.kernels import PACKAGE, TORCH, why_not
 
 CALL = f"{TORCH}:make_graphed_callables"
 MINIMUM = "2.12"

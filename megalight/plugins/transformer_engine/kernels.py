@@ -14,9 +14,30 @@ from megalight.ops.adam import AdamSpec
 from megalight.ops.common import HALF, once_differentiable, whole_why_not
 from megalight.ops.linear.weight_gradient import WeightGradientSpec
 from megalight.ops.norm import NormSpec, of_sum
-from megalight.plugins.multi_tensor import MultiTensorAdam
-from megalight.plugins.transformer_engine.package import KERNELS, PACKAGE, dtype_code, kernel
-from megalight.plugins.transformer_engine.package import why_not as package_why_not
+from megalight.plugins.apex import MultiTensorAdam
+from megalight.plugins.package import Package
+
+PACKAGE = Package("transformer_engine", "transformer-engine", "pip install --no-build-isolation 'megalight[te]'")
+TORCH = "transformer_engine.pytorch"
+KERNELS = "transformer_engine_torch"
+"""The compiled extension. :data:`TORCH` must be imported first, because it finds the extension."""
+
+
+def why_not(device: str, feature: str, minimum: str, *paths: str) -> str | None:
+    """Return why the package cannot serve ``feature``, or None."""
+    return PACKAGE.why_not(device, feature, TORCH, *paths, minimum=minimum)
+
+
+def kernel(name: str) -> Any:
+    """Return a function of the compiled extension."""
+    PACKAGE.load(TORCH)
+    return PACKAGE.load(f"{KERNELS}:{name}")
+
+
+def dtype_code(dtype: Any) -> Any:
+    """Return the extension's value for a torch dtype."""
+    return PACKAGE.load("transformer_engine.pytorch.constants:TE_DType")[dtype]
+
 
 # Activations: what Megatron calls ``use_te_activation_func``
 
@@ -40,7 +61,7 @@ def _activation_why_not(spec: ActivationSpec, gates: bool) -> str | None:
         return f"serves bfloat16, float16 and float32, not {spec.dtype}"
     name = KINDS[spec.kind][gates]
     kernels = (f"{KERNELS}:{name}", f"{KERNELS}:d{name}")
-    return package_why_not(spec.device, f"the activation {name}", ACTIVATION_MINIMUM, *kernels)
+    return why_not(spec.device, f"the activation {name}", ACTIVATION_MINIMUM, *kernels)
 
 
 def gated_why_not(spec: ActivationSpec) -> str | None:
@@ -98,7 +119,7 @@ def _norm_why_not(spec: NormSpec, kind: str) -> str | None:
         return f"needs a weight in the dtype of the input, {spec.dtype}"
     kernels = [f"{KERNELS}:{kind}_{way}" for way in ("fwd", "bwd")]
     reason = whole_why_not(spec.divided)
-    return reason or package_why_not(spec.device, f"the norm ({kind})", NORM_MINIMUM, *kernels)
+    return reason or why_not(spec.device, f"the norm ({kind})", NORM_MINIMUM, *kernels)
 
 
 def rms_why_not(spec: NormSpec) -> str | None:
@@ -193,7 +214,7 @@ def adam_why_not(spec: AdamSpec) -> str | None:
     # Both kernels: which one runs depends on whether `lr` and `step` are tensors, which is
     # known only in the step.
     kernels = (APPLY, f"{KERNELS}:multi_tensor_adam", f"{KERNELS}:multi_tensor_adam_capturable")
-    return package_why_not(spec.device, "fused Adam", ADAM_MINIMUM, *kernels)
+    return why_not(spec.device, "fused Adam", ADAM_MINIMUM, *kernels)
 
 
 adam_step = MultiTensorAdam(applier=lambda: PACKAGE.load(APPLY), kernel=kernel, writes_out=True)
@@ -213,7 +234,7 @@ def weight_gradient_why_not(spec: WeightGradientSpec) -> str | None:
         return f"serves bfloat16, float16 and float32, not {spec.dtype}"
     if spec.main_dtype not in (torch.float32, spec.dtype):
         return f"needs a main gradient in float32 or the operands' type, not {spec.main_dtype}"
-    return package_why_not(spec.device, "the fused weight gradient", WEIGHT_GRADIENT_MINIMUM, GEMM)
+    return why_not(spec.device, "the fused weight gradient", WEIGHT_GRADIENT_MINIMUM, GEMM)
 
 
 # By signature, as versions do not tell which form a build has.

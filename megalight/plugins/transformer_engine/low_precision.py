@@ -22,9 +22,8 @@ from megalight.ops.quantize import TINY, Scheme
 from megalight.ops.quantize.amax_history import GRADIENT, INPUT, WEIGHT
 from megalight.ops.quantize.formats import LARGEST
 from megalight.ops.quantize.recipes import QuantizationRecipe
-from megalight.plugins.transformer_engine.kernels import GEMM, workspace
-from megalight.plugins.transformer_engine.package import PACKAGE
-from megalight.plugins.transformer_engine.package import why_not as package_why_not
+from megalight.plugins.transformer_engine.kernels import GEMM, PACKAGE, workspace
+from megalight.plugins.transformer_engine.kernels import why_not as package_why_not
 
 RECIPES = "transformer_engine.common.recipe"
 KINDS = {

@@ -23,7 +23,7 @@ from megalight.parallel.initial_values import initialize, materialize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import Column, Replicated, Row
-from megalight.parallel.tensor.overlap.options import TensorOptions
+from megalight.parallel.tensor.overlap.spec import TensorOptions
 from megalight.parallel.transform import TRANSFORMS, ModelTransform
 from megalight.types import PackedSequences
 from tests.parallel.gathering import gather_canonical, relative_error

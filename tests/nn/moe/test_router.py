@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from megalight.errors import ConfigurationError
-from megalight.nn.aux_losses import AuxLosses, KeptAuxLosses, ZeroAuxLosses
-from megalight.nn.counting import end_step
+from megalight.nn.aux_losses import AuxLosses, KeptAuxLosses, ZeroAuxLosses, end_step
 from megalight.nn.init import initialize
 from megalight.nn.moe import BalanceConfig, CapacityConfig, MoEConfig, Router, RouterConfig, SharedConfig
 from megalight.nn.moe.router import sinkhorn

@@ -14,8 +14,7 @@ from megalight.models.gpt.plan import gpt_plan
 from megalight.nn import InnerAttention
 from megalight.nn.init import initialize
 from megalight.parallel.apply import parallelize, whole_tokens
-from megalight.parallel.context.attention import ContextAttention
-from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.context.attention import ContextAttention, ContextOptions
 from megalight.parallel.context.spec import ContextGroups
 from megalight.parallel.mesh import ParallelMesh
 from megalight.types import PackedSequences, TokenBatch

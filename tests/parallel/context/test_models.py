@@ -4,7 +4,7 @@ import pytest
 
 from megalight.models.gpt.config import GPTBackendConfig, NormConfig
 from megalight.models.gpt.mixer_config import AttentionConfig, PositionConfig
-from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.context.attention import ContextOptions
 from tests.parallel.context.parity import check, gpt_errors
 from tests.support.workers import run
 

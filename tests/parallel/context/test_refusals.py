@@ -16,13 +16,12 @@ from megalight.models.gpt.plan import gpt_plan
 from megalight.nn import InnerAttention
 from megalight.ops.attention import attention
 from megalight.parallel.apply import parallelize
-from megalight.parallel.context.attention import KINDS, ContextAttention
-from megalight.parallel.context.options import ContextOptions
+from megalight.parallel.context.attention import KINDS, ContextAttention, ContextOptions
 from megalight.parallel.context.spec import ContextGroups
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import ContextRegion
-from megalight.parallel.tensor.dropout import OwnStream
+from megalight.parallel.tensor.shared import OwnStream
 from megalight.registry import Backend
 from megalight.types import PackedSequences
 from tests.parallel.test_apply import BASE

@@ -19,8 +19,8 @@ from megalight.parallel.data_parallel import (
     DataParallelEngine,
     DataParallelOptions,
     ParamInfo,
-    bucket_keys,
 )
+from megalight.parallel.data_parallel import engine as engine_module
 from megalight.parallel.data_parallel import reduce as reduce_module
 from megalight.parallel.groups import new_group
 from megalight.parallel.mesh import ParallelMesh
@@ -49,7 +49,7 @@ def _edges_and_limits() -> list[int]:
         return made[-1]
 
     model, reference = build(), build()
-    with patch.object(bucket_keys, "new_group", group), patch.object(dist, "get_backend", lambda: "nccl"):
+    with patch.object(engine_module, "new_group", group), patch.object(dist, "get_backend", lambda: "nccl"):
         engine = DataParallelEngine(
             infos(model),
             mesh(),
@@ -442,5 +442,5 @@ class _Mesh(ParallelMesh):
 
 
 def _without_groups(params: list[ParamInfo], world: int, rank: int, level: str) -> DataParallelEngine:
-    with patch.object(bucket_keys, "shared_group", lambda ranks, purpose: None):
+    with patch.object(engine_module, "shared_group", lambda ranks, purpose: None):
         return DataParallelEngine(params, _Mesh(world, rank), DataParallelOptions(level=level))

@@ -21,7 +21,7 @@ from megalight.parallel.graphs.inspection import Inspection, Operation
 from megalight.parallel.graphs.iteration import REMEMBERED, IterationGraphs
 from megalight.parallel.graphs.recorder import no_collection
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.peers.watch import Watch
+from megalight.parallel.peers.spin import Watch
 from megalight.parallel.shard import ShardSpec
 from tests.parallel.data_parallel.stale import stale_gradients
 from tests.parallel.graphs.tape import Tape

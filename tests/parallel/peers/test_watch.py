@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megalight.errors import MegalightError
 from megalight.parallel.peers.memory import SLOTS, Flag, PeerMemory
-from megalight.parallel.peers.watch import DEFAULT_LIMIT, Watch, limit_of
+from megalight.parallel.peers.spin import DEFAULT_LIMIT, Watch, limit_of
 from tests.support.workers import run
 
 

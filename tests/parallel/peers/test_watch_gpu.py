@@ -11,7 +11,7 @@ import torch
 from megalight.errors import MegalightError
 from megalight.parallel.peers import driver
 from megalight.parallel.peers.memory import SLOTS, Flag
-from megalight.parallel.peers.watch import Watch
+from megalight.parallel.peers.spin import Watch
 from tests.parallel.peers.test_watch import Flags
 
 pytestmark = pytest.mark.gpu

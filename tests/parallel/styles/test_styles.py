@@ -25,7 +25,7 @@ from megalight.parallel.styles import (
     Vocab,
     VocabHeadStyle,
 )
-from megalight.parallel.tensor.dropout import ParallelDropout
+from megalight.parallel.tensor.shared import ParallelDropout
 
 MESH = ParallelMesh(4, 2, tp=4)
 

@@ -19,7 +19,7 @@ from megalight.parallel.tensor import linear as row
 from megalight.parallel.tensor import quantized
 from megalight.parallel.tensor.linear import RowLinear, column_linear
 from megalight.parallel.tensor.overlap import spec
-from megalight.parallel.tensor.overlap.options import TensorOptions
+from megalight.parallel.tensor.overlap.spec import TensorOptions
 from megalight.parallel.tensor.shared import Shared
 from tests.ops.test_linear import Parameter, with_main_grad
 from tests.support.workers import run

@@ -9,9 +9,8 @@ from torch.distributed import ProcessGroup
 
 from megalight.errors import BackendError, LayoutError
 from megalight.parallel.tensor.overlap import spec, symmetric
-from megalight.parallel.tensor.overlap.options import TensorOptions
 from megalight.parallel.tensor.overlap.pipelined import Messages, Pipelined, pieces_why_not
-from megalight.parallel.tensor.overlap.spec import Overlap, OverlapSpec
+from megalight.parallel.tensor.overlap.spec import Overlap, OverlapSpec, TensorOptions
 from megalight.registry import Backend, BackendRegistry
 
 

@@ -24,7 +24,7 @@ from megalight.ops.sum_terms import sum_terms
 from megalight.parallel.collectives import PendingCollective, check_divides
 from megalight.parallel.peers import driver, memory
 from megalight.parallel.peers.memory import Flag, PeerCopyStream, PeerMemory, PeerSlot
-from megalight.parallel.peers.watch import Watch
+from megalight.parallel.peers.spin import Watch
 from megalight.parallel.tensor.overlap.pipelined import (
     Pipelined,
     as_rows,

@@ -22,7 +22,7 @@ from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOpt
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.recompute import RecomputeOptions, apply_recompute
 from megalight.parallel.tensor.overlap import pipelined
-from megalight.parallel.tensor.overlap.options import TensorOptions
+from megalight.parallel.tensor.overlap.spec import TensorOptions
 from megalight.parallel.tensor.overlap.symmetric import Cover
 from tests.parallel.peers.shared_files import symmetric_on_cpu
 from tests.parallel.test_apply import BASE, batch, jitter, twin

@@ -15,7 +15,7 @@ from megalight.parallel.apply import parallelize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.recompute import RecomputeOptions, apply_recompute
 from megalight.parallel.tensor.linear import ColumnLinear, RowLinear
-from megalight.parallel.tensor.overlap.options import TensorOptions
+from megalight.parallel.tensor.overlap.spec import TensorOptions
 from megalight.parallel.tensor.shared import Shared
 from tests.parallel.peers.shared_files import symmetric_on_cpu
 from tests.parallel.test_apply import BASE, VARIANTS, batch, jitter, parity, twin
