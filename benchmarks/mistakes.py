@@ -141,7 +141,7 @@ MISTAKES = {
     "window that ends first": (
         f"{RUN} --trainer.callbacks+=ProfilerWindow --trainer.callbacks.start_step=5 --trainer.callbacks.stop_step=2"
     ),
-    "level that does not exist": f"{RUN} --trainer.callbacks+=Timers --trainer.callbacks.level=5",
+    "level that does not exist": f"{RUN} --trainer.callbacks+=Throughput --trainer.callbacks.timers=5",
     "preemption before the start": f"{RUN} --trainer.callbacks+=Preemption --trainer.callbacks.after_minutes=-1",
     "misspelled accelerator": f"{RUN} --trainer.accelerator=gpuu",
     "misspelled strategy": f"{RUN} --trainer.strategy=megatro",

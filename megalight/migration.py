@@ -77,7 +77,7 @@ MEGATRON = {
     "exit_duration_in_mins": "trainer.callbacks (megalight.callbacks.Preemption, its after_minutes)",
     "manual_gc": "trainer.callbacks (megalight.callbacks.GarbageCollection)",
     "profile": "trainer.callbacks (megalight.callbacks.ProfilerWindow)",
-    "timing_log_level": "trainer.callbacks (megalight.callbacks.Timers)",
+    "timing_log_level": "trainer.callbacks (megalight.callbacks.Throughput, its timers)",
     "enable_cuda_graph": "trainer.callbacks (megalight.callbacks.CUDAGraph)",
     "ckpt_format": "trainer.strategy.checkpoints.format",
     "async_save": "trainer.strategy.checkpoints.async_save",

@@ -4,24 +4,18 @@ from megalight.callbacks.activation_offload import ActivationOffload
 from megalight.callbacks.adapters import Adapters
 from megalight.callbacks.distillation import Distillation
 from megalight.callbacks.ema import EMA
-from megalight.callbacks.expert_loads import ExpertLoads
-from megalight.callbacks.final_checkpoint import FinalCheckpoint
-from megalight.callbacks.fused_ops import FusedOps
 from megalight.callbacks.garbage import GarbageCollection
 from megalight.callbacks.graphs.cuda_graph import CUDAGraph
 from megalight.callbacks.modelopt import AutoQuantize, ModelOptQuantization
-from megalight.callbacks.optimizer_monitor import OptimizerMonitor
-from megalight.callbacks.preemption import Preemption
-from megalight.callbacks.profiling.memory_snapshot import MemorySnapshot
+from megalight.callbacks.monitors import ExpertLoads, OptimizerMonitor
+from megalight.callbacks.ops import FusedOps, UseBackends
 from megalight.callbacks.profiling.nvtx import NVTX
 from megalight.callbacks.profiling.profiler_window import ProfilerWindow
 from megalight.callbacks.progress import StepProgress
 from megalight.callbacks.retention import Retention
-from megalight.callbacks.run_record import RunRecord
-from megalight.callbacks.summary import WholeModelSummary
-from megalight.callbacks.timing.stragglers import Stragglers
+from megalight.callbacks.run_record import RunRecord, WholeModelSummary
+from megalight.callbacks.stopping import FinalCheckpoint, Preemption
 from megalight.callbacks.timing.throughput import Throughput
-from megalight.callbacks.timing.timers import Timers
 from megalight.callbacks.transformers_export import TransformersExport
 
 __all__ = [
@@ -36,7 +30,6 @@ __all__ = [
     "FinalCheckpoint",
     "FusedOps",
     "GarbageCollection",
-    "MemorySnapshot",
     "ModelOptQuantization",
     "OptimizerMonitor",
     "Preemption",
@@ -44,9 +37,8 @@ __all__ = [
     "Retention",
     "RunRecord",
     "StepProgress",
-    "Stragglers",
     "Throughput",
-    "Timers",
     "TransformersExport",
+    "UseBackends",
     "WholeModelSummary",
 ]

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from megalight import checkpoint
 from megalight.callbacks.ema import EMA
-from megalight.callbacks.preemption import Preemption
+from megalight.callbacks.stopping import Preemption
 from megalight.checkpoint.disk.files import PathLike
 from megalight.checkpoint.disk.publish import check_new, delete, place
 from megalight.checkpoint.ranks import Ranks

@@ -4,7 +4,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from megalight.callbacks.backends import UseBackends
+from megalight.callbacks import UseBackends
 from megalight.errors import ConfigurationError
 from megalight.ops.norm import RMS_NORM, NormSpec, rms_norm
 

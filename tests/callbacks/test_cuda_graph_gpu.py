@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.utils.data import DataLoader
 
-from megalight.callbacks import CUDAGraph, Timers
+from megalight.callbacks import CUDAGraph, Throughput
 from megalight.models.gpt import DropoutConfig, MambaConfig, MultiTokenConfig
 from megalight.models.gpt.module import GPTModule
 from megalight.nn.moe import BalanceConfig, CapacityConfig, MoEConfig, Router, RouterConfig
@@ -212,7 +212,7 @@ def test_low_precision_of_transformer_engine(backend: str, scope: str, recipe: s
 
 @pytest.mark.parametrize("scope", ["iteration", "layer"])
 def test_no_replayed_step_waits_for_the_device(scope: str) -> None:
-    losses, callback, _ = train(scope, 2, CONFIGS["tied"], strict=True, also=[Timers(level=2, every_n_steps=2)])
+    losses, callback, _ = train(scope, 2, CONFIGS["tied"], strict=True, also=[Throughput(timers=2, every_n_steps=2)])
     assert len(losses) == STEPS
     assert not callback.reasons
 

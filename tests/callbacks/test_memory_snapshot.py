@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalight.callbacks import MemorySnapshot
-from megalight.callbacks.profiling.memory_snapshot import ran_out
+from megalight.callbacks import ProfilerWindow
+from megalight.callbacks.profiling.profiler_window import MemoryHistory, ran_out
 from megalight.errors import ConfigurationError
 from tests.callbacks.tiny import Tiny, tiny_trainer
 
@@ -20,50 +20,51 @@ class Full(Tiny):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What torch.cuda.memory is asked for; the run seems to be on a GPU when the callback looks."""
+    """What torch.cuda.memory is asked for; the run seems to be on a GPU."""
     calls = []
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: calls.append(options))
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"snapshot"))
-    setup = MemorySnapshot.setup
-
-    def on_gpu(self, trainer, module, stage):
-        with monkeypatch.context() as patch:
-            patch.setattr(type(trainer.strategy), "root_device", torch.device("cuda"))
-            setup(self, trainer, module, stage)
-
-    monkeypatch.setattr(MemorySnapshot, "setup", on_gpu)
+    monkeypatch.setattr(MemoryHistory, "check", lambda self, trainer: None)
     return calls
 
 
 def test_a_full_device_leaves_a_snapshot_and_the_error_names_it(calls, tmp_path):
-    snapshot = MemorySnapshot(max_entries=10)
+    snapshot = ProfilerWindow(tool="memory", max_entries=10)
     with pytest.raises(torch.OutOfMemoryError) as raised:
         tiny_trainer(callbacks=[snapshot], default_root_dir=tmp_path).fit(Full())
     path = tmp_path / "memory" / "out-of-memory-step=2-rank=0.pickle"
-    assert snapshot.saved == path
+    assert snapshot.traces == [path]
     assert path.read_bytes() == b"snapshot"
     assert raised.value.__notes__ == [f"(snapshot and history of the memory: {path})"]
     assert calls == [{"max_entries": 10, "stacks": "python"}, {"enabled": None}]
 
 
 def test_other_errors_and_good_ends_leave_nothing(calls, tmp_path):
-    snapshot = MemorySnapshot(dirpath=str(tmp_path))
+    snapshot = ProfilerWindow(tool="memory", dirpath=str(tmp_path))
     other = Full()
     other.error = RuntimeError("other")
     with pytest.raises(RuntimeError, match="other"):
         tiny_trainer(callbacks=[snapshot]).fit(other)
     tiny_trainer(callbacks=[snapshot]).fit(Tiny())
-    assert snapshot.saved is None
+    assert snapshot.traces == []
     assert list(tmp_path.iterdir()) == []
     assert calls == [{"max_entries": 100_000, "stacks": "python"}, {"enabled": None}] * 2
 
 
 def test_an_unwritable_folder_does_not_hide_the_error(calls, tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    snapshot = MemorySnapshot(dirpath=str(tmp_path / "file"))
+    snapshot = ProfilerWindow(tool="memory", dirpath=str(tmp_path / "file"))
     with pytest.raises(torch.OutOfMemoryError, match="full"):
         tiny_trainer(callbacks=[snapshot]).fit(Full())
-    assert snapshot.saved is None
+    assert snapshot.traces == []
+
+
+def test_a_window_leaves_a_snapshot_of_its_steps(calls, tmp_path):
+    window = ProfilerWindow(2, 4, "memory", ranks=[0], dirpath=str(tmp_path))
+    tiny_trainer(callbacks=[window]).fit(Tiny())
+    assert window.traces == [tmp_path / "steps=2-3-rank=0.pickle"]
+    assert window.traces[0].read_bytes() == b"snapshot"
+    assert calls == [{"max_entries": 100_000, "stacks": "python"}, {"enabled": None}]
 
 
 def test_causes_are_looked_through():
@@ -92,10 +93,10 @@ def test_libraries_that_find_no_memory_count(error, full):
 
 def test_without_cuda_it_is_refused():
     with pytest.raises(ConfigurationError, match="this run is on cpu"):
-        tiny_trainer(callbacks=[MemorySnapshot()]).fit(Tiny())
-    tiny_trainer(callbacks=[MemorySnapshot()], limit_val_batches=1).validate(Tiny(), verbose=False)
+        tiny_trainer(callbacks=[ProfilerWindow(tool="memory")]).fit(Tiny())
+    tiny_trainer(callbacks=[ProfilerWindow(tool="memory")], limit_val_batches=1).validate(Tiny(), verbose=False)
     with pytest.raises(ConfigurationError, match="at least 1"):
-        MemorySnapshot(max_entries=0)
+        ProfilerWindow(tool="memory", max_entries=0)
 
 
 @pytest.mark.gpu
@@ -104,8 +105,9 @@ def test_a_gpu_that_is_really_full(tmp_path):
         def training_step(self, batch, batch_idx):
             self.kept = torch.empty(2**45, device=self.device)
 
-    snapshot = MemorySnapshot(dirpath=str(tmp_path))
+    snapshot = ProfilerWindow(tool="memory", dirpath=str(tmp_path))
     with pytest.raises(torch.OutOfMemoryError) as raised:
         tiny_trainer(accelerator="gpu", callbacks=[snapshot]).fit(Greedy())
-    assert snapshot.saved.stat().st_size > 100
-    assert str(snapshot.saved) in raised.value.__notes__[0]
+    (path,) = snapshot.traces
+    assert path.stat().st_size > 100
+    assert str(path) in raised.value.__notes__[0]

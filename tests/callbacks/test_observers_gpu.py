@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from megalight.callbacks import NVTX, GarbageCollection, MemorySnapshot, ProfilerWindow, Stragglers, Timers
+from megalight.callbacks import NVTX, GarbageCollection, ProfilerWindow, Throughput
 from megalight.models.gpt.module import GPTModule
 from megalight.strategies import MegatronStrategy
 from tests.callbacks.rows import Rows
@@ -50,8 +50,8 @@ def fit(callbacks, logger=False, strict=False):
 def test_no_step_waits_for_the_device_and_losses_are_as_without(tmp_path):
     logger = Rows()
     callbacks = [
-        NVTX(), Timers(level=2, every_n_steps=2), Stragglers(every_n_steps=2), GarbageCollection(2),
-        MemorySnapshot(dirpath=str(tmp_path)),
+        NVTX(), Throughput(timers=2, stragglers=1.15, every_n_steps=2), GarbageCollection(2),
+        ProfilerWindow(tool="memory", dirpath=str(tmp_path)),
     ]  # fmt: skip
     np.testing.assert_array_equal(fit(callbacks, logger, strict=True), fit([]))
     row = logger.starting("time/")[-1][1]

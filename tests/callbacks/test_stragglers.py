@@ -4,8 +4,8 @@ import statistics
 import pytest
 import torch.distributed as dist
 
-from megalight.callbacks import Stragglers
-from megalight.callbacks.timing.stragglers import RankWork, slowest
+from megalight.callbacks import Throughput
+from megalight.callbacks.timing.throughput import RankWork, slowest
 from megalight.errors import ConfigurationError
 from megalight.strategies import MegatronStrategy
 from tests.callbacks.clock import by_hand
@@ -50,7 +50,7 @@ def test_many_ranks():
 
 
 def test_alone_nobody_is_slow():
-    logger, stragglers = Rows(), Stragglers(every_n_steps=3)
+    logger, stragglers = Rows(), Throughput(stragglers=1.15, every_n_steps=3)
     tiny_trainer(callbacks=[stragglers], logger=logger).fit(Tiny())
     rows = logger.starting("straggler/")
     assert [step for step, _ in rows] == [3, 6, 9]
@@ -80,9 +80,9 @@ def _slow(pipeline):
     words = []
     handler = logging.Handler()
     handler.emit = lambda record: words.append(record.getMessage())
-    log = logging.getLogger("megalight.callbacks.timing.stragglers")
+    log = logging.getLogger("megalight.callbacks.timing.throughput")
     log.addHandler(handler)
-    logger, stragglers = Rows(), Stragglers(every_n_steps=2)
+    logger, stragglers = Rows(), Throughput(stragglers=1.15, every_n_steps=2)
     module = Slow(BASE, optimizer=ADAM, seed=SEED)
     runner = trainer(
         MegatronStrategy(pipeline_parallel=pipeline), callbacks=[stragglers], max_steps=3, limit_val_batches=0,
@@ -94,10 +94,9 @@ def _slow(pipeline):
     finally:
         log.removeHandler(handler)
     rows = [row for _, row in logger.starting("straggler/")]
-    return rows or None, [slow.worker.rank for slow in stragglers.latest], words
+    return rows or None, [slow.worker.rank for slow in stragglers.slowest], words
 
 
 def test_impossible_arguments_are_refused():
-    for arguments in ({"show": 0}, {"warn_ratio": 1.0}, {"every_n_steps": 0}):
-        with pytest.raises(ConfigurationError):
-            Stragglers(**arguments)
+    with pytest.raises(ConfigurationError, match="above 1"):
+        Throughput(stragglers=1.0)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from megalight.callbacks import WholeModelSummary
-from megalight.callbacks.summary import render
+from megalight.callbacks.run_record import render
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.module import GPTModule
 from megalight.parallel.plan import ParallelizePlan

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 
-from megalight.callbacks import GarbageCollection, Stragglers, Timers
+from megalight.callbacks import GarbageCollection, Throughput
 from megalight.callbacks.timing.step_timing import LEVELS, OFF, TimerTable
-from megalight.callbacks.timing.timers import program_start, spans
+from megalight.callbacks.timing.throughput import program_start, startup_spans
 from megalight.errors import ConfigurationError, MegalightError
 from megalight.parallel.trace import SILENCE, SPANS, span
 from megalight.strategies import MegatronStrategy
@@ -177,13 +177,15 @@ def test_a_long_window_needs_the_events_of_a_few_steps_only(monkeypatch):
 
 
 def test_an_unknown_level_is_refused():
-    for make in (lambda: Timers(level=3), lambda: TimerTable(CPU, -1), lambda: Timers().timer("mine", 5)):
+    for make in (lambda: Throughput(timers=3), lambda: TimerTable(CPU, -1), lambda: Throughput().timer("mine", 5)):
         with pytest.raises(ConfigurationError, match="0 \\(coarse\\), 1 or 2"):
             make()
     with pytest.raises(ConfigurationError, match="max, minmax, all"):
-        Timers(ranks="mean")
+        Throughput(ranks="mean")
     with pytest.raises(ConfigurationError, match="at least 1"):
-        Timers(every_n_steps=0)
+        Throughput(every_n_steps=0)
+    with pytest.raises(ConfigurationError, match="set timers to 0, 1 or 2"):
+        Throughput(ranks="all")
 
 
 def test_startup_is_measured_from_the_first_rank_to_the_last():
@@ -191,12 +193,18 @@ def test_startup_is_measured_from_the_first_rank_to_the_last():
         {"program": 10.0, "entry": 12.0, "fit": 13.0, "train": 20.0},
         {"program": 10.5, "entry": 14.0, "fit": 15.0, "train": 18.0},
     ]
-    assert spans(stamps) == {"ranks_apart_s": 0.5, "program_s": 4.0, "launch_s": 1.0, "setup_s": 5.0, "all_s": 10.0}
+    assert startup_spans(stamps) == {
+        "ranks_apart_s": 0.5,
+        "program_s": 4.0,
+        "launch_s": 1.0,
+        "setup_s": 5.0,
+        "all_s": 10.0,
+    }
     assert 0 < time.time() - program_start() < 24 * 3600
 
 
 def test_rows_are_means_per_step_without_the_first():
-    logger, timers = Rows(), Timers()
+    logger, timers = Rows(), Throughput(timers=1)
     tiny_trainer(callbacks=[timers], logger=logger).fit(Tiny())
     ((_, startup),) = logger.starting("startup/")
     assert startup["startup/all_s"] > 0
@@ -227,7 +235,7 @@ def test_saving_a_checkpoint_is_no_waiting_for_data(tmp_path, now):
             now.time += 5
 
     logger = Rows()
-    tiny_trainer(callbacks=[Timers(every_n_steps=4), Saves()], logger=logger).fit(Slow())
+    tiny_trainer(callbacks=[Throughput(timers=1, every_n_steps=4), Saves()], logger=logger).fit(Slow())
     row = next(row for step, row in logger.starting("time/") if step == 4)
     assert row["time/data_s"] == 0
 
@@ -241,7 +249,7 @@ def test_lightnings_own_distributed_strategy(tmp_path):
 
 def _ddp():
     logger = Rows()
-    callbacks = [Timers(every_n_steps=2, ranks="minmax"), Stragglers(every_n_steps=2), GarbageCollection(2)]
+    callbacks = [Throughput(timers=1, every_n_steps=2, ranks="minmax", stragglers=1.15), GarbageCollection(2)]
     strategy = DDPStrategy(process_group_backend="gloo")
     runner = trainer(strategy, callbacks=callbacks, max_steps=4, limit_val_batches=0, logger=logger,
                      precision="32-true", use_distributed_sampler=False)  # fmt: skip
@@ -251,7 +259,7 @@ def _ddp():
 
 
 def test_ones_own_spans_and_timers_are_rows_too_and_validation_is_not(tmp_path, now):
-    timers = Timers(level=1, every_n_steps=2)
+    timers = Throughput(timers=1, every_n_steps=2)
 
     class Own(Tiny):
         def training_step(self, batch, batch_idx):
@@ -282,7 +290,7 @@ def test_after_an_error_nothing_listens():
             raise RuntimeError("broken")
 
     with pytest.raises(RuntimeError, match="broken"):
-        tiny_trainer(callbacks=[Timers()]).fit(Broken())
+        tiny_trainer(callbacks=[Throughput(timers=1)]).fit(Broken())
     assert span("step") is SILENCE
 
 
@@ -317,7 +325,8 @@ def _timed(ranks):
     module = Napping(BASE, optimizer=ADAM, seed=SEED)
     module.steps = 6
     runner = trainer(
-        MegatronStrategy(pipeline_parallel=2), callbacks=[Timers(level=2, ranks=ranks, every_n_steps=2)], max_steps=4,
+        MegatronStrategy(pipeline_parallel=2), max_steps=4,
+        callbacks=[Throughput(timers=2, ranks=ranks, every_n_steps=2)],
         limit_val_batches=0, use_distributed_sampler=False, gradient_clip_val=1.0, logger=logger,
     )  # fmt: skip
     with by_hand() as now:
@@ -358,6 +367,6 @@ def test_timers_on_cuda_log_the_devices_time():
             return super().training_step(batch, batch_idx) + 0 * x.mean()
 
     logger = Rows()
-    tiny_trainer(accelerator="gpu", callbacks=[Timers()], logger=logger).fit(Busy())
+    tiny_trainer(accelerator="gpu", callbacks=[Throughput(timers=1)], logger=logger).fit(Busy())
     row = logger.starting("time/")[-1][1]
     assert 0.01 < row["time/forward_s"] < row["time/step_s"] < 1

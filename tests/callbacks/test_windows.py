@@ -135,13 +135,16 @@ def test_a_profile_is_made_by_the_ranks_that_were_asked(tmp_path):
         ({"warmup": -1}, "warmup"),
         ({"rows": 0}, "rows"),
         ({"every_n_steps": 2, "warmup": 2}, "at least 4"),
-        ({"tool": "perf"}, "torch, nsys"),
-        ({"tool": "nsys", "shapes": True}, "leave them out"),
+        ({"tool": "perf"}, "torch, nsys, memory"),
+        ({"tool": "nsys", "shapes": True}, "has no shapes; leave them out"),
+        ({"tool": "memory", "warmup": 3}, "has no warmup"),
+        ({"max_entries": 5}, "has no max_entries"),
+        ({"stop_step": None}, "needs stop_step"),
     ],
 )
 def test_impossible_profiles_are_refused(arguments, message):
     with pytest.raises(ConfigurationError, match=message):
-        ProfilerWindow(2, 4, **arguments)
+        ProfilerWindow(**{"start_step": 2, "stop_step": 4, **arguments})
 
 
 @pytest.mark.gpu

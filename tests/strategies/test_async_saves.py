@@ -23,7 +23,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from megalight import checkpoint
-from megalight.callbacks import EMA, Preemption, Retention, StepProgress, preemption
+from megalight.callbacks import EMA, Preemption, Retention, StepProgress
+from megalight.callbacks import stopping as preemption
 from megalight.checkpoint.async_save.saves import PendingSave
 from megalight.checkpoint.async_save.shared_memory import SharedMemory
 from megalight.errors import CheckpointError, ConfigurationError

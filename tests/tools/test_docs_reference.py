@@ -124,11 +124,9 @@ def test_a_run_logs_what_is_listed(tmp_path: Path) -> None:
     ids = torch.randint(16, (2, 9), generator=torch.Generator().manual_seed(0))
     loader = torch.utils.data.DataLoader([TokenBatch(ids[:, :-1], ids[:, 1:], torch.ones(2, 8))] * 3, batch_size=None)
     used: list[pl.Callback] = [
-        callbacks.Throughput(peak_tflops=1.0),
+        callbacks.Throughput(peak_tflops=1.0, timers=1, stragglers=1.15, every_n_steps=1),
         callbacks.OptimizerMonitor(),
         callbacks.ExpertLoads(each=True),
-        callbacks.Timers(every_n_steps=1),
-        callbacks.Stragglers(every_n_steps=1),
     ]
     logger = Names()
     trainer = pl.Trainer(

@@ -1,8 +1,9 @@
-"""Profile a window of steps with torch's profiler or Nsight Systems."""
+"""Profile a window of steps with torch's profiler or Nsight Systems, or record its allocations."""
 
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ class StepWindow:
 
     Args:
         start: the first step of the window. Training begins with step 0.
-        stop: the first step after the window.
+        stop: the first step after the window. None: it ends with training.
         every: steps from the start of one window to the next. None: there is one window.
 
     Raises:
@@ -33,25 +34,25 @@ class StepWindow:
     """
 
     start: int
-    stop: int
+    stop: int | None
     every: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.start < self.stop:
+        if self.start < 0 or (self.stop is not None and self.stop <= self.start):
             raise ConfigurationError(
                 f"start_step is {self.start} and stop_step is {self.stop}; start_step must be at least 0 and below "
                 "stop_step."
             )
-        if self.every is not None and self.every < self.steps:
+        if self.every is not None and (self.steps is None or self.every < self.steps):
             raise ConfigurationError(
                 f"every_n_steps is {self.every}, but a window has {self.steps} steps; windows must not overlap. Use "
                 f"every_n_steps of at least {self.steps}, or null for one window."
             )
 
     @property
-    def steps(self) -> int:
-        """Number of steps in one window."""
-        return self.stop - self.start
+    def steps(self) -> int | None:
+        """Number of steps in one window; None: all that follow."""
+        return None if self.stop is None else self.stop - self.start
 
     def begins(self, step: int, ahead: int = 0) -> bool:
         """Return whether a window begins ``ahead`` steps after ``step``.
@@ -104,14 +105,14 @@ class Tool(Protocol):
     def check(self, trainer: pl.Trainer) -> None:
         """Raise a ConfigurationError if this rank cannot record."""
 
-    def start(self, trainer: pl.Trainer, warmup: int, steps: int) -> None:
+    def start(self, trainer: pl.Trainer, warmup: int, steps: int | None) -> None:
         """Start ``warmup`` steps before a window of ``steps`` steps."""
 
     def step(self) -> None:
         """Called after each optimizer step but the last of the window."""
 
-    def stop(self, trainer: pl.Trainer, first: int, last: int, failed: bool) -> Path | None:
-        """Stop, and return the trace of the steps ``first`` to ``last`` if one was written. ``failed``: by an error."""
+    def stop(self, trainer: pl.Trainer, first: int, last: int, error: BaseException | None) -> Path | None:
+        """Stop, and return the trace of the steps ``first`` to ``last`` if one was written. ``error``: what ends it."""
 
 
 class TorchProfiler:
@@ -126,8 +127,9 @@ class TorchProfiler:
     def check(self, trainer: pl.Trainer) -> None:
         """Do nothing: it runs on every device."""
 
-    def start(self, trainer: pl.Trainer, warmup: int, steps: int) -> None:
+    def start(self, trainer: pl.Trainer, warmup: int, steps: int | None) -> None:
         """Start the profiler, which records after ``warmup`` steps."""
+        assert steps is not None
         activities = [ProfilerActivity.CPU]
         if trainer.strategy.root_device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
@@ -141,7 +143,7 @@ class TorchProfiler:
         assert self._profiler is not None
         self._profiler.step()
 
-    def stop(self, trainer: pl.Trainer, first: int, last: int, failed: bool) -> Path | None:
+    def stop(self, trainer: pl.Trainer, first: int, last: int, error: BaseException | None) -> Path | None:
         """Stop, and write the trace and the table. Without a recorded step, there is none."""
         profiler, self._profiler = self._profiler, None
         assert profiler is not None
@@ -172,7 +174,7 @@ class Nsys:
                 f"{trainer.strategy.root_device.type}; use tool='torch'."
             )
 
-    def start(self, trainer: pl.Trainer, warmup: int, steps: int) -> None:
+    def start(self, trainer: pl.Trainer, warmup: int, steps: int | None) -> None:
         """Start recording, after the device has finished what was queued before the window."""
         torch.cuda.synchronize()
         torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
@@ -180,17 +182,83 @@ class Nsys:
     def step(self) -> None:
         """Do nothing."""
 
-    def stop(self, trainer: pl.Trainer, first: int, last: int, failed: bool) -> Path | None:
+    def stop(self, trainer: pl.Trainer, first: int, last: int, error: BaseException | None) -> Path | None:
         """Stop recording, after the device has finished the window."""
         # After a failure of the device, waiting would hang or raise again.
-        if not failed:
+        if error is None:
             torch.cuda.synchronize()
         torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
         return None
 
 
+FULL = re.compile(r"out of memory|(CUBLAS|CUDNN|CUSPARSE|CUSOLVER)_STATUS_ALLOC_FAILED", re.IGNORECASE)
+"""Messages of the driver and its libraries, which do not raise ``torch.OutOfMemoryError``."""
+
+
+class MemoryHistory:
+    """Allocations with their Python stacks: writes a snapshot for ``pytorch.org/memory_viz``."""
+
+    def __init__(self, max_entries: int, dirpath: str | None) -> None:
+        self.max_entries = max_entries
+        self.dirpath = dirpath
+        self._whole = False
+
+    def check(self, trainer: pl.Trainer) -> None:
+        """Raise a ConfigurationError if this rank is not on CUDA."""
+        device = trainer.strategy.root_device
+        if device.type != "cuda":
+            raise ConfigurationError(
+                f"ProfilerWindow(tool='memory') needs a CUDA device, but this run is on {device.type}; remove it."
+            )
+
+    def start(self, trainer: pl.Trainer, warmup: int, steps: int | None) -> None:
+        """Start recording."""
+        self._whole = steps is None
+        # Stacks of Python only: those of C++ take long to resolve.
+        torch.cuda.memory._record_memory_history(max_entries=self.max_entries, stacks="python")
+
+    def step(self) -> None:
+        """Do nothing."""
+
+    def stop(self, trainer: pl.Trainer, first: int, last: int, error: BaseException | None) -> Path | None:
+        """Stop, and write a snapshot if a window is over or the device is out of memory; its error names the file."""
+        path = None
+        try:
+            # While the error is handled, the memory is still as it was.
+            if ran_out(error):
+                path = self._write(trainer, f"out-of-memory-step={trainer.global_step}")
+                error.add_note(f"(snapshot and history of the memory: {path})")  # type: ignore[union-attr]
+            elif error is None and not self._whole:
+                path = self._write(trainer, f"steps={first}-{last}")
+        except Exception as failure:  # the user must see the first error, not this one
+            log.warning("the memory snapshot could not be written: %s", failure)
+        torch.cuda.memory._record_memory_history(enabled=None)
+        return path
+
+    def _write(self, trainer: pl.Trainer, name: str) -> Path:
+        folder = Path(self.dirpath or Path(trainer.default_root_dir) / "memory")
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{name}-rank={trainer.global_rank}.pickle"
+        torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+        return path
+
+
+def ran_out(error: BaseException | None) -> bool:
+    """Return whether an error, or one of its causes, is a lack of device memory."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and FULL.search(str(error))):
+            return True
+        # Lightning and others wrap errors, and the lack of memory may be a cause further down.
+        error = error.__cause__ or error.__context__
+    return False
+
+
+TORCH_OPTIONS: dict[str, Any] = {"warmup": 1, "rows": 20, "shapes": False, "stacks": False, "memory": False}
+"""Options of ``tool="torch"``, with their defaults."""
+
+
 class ProfilerWindow(StepSpans):
-    """Profiles a few steps with ``torch.profiler`` or Nsight Systems.
+    """Profiles a few steps with ``torch.profiler`` or Nsight Systems, or records their allocations.
 
     ``tool="torch"`` writes for each window and rank the trace ``steps=A-B-rank=R.json.gz`` (for Perfetto or
     ``chrome://tracing``) and a table of the most expensive operators, ``steps=A-B-rank=R.txt``. Parts of a step have
@@ -199,65 +267,83 @@ class ProfilerWindow(StepSpans):
     ``tool="nsys"`` makes ``nsys profile --capture-range=cudaProfilerApi ...`` record only these steps. The host waits
     for the device at both ends of the window, so that it holds whole steps. It takes no options of ``torch``.
 
+    ``tool="memory"`` records allocations, and writes a snapshot ``memory/steps=A-B-rank=R.pickle`` when a window is
+    over. Without ``stop_step`` it records the whole run, the build of the model included, and writes none. If the
+    device runs out of memory meanwhile, it writes ``memory/out-of-memory-step=N-rank=R.pickle``, and the error names
+    the file. Open it at ``pytorch.org/memory_viz``, which reads it in the browser. Do not unpickle a file from a
+    machine that you do not trust. Recording costs a little host time at every allocation, because it keeps the Python
+    stack.
+
     Args:
         start_step: the first optimizer step of the window. Training begins with step 0.
-        stop_step: the first optimizer step after the window.
-        tool: ``torch`` or ``nsys``.
+        stop_step: the first optimizer step after the window. null, for ``memory``: it ends with training.
+        tool: ``torch``, ``nsys`` or ``memory``.
         every_n_steps: steps from the start of one window to the next. null: one window only.
-        ranks: the ranks that profile.
+        ranks: the ranks that profile. null: rank 0; all ranks for ``memory``.
         warmup: for ``torch``: steps before the window in which the profiler runs without recording, because its start
             is slow.
         rows: for ``torch``: rows of the table.
         shapes: for ``torch``: whether to record the input shapes of operators.
         stacks: for ``torch``: whether to record the Python stack of every operator (slow).
         memory: for ``torch``: whether to record allocations.
-        dirpath: for ``torch``: folder to write to. null: ``profile`` in the trainer's ``default_root_dir``.
+        max_entries: for ``memory``: number of allocations and releases to keep, the latest ones.
+        dirpath: for ``torch`` and ``memory``: folder to write to. null: ``profile`` or ``memory`` in the trainer's
+            ``default_root_dir``.
 
     Attributes:
-        traces: paths of the traces that this rank has written.
+        traces: paths of the traces and snapshots that this rank has written.
 
     Raises:
         ConfigurationError: an argument is out of range or not one of the tool, or windows are empty or overlap; in
-            ``fit``, one of ``ranks`` is not on CUDA with ``nsys``.
+            ``fit``, one of ``ranks`` is not on CUDA with ``nsys`` or ``memory``.
     """
 
     def __init__(
         self,
-        start_step: int,
-        stop_step: int,
-        tool: Literal["torch", "nsys"] = "torch",
+        start_step: int = 0,
+        stop_step: int | None = None,
+        tool: Literal["torch", "nsys", "memory"] = "torch",
         every_n_steps: int | None = None,
-        ranks: Sequence[int] = (0,),
+        ranks: Sequence[int] | None = None,
         warmup: int = 1,
         rows: int = 20,
         shapes: bool = False,
         stacks: bool = False,
         memory: bool = False,
+        max_entries: int | None = None,
         dirpath: str | None = None,
     ) -> None:
         super().__init__()
-        if tool not in ("torch", "nsys"):
-            raise ConfigurationError(f"tool is {tool!r}; choose one of torch, nsys.")
-        if warmup < 0 or rows < 1:
+        if tool not in ("torch", "nsys", "memory"):
+            raise ConfigurationError(f"tool is {tool!r}; choose one of torch, nsys, memory.")
+        if warmup < 0 or rows < 1 or (max_entries is not None and max_entries < 1):
             raise ConfigurationError(
-                f"warmup is {warmup} and rows is {rows}; warmup must be at least 0, rows at least 1."
+                f"warmup is {warmup}, rows is {rows} and max_entries is {max_entries}; warmup must be at least 0, rows "
+                "and max_entries at least 1."
             )
-        if tool == "nsys":
-            if (warmup, rows, shapes, stacks, memory, dirpath) != (1, 20, False, False, False, None):
-                raise ConfigurationError(
-                    "ProfilerWindow(tool='nsys') has no warmup, rows, shapes, stacks, memory or dirpath, which are "
-                    "options of nsys itself; leave them out, or use tool='torch'."
-                )
-            warmup = 0
+        given = {"warmup": warmup, "rows": rows, "shapes": shapes, "stacks": stacks, "memory": memory}
+        others = [name for name, value in given.items() if tool != "torch" and value != TORCH_OPTIONS[name]]
+        others += ["dirpath"] if tool == "nsys" and dirpath is not None else []
+        others += ["max_entries"] if tool != "memory" and max_entries is not None else []
+        if others:
+            raise ConfigurationError(f"ProfilerWindow(tool={tool!r}) has no {', '.join(others)}; leave them out.")
+        if stop_step is None and tool != "memory":
+            raise ConfigurationError(f"ProfilerWindow(tool={tool!r}) needs stop_step, the step after its window.")
+        self.warmup = warmup if tool == "torch" else 0
         self.window = StepWindow(start_step, stop_step, every_n_steps)
-        if every_n_steps is not None and every_n_steps < self.window.steps + warmup:
+        if every_n_steps is not None and every_n_steps < (least := (self.window.steps or 0) + self.warmup):
             raise ConfigurationError(
-                f"every_n_steps is {every_n_steps}; it must be at least {self.window.steps + warmup} for a window of "
-                f"{self.window.steps} steps with {warmup} steps of warm-up."
+                f"every_n_steps is {every_n_steps}; it must be at least {least} for a window of {self.window.steps} "
+                f"steps with {self.warmup} steps of warm-up."
             )
-        self.warmup = warmup
-        self.ranks = check_ranks(ranks)
-        self.tool: Tool = TorchProfiler(rows, shapes, stacks, memory, dirpath) if tool == "torch" else Nsys()
+        self.ranks = None if ranks is None and tool == "memory" else check_ranks(ranks or (0,))
+        self.tool: Tool
+        if tool == "torch":
+            self.tool = TorchProfiler(rows, shapes, stacks, memory, dirpath)
+        elif tool == "nsys":
+            self.tool = Nsys()
+        else:
+            self.tool = MemoryHistory(max_entries or 100_000, dirpath)
         self.traces: list[Path] = []
         self._profiles = False
         self._recording = False
@@ -265,16 +351,17 @@ class ProfilerWindow(StepSpans):
         self._step = 0
         self._seen = 0
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Check that the tool can record on this rank. A record of the whole run starts before the model is built."""
+        self._profiles = stage == "fit" and (self.ranks is None or trainer.global_rank in self.ranks)
+        if self._profiles:
+            self.tool.check(trainer)
+            if self.window.stop is None and self.window.start == 0:
+                self._start(trainer, 0)
+
     def listener(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Annotations | None:
         """Return the listener of ``torch``, on the ranks that profile; ranges for nsys are those of ``NVTX``."""
         return Annotations() if self._profiles and isinstance(self.tool, TorchProfiler) else None
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Check that the tool can record on this rank."""
-        self._profiles = trainer.global_rank in self.ranks
-        if self._profiles:
-            self.tool.check(trainer)
-        super().on_train_start(trainer, pl_module)
 
     def _listen(self, trainer: pl.Trainer) -> None:
         """Listen only inside a window."""
@@ -293,10 +380,7 @@ class ProfilerWindow(StepSpans):
         step = trainer.global_step
         if self._profiles and not self._recording and self.window.begins(step, self.warmup):
             # A window at the very start has less warm-up than was asked for.
-            warmup = self.window.start - step if step <= self.window.start else self.warmup
-            self._first, self._step = step + warmup, step
-            self.tool.start(trainer, warmup, self.window.steps)
-            self._recording = True
+            self._start(trainer, self.window.start - step if step <= self.window.start else self.warmup)
             self._listen(trainer)
         # Steps that the trace holds are those that were begun.
         self._seen = step
@@ -313,7 +397,7 @@ class ProfilerWindow(StepSpans):
         # With gradient accumulation, several batches make one step.
         if trainer.global_step > self._step:
             self._step = trainer.global_step
-            if self._step == self._first + self.window.steps:
+            if self.window.steps is not None and self._step == self._first + self.window.steps:
                 self._write(trainer)
                 return
             self.tool.step()
@@ -328,14 +412,23 @@ class ProfilerWindow(StepSpans):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Write an unfinished window: it may show the cause of the error."""
         self._end_all()
-        self._write(trainer, failed=True)
+        self._write(trainer, exception)
         super().on_exception(trainer, pl_module, exception)
 
-    def _write(self, trainer: pl.Trainer, failed: bool = False) -> None:
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Stop the tool if training has not begun."""
+        self._write(trainer)
+
+    def _start(self, trainer: pl.Trainer, warmup: int) -> None:
+        self._first, self._step = trainer.global_step + warmup, trainer.global_step
+        self.tool.start(trainer, warmup, self.window.steps)
+        self._recording = True
+
+    def _write(self, trainer: pl.Trainer, error: BaseException | None = None) -> None:
         if not self._recording:
             return
         self._recording = False
         # Our ranges end before the tool stops: an open one would be missing in the trace.
         self._stop()
-        if (path := self.tool.stop(trainer, self._first, self._seen, failed)) is not None:
+        if (path := self.tool.stop(trainer, self._first, self._seen, error)) is not None:
             self.traces.append(path)

@@ -1,275 +1,58 @@
-"""Throughput: tokens/s, TFLOP/s, share of the device's peak, step time, memory.
-
-:class:`StepMeter` measures windows of steps without making the host wait for the device; :class:`Throughput` logs them.
-"""
+"""Throughput: the speed of training, the time of each part of a step, and the ranks that make the others wait."""
 
 from __future__ import annotations
 
-import math
-import re
-import resource
-import sys
+import logging
+import os
+import platform
 import time
-from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from bisect import bisect_left
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import lightning.pytorch as pl
-import torch
-from torch import Tensor
+import torch.distributed as dist
 
+from megalight.callbacks.timing.meter import StepMeter, rates
+from megalight.callbacks.timing.step_timing import LEVELS, OFF, StepSpans, Timer, TimerTable, Times, check_level
 from megalight.errors import ConfigurationError
-from megalight.types import TokenBatch
+from megalight.strategies.collectives import Collectives
 
-# Measure windows of steps.
+log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 
-@dataclass(frozen=True)
-class Window:
-    """Measurements of a few consecutive steps.
-
-    Attributes:
-        step: number of optimizer steps done at the end of the window.
-        steps: number of optimizer steps in the window.
-        seconds: device time (wall time on CPU), without validation.
-        tokens: tokens over all ranks; 0 if unknown.
-        sequence_length: sequence length of the batches in tokens; 0 if unknown.
-        values: the values requested at the end of the window.
-        data_wait: share of the window in which the host waited for the next batch; None if that is not measured.
-    """
-
-    step: int
-    steps: int
-    seconds: float
-    tokens: int
-    sequence_length: int
-    values: Mapping[str, float]
-    data_wait: float | None = None
-
-
-@dataclass
-class _Pending:
-    step: int
-    steps: int
-    tokens: int
-    sequence_length: int
-    given: dict[str, Any]
-    names: tuple[str, ...]
-    values: Tensor
-    segments: list[tuple[Any, Any]] = field(default_factory=list)
-    waited: float = 0.0
-
-
-class StepMeter:
-    """Measures windows of steps.
-
-    On CUDA, times come from device events, and values are copied to page-locked memory. :meth:`poll` returns a window
-    when the device has finished it, about a step later.
-
-    Args:
-        device: the device of the steps.
-
-    Attributes:
-        last_step: number of optimizer steps done at the start of the open window.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._pending: deque[_Pending] = deque()
-        self._segments: list[tuple[Any, Any]] = []
-        self._begun: Any = None
-        self.last_step = 0
-        self._tokens = 0
-        self._sequence_length = 0
-        self._wait: DataWait | None = None
-        self._closed = False
-
-    def start(self, step: int, trainer: pl.Trainer | None = None) -> None:
-        """Begin the first window; ``step`` optimizer steps are done. With ``trainer``, also measure waits for data."""
-        self._wait = None if trainer is None else DataWait(trainer)
-        self.last_step = step
-        self._closed = False
-        self._tokens = 0
-        self._segments = []
-        self._begun = self._now()
-
-    def stop(self) -> None:
-        """Stop measuring waits for data."""
-        if self._wait is not None:
-            self._wait.stop()
-
-    def pause(self) -> None:
-        """Stop the clock, for validation."""
-        if self._begun is not None:
-            self._segments.append((self._begun, self._now()))
-            self._begun = None
-
-    def resume(self) -> None:
-        """Restart the clock."""
-        if self._begun is None:
-            self._begun = self._now()
-
-    def add(self, trainer: pl.Trainer, batch: Any) -> None:
-        """Count the tokens of a training batch."""
-        if isinstance(batch, TokenBatch):
-            rows, self._sequence_length = batch.tokens.shape
-            report = getattr(trainer.strategy, "report", None)
-            # The global number of samples, if the strategy knows it. Else all ranks are taken
-            # to have equal batches.
-            samples = report.num_samples if report is not None else rows * trainer.world_size
-            self._tokens += samples * self._sequence_length
-
-    def due(self, trainer: pl.Trainer, every: int) -> bool:
-        """Return whether the window has ``every`` steps, or the run ends before there was one."""
-        step = trainer.global_step
-        return step - self.last_step >= every or (not self._closed and self.last_step < step == last_step(trainer))
-
-    def close(self, step: int, values: Mapping[str, Tensor | float]) -> None:
-        """End the window at optimizer step ``step`` and begin the next one.
-
-        ``values`` to read are 0-dim tensors, or numbers that the host knows.
-        """
-        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-        host = torch.empty(len(tensors), pin_memory=self.device.type == "cuda")
-        if tensors:
-            # One copy for all values, into page-locked memory: it runs beside the next step.
-            scalars = [value.detach().to(self.device, torch.float32, non_blocking=True) for value in tensors.values()]
-            host.copy_(torch.stack(scalars), non_blocking=True)
-        now = self._now()
-        # Closed while the clock stands still, a window has no open segment.
-        segments = [*self._segments, *([(self._begun, now)] if self._begun is not None else [])]
-        steps = step - self.last_step
-        waited = 0.0 if self._wait is None else self._wait.take()
-        counts = (step, steps, self._tokens, self._sequence_length)
-        self._pending.append(_Pending(*counts, dict(values), tuple(tensors), host, segments, waited))
-        self.last_step, self._tokens, self._segments, self._begun = step, 0, [], now
-        self._closed = True
-
-    def poll(self, wait: bool = False) -> Window | None:
-        """Return the oldest window if the device has finished it, else None. With ``wait``, wait for the device."""
-        if not self._pending:
-            return None
-        # The last event is the latest, as events of a stream pass in order.
-        last = self._pending[0].segments[-1][1]
-        if self.device.type == "cuda":
-            if wait:
-                last.synchronize()
-            elif not last.query():
-                return None
-        window = self._pending.popleft()
-        seconds = sum(self._seconds(first, second) for first, second in window.segments)
-        values = window.given | dict(zip(window.names, window.values.tolist(), strict=True))
-        share = None if self._wait is None or seconds <= 0 else min(1.0, window.waited / seconds)
-        return Window(window.step, window.steps, seconds, window.tokens, window.sequence_length, values, share)
-
-    def _now(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.device))
-        return event
-
-    def _seconds(self, first: Any, second: Any) -> float:
-        return float(first.elapsed_time(second)) / 1000 if self.device.type == "cuda" else float(second - first)
-
-
-class DataWait:
-    """Measures the time in which the training loop waits for its next batch, on the host's clock.
-
-    Where the host runs ahead of the device, a short wait costs nothing; a share near 1 means that loading is too slow.
-    """
-
-    def __init__(self, trainer: pl.Trainer) -> None:
-        loop: Any = trainer.fit_loop.epoch_loop
-        self._seconds = 0.0
-        # Lightning calls these around `next()`. Attributes of the instance hide its methods, and
-        # are removed in `stop`.
-        before, after = loop._on_before_fetch, loop._on_after_fetch
-
-        def begin() -> None:
-            self._begun = time.perf_counter()
-            before()
-
-        # The wait begins before Lightning's own timer, and ends behind it.
-        def end() -> None:
-            after()
-            self._seconds += time.perf_counter() - self._begun
-
-        loop._on_before_fetch, loop._on_after_fetch = begin, end
-        self._loop = loop
-
-    def take(self) -> float:
-        """Return the seconds since the last call."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
-
-    def stop(self) -> None:
-        """Stop measuring."""
-        for name in ("_on_before_fetch", "_on_after_fetch"):
-            vars(self._loop).pop(name, None)
-
-
-def current_loss(trainer: pl.Trainer, outputs: Any) -> Tensor | None:
-    """Return the loss of the last step without waiting for the device; the global loss if the strategy knows it."""
-    report = getattr(trainer.strategy, "report", None)
-    if report is not None:
-        return report.loss if isinstance(report.loss, Tensor) else None
-    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        return None
-    # Lightning's automatic optimization has divided it by the number of batches whose gradients are added up
-    divided = trainer.lightning_module is not None and trainer.lightning_module.automatic_optimization
-    return loss * trainer.accumulate_grad_batches if divided else loss
-
-
-def last_step(trainer: pl.Trainer) -> int | None:
-    """Return the number of optimizer steps at the end of the run, if the trainer knows it."""
-    batches = trainer.num_training_batches
-    passes = trainer.max_epochs
-    counts = [trainer.max_steps] if trainer.max_steps > 0 else []
-    if passes is not None and passes > 0 and batches != float("inf"):
-        # Several limits: the first one that is reached ends the run.
-        counts.append(math.ceil(batches / trainer.accumulate_grad_batches) * passes)
-    return min(counts, default=None)
-
-
-# Log their speed.
-
-
-PEAK_TFLOPS = {
-    "GB200": 2450,
-    "B200": 2250,
-    "GH200": 989,
-    "H200": 989,
-    "H100 NVL": 835,
-    "H100 PCIe": 756,
-    "H100": 989,
-    "H800": 989,
-    "H20": 148,
-    "A100": 312,
-    "A800": 312,
-    "A40": 150,
-    "A10G": 70,
-    "A10": 125,
-    "L40S": 362,
-    "L40": 181,
-    "L4": 121,
-    "RTX 4090": 165,
-    "RTX 3090": 71,
-    "MI300X": 1307,
-    "MI250X": 383,
+COMPUTE = ("forward", "backward", "input_gradient", "weight_gradient")
+"""Spans whose device time is a rank's own work, except for pipeline receives inside them."""
+SHOWN = 3
+"""Slow ranks that a warning names."""
+REDUCTIONS: dict[str, Any] = {
+    "max": lambda values: {"": max(values.values())},
+    "minmax": lambda values: {"_min": min(values.values()), "_max": max(values.values())},
+    "all": lambda values: {f"_rank{rank}": value for rank, value in values.items()},
 }
-"""Dense bf16 peaks of the vendors in TFLOP/s, by a part of the device's name; the first match counts."""
 
 
-class Throughput(pl.Callback):
-    """Logs the mean speed every ``log_every_n_steps`` steps, without validation, to every logger.
+class Throughput(StepSpans):
+    """Logs the mean speed of training every few steps, without validation, to every logger.
+
+    On request it also times the parts of a step and compares the ranks. Nothing waits for the device: times come from
+    its events. A row of speeds is written about a step late, a row of parts a window late, each under the step that it
+    belongs to.
 
     FLOPs come from the module's ``flops_per_token(sequence_length)``: six per matmul parameter, and causal attention.
     Metrics that cannot be known (FLOPs of another model, peak of a device) are not logged.
 
-    Nothing waits for the device: each row is written about a step late, under the step that it belongs to.
+    ``timers`` is the finest level of parts. Level 0 times ``step``, ``data`` (waiting for batches), ``optimizer`` and
+    ``checkpoint``. Level 1 adds the forward and backward passes, and the gradient reduction that is left after them.
+    Level 2 adds pipeline receives, single buckets, clipping and gathering (see :data:`megalight.parallel.trace.SPANS`).
+    Work inside a replayed CUDA graph has no events and is not timed.
+
+    ``stragglers`` compares the ranks of each pipeline stage by their own work: the device time of forward and backward
+    passes without pipeline receives. Tensor, context and data-parallel collectives inside these passes count, so a slow
+    rank slows down its whole tensor-parallel group, and the whole group shows up. Rank 0 warns, with host names, of
+    ranks that take ``stragglers`` times the median of the others or more.
 
     Logs:
         tokens_per_s: tokens per second on all devices.
@@ -279,118 +62,362 @@ class Throughput(pl.Callback):
         step_time_s: seconds per optimizer step.
         data_wait_percent: share of the time in which the host waited for batches.
         memory_gib: highest memory use so far; allocated on GPUs, resident on CPUs.
+        time/<part>_s: with ``timers``: seconds per step of a part. By ``ranks``, ``_min``, ``_max`` or ``_rank<r>``
+            comes before ``_s``.
+        time/first/<part>_s: the same for the first step, which is in no mean.
+        startup/<part>_s: with ``timers``: seconds that the run needed to start (see
+            :func:`megalight.callbacks.timing.throughput.startup_spans`).
+        straggler/rank: with ``stragglers``: the slowest rank relative to its pipeline stage.
+        straggler/ratio: its time divided by the median of the other ranks of the stage.
+        straggler/seconds: its seconds per step.
+        straggler/median_s: seconds per step of the median of the others.
 
     Args:
         peak_tflops: peak of one device, for ``mfu_percent``. None: looked up by the name of the device; CPUs have none.
+        timers: 0, 1 or 2: time the parts of a step. None: no parts.
+        ranks: how the times of all ranks are logged: ``max``; ``minmax``, as ``<part>_min_s`` and ``<part>_max_s``; or
+            ``all``, as ``<part>_rank<r>_s``.
+        stragglers: compare the ranks, and warn from this ratio on; above 1, such as 1.15. None: do not.
+        every_n_steps: optimizer steps in a window. None: the trainer's ``log_every_n_steps``.
+
+    Attributes:
+        slowest: the slowest ranks of the last window, slowest first, on rank 0.
 
     Raises:
-        ConfigurationError: ``peak_tflops`` is not positive.
+        ConfigurationError: an argument is out of range, or ``ranks`` is given without ``timers``.
     """
 
-    def __init__(self, peak_tflops: float | None = None) -> None:
+    during_validation = False
+
+    def __init__(
+        self,
+        peak_tflops: float | None = None,
+        timers: int | None = None,
+        ranks: Literal["max", "minmax", "all"] = "max",
+        stragglers: float | None = None,
+        every_n_steps: int | None = None,
+    ) -> None:
+        super().__init__()
         if peak_tflops is not None and peak_tflops <= 0:
             raise ConfigurationError(f"peak_tflops is {peak_tflops}; it must be above 0, or null to look it up.")
+        if timers is not None:
+            check_level(timers)
+        if ranks not in REDUCTIONS:
+            raise ConfigurationError(f"ranks is {ranks!r}; choose one of {', '.join(REDUCTIONS)}.")
+        if ranks != "max" and timers is None:
+            raise ConfigurationError(f"ranks is {ranks!r}, but no parts are timed; set timers to 0, 1 or 2.")
+        if stragglers is not None and stragglers <= 1:
+            raise ConfigurationError(f"stragglers is {stragglers}; it must be above 1, or null to compare no ranks.")
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ConfigurationError(
+                f"every_n_steps is {every_n_steps}; it must be at least 1, or null for log_every_n_steps."
+            )
         self.peak_tflops = peak_tflops
+        self.timers = timers
+        self.ranks = ranks
+        self.stragglers = stragglers
+        self.every_n_steps = every_n_steps
+        self.slowest: list[SlowRank] = []
+        self._stamps = {"program": program_start(), "entry": time.time()}
         self._meter: StepMeter | None = None
+        self._gather: HostGather | None = None
+        self._table: TimerTable | None = None
+        self._pending: Times | None = None
+        self._closed = 0
+        self._first = True
+
+    def timer(self, name: str, level: int = 1) -> Timer:
+        """Return a timer for your own code, which is logged like the parts.
+
+        It does nothing if its level is off or no training runs. Code that does not have this callback can use
+        :func:`megalight.parallel.trace.span` instead.
+
+        Raises:
+            ConfigurationError: the level does not exist.
+        """
+        check_level(level)
+        return OFF if self._table is None else self._table.timer(name, level)
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Record when ``fit`` began."""
+        if stage == "fit":
+            self._stamps.setdefault("fit", time.time())
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start measuring."""
-        # Other ranks take as long, so one rank measures.
+        super().on_train_start(trainer, pl_module)
+        # Other ranks take as long, so one rank measures the speed.
         self._meter = StepMeter(trainer.strategy.root_device) if trainer.is_global_zero else None
         if self._meter is not None:
             self._meter.start(trainer.global_step, trainer)
+
+    def listener(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> TimerTable | None:
+        """Create new timers, and log the time that the run needed to start; None: no parts are timed."""
+        if self.timers is None and self.stragglers is None:
+            return None
+        self._gather = HostGather(trainer)
+        self._pending, self._closed, self._first = None, trainer.global_step, True
+        # The own work of ranks is timed at any level.
+        work = {} if self.stragglers is None else dict.fromkeys((*COMPUTE, "receive"), 0)
+        levels = LEVELS if self.timers is not None else {}
+        self._table = TimerTable(trainer.strategy.root_device, self.timers or 0, {**levels, **work})
+        # Before the first step, after everything that a start includes.
+        if self.timers is not None and "train" not in self._stamps:  # only for the first fit of this process
+            self._stamps["train"] = time.time()
+            figures = startup_spans(self._gather(self._stamps))
+            _log_row(trainer, {f"startup/{name}": value for name, value in figures.items()}, trainer.global_step)
+        return self._table
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the batch, and log windows that the device has finished."""
-        if self._meter is None:
-            return
-        self._meter.add(trainer, batch)
-        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if every and self._meter.due(trainer, every):
-            self._meter.close(trainer.global_step, {})
-        self._write(trainer, pl_module)
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        every = int(self.every_n_steps or trainer.log_every_n_steps)  # type: ignore[attr-defined]
+        if self._meter is not None:
+            self._meter.add(trainer, batch)
+            if every and self._meter.due(trainer, every):
+                self._meter.close(trainer.global_step, {})
+            self._log_speed(trainer, pl_module)
+        if self._table is not None:
+            # Old events are read as they pass. A long window would hold thousands otherwise.
+            self._table.settle()
+            self._close_window(trainer, max(every, 1))
+
+    def _close_window(self, trainer: pl.Trainer, every: int) -> None:
+        """Close the window of parts if it has enough steps. It is reported when the next one closes.
+
+        By then the device has finished it, unless the host is more than a whole window ahead. The first step of
+        training (allocations, compilation, the first collectives) is a window of its own.
+        """
+        steps = trainer.global_step - self._closed
+        if self._table is not None and steps and (self._first or steps >= every):
+            self._report(trainer)
+            self._end_all()
+            self._pending = self._table.close(trainer.global_step, steps, self._first)
+            self._begin("data")
+            self._closed, self._first = trainer.global_step, False
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stop the clock: validation is not training time."""
+        """Stop the clocks: validation is not training time."""
+        super().on_validation_start(trainer, pl_module)
         if self._meter is not None:
             self._meter.pause()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Restart the clock."""
+        """Restart the clocks."""
+        super().on_validation_end(trainer, pl_module)
         if self._meter is not None:
             self._meter.resume()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log the last windows."""
-        self._write(trainer, pl_module, wait=True)
-        self._stop()
+        self._log_speed(trainer, pl_module, wait=True)
+        self._report(trainer)
+        super().on_train_end(trainer, pl_module)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Stop measuring."""
-        self._stop()
+        """Stop measuring. Nothing is reported: other ranks and the device may have failed."""
+        self._open.clear()
+        super().on_exception(trainer, pl_module, exception)
 
-    def _stop(self) -> None:
+    def _finish(self) -> None:
+        super()._finish()
+        self._table = None
         if self._meter is not None:
             self._meter.stop()
             self._meter = None
 
-    def _write(self, trainer: pl.Trainer, module: pl.LightningModule, wait: bool = False) -> None:
+    def _log_speed(self, trainer: pl.Trainer, module: pl.LightningModule, wait: bool = False) -> None:
         # Several windows may have ended since the last call.
         while self._meter is not None and (window := self._meter.poll(wait)) is not None:
-            for logger in trainer.loggers:
-                logger.log_metrics(rates(window, trainer, module, self.peak_tflops), step=window.step - 1)
+            _log_row(trainer, rates(window, trainer, module, self.peak_tflops), window.step - 1)
+
+    def _report(self, trainer: pl.Trainer) -> None:
+        """Log the window of parts that was closed last."""
+        times, self._pending = self._pending, None
+        if times is None:
+            return
+        assert self._gather is not None
+        mesh = getattr(trainer.strategy, "mesh", None)
+        stage = 0 if mesh is None else int(mesh.rank("pp"))
+        seconds = times.seconds()
+        # A collective on the host, in the same step on all ranks.
+        rows = self._gather((seconds, own_work(trainer, seconds, stage)))
+        if not trainer.is_global_zero:
+            return
+        if self.timers is not None:
+            self._log_parts(trainer, times, [parts for parts, _ in rows])
+        # The first step has allocations and compilation, which differ between ranks.
+        if self.stragglers is not None and not times.first:
+            self._compare(trainer, times, [work for _, work in rows], self.stragglers)
+
+    def _log_parts(self, trainer: pl.Trainer, times: Times, rows: list[dict[str, float]]) -> None:
+        assert self.timers is not None
+        prefix = "time/first/" if times.first else "time/"
+        # Pipeline stages have other parts: the first one receives no activations.
+        names = dict.fromkeys(name for row in rows for name in row if LEVELS.get(name, 0) <= self.timers)
+        figures: dict[str, float] = {}
+        for name in names:
+            by_rank = {rank: row[name] for rank, row in enumerate(rows) if name in row}
+            figures |= {f"{prefix}{name}{suffix}_s": value for suffix, value in REDUCTIONS[self.ranks](by_rank).items()}
+        _log_row(trainer, figures, times.step - 1)
+
+    def _compare(self, trainer: pl.Trainer, times: Times, workers: list[RankWork], warn_ratio: float) -> None:
+        """Log the slowest rank, and warn if it is too slow."""
+        self.slowest = slowest(workers)[:SHOWN]
+        if not self.slowest:
+            return
+        worst = self.slowest[0]
+        figures = {
+            "straggler/rank": float(worst.worker.rank),
+            "straggler/ratio": worst.ratio,
+            "straggler/seconds": worst.worker.seconds,
+            "straggler/median_s": worst.median,
+        }
+        _log_row(trainer, figures, times.step - 1)
+        if worst.ratio >= warn_ratio:
+            named = "; ".join(
+                f"rank {slow.worker.rank} on {slow.worker.place} takes {slow.worker.seconds:.3g} s, {slow.ratio:.2f} x "
+                f"the median of the others of its stage"
+                for slow in self.slowest
+                if slow.ratio >= warn_ratio
+            )
+            log.warning("slow ranks in steps %d to %d: %s.", times.step - times.steps, times.step - 1, named)
 
 
-def rates(
-    window: Window, trainer: pl.Trainer, module: pl.LightningModule, peak_tflops: float | None = None
-) -> dict[str, float]:
-    """Return the metrics of a window, with units in their names. Metrics that cannot be known are absent."""
-    device, devices = trainer.strategy.root_device, trainer.world_size
-    figures = {"memory_gib": memory_gib(device)}
-    if not window.steps or window.seconds <= 0:
-        return figures
-    figures["step_time_s"] = window.seconds / window.steps
-    if window.data_wait is not None:
-        figures["data_wait_percent"] = 100 * window.data_wait
-    if not window.tokens:
-        return figures
-    speed = window.tokens / window.seconds
-    figures |= {"tokens_per_s": speed, "tokens_per_s_per_device": speed / devices}
-    # FLOPs of attention grow with the length, so it is part of the question.
-    flops = flops_per_token(module, window.sequence_length)
-    if flops is None:
-        return figures
-    tflops = speed / devices * flops / 1e12
-    figures["tflop_per_s_per_device"] = tflops
-    peak = peak_tflops or peak_of(device)
-    if peak is not None:
-        figures["mfu_percent"] = 100 * tflops / peak
-    return figures
+def _log_row(trainer: pl.Trainer, row: dict[str, float], step: int) -> None:
+    """On rank 0: write metrics to every logger, under the step that they belong to."""
+    if trainer.is_global_zero:
+        for logger in trainer.loggers:
+            logger.log_metrics(row, step=step)
 
 
-def flops_per_token(module: pl.LightningModule, sequence_length: int) -> float | None:
-    """Return training FLOPs per token from the module or its ``config``; None if neither counts them."""
-    for owner in (module, getattr(module, "config", None)):
-        count = getattr(owner, "flops_per_token", None)
-        if callable(count):
-            return float(count(sequence_length))
-    return None
+class HostGather:
+    """Gathers plain Python values from every rank to every rank. All ranks must create and call it together."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self.world_size = trainer.world_size
+        self.group: dist.ProcessGroup | None = None
+        if self.world_size == 1:
+            return
+        # Our strategies have such a group already, and share it.
+        if isinstance(trainer.strategy, Collectives):
+            self.group = trainer.strategy.host_group()
+        elif dist.get_backend() != "gloo":
+            self.group = dist.new_group(backend="gloo")
+
+    def __call__(self, value: T) -> list[T]:
+        """Return the values of all ranks, in rank order."""
+        if self.world_size == 1:
+            return [value]
+        values: list[T | None] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.group)
+        return values  # type: ignore[return-value]
 
 
-def peak_of(device: torch.device) -> float | None:
-    """Return the dense bf16 peak of a device in TFLOP/s; None for CPUs and unknown devices."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    # Whole words: "H20" must not match "H200".
-    return next((peak for part, peak in PEAK_TFLOPS.items() if re.search(rf"\b{part}\b", name)), None)
+# The time that a run needs to start.
 
 
-def memory_gib(device: torch.device) -> float:
-    """Return the highest memory use so far in GiB: allocated on a GPU, resident in this process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (2**30 if sys.platform == "darwin" else 2**20)  # macOS reports bytes, Linux KiB
+IMPORTED = time.time()
+"""When this module was imported."""
+
+
+def program_start() -> float:
+    """Return the start of this process in seconds since the epoch (to 10 ms). Not on Linux: :data:`IMPORTED`."""
+    try:
+        # After the name of the program, which is in brackets and may contain blanks.
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        ticks = float(fields[19]) / os.sysconf("SC_CLK_TCK")  # seconds since the machine was started
+        return time.time() - (float(Path("/proc/uptime").read_text().split()[0]) - ticks)
+    except (OSError, ValueError, IndexError):
+        return IMPORTED
+
+
+def startup_spans(stamps: list[dict[str, float]]) -> dict[str, float]:
+    """Return the durations between the time stamps ``program``, ``entry``, ``fit`` and ``train`` of all ranks.
+
+    - ``ranks_apart_s``: from the start of the first process to the start of the last.
+    - ``program_s``: until imports and constructors are done on the last rank.
+    - ``launch_s``: then until the last rank is in ``fit`` with its process group.
+    - ``setup_s``: then until model, data and optimizer are ready on the last rank.
+    - ``all_s``: the whole time.
+    """
+    first = min(stamp["program"] for stamp in stamps)
+    last = {name: max(stamp[name] for stamp in stamps) for name in ("program", "entry", "fit", "train")}
+    return {
+        "ranks_apart_s": last["program"] - first,
+        "program_s": last["entry"] - first,
+        "launch_s": last["fit"] - last["entry"],
+        "setup_s": last["train"] - last["fit"],
+        "all_s": last["train"] - first,
+    }
+
+
+# Stragglers: each rank beside the median of the other ranks of its pipeline stage.
+
+
+class RankWork(NamedTuple):
+    """The work of one rank in a window.
+
+    Attributes:
+        rank: global rank.
+        seconds: time of its own work, per step.
+        stage: pipeline rank. Only ranks of one stage have equal work.
+        place: host and local rank.
+    """
+
+    rank: int
+    seconds: float
+    stage: int
+    place: str
+
+
+@dataclass(frozen=True)
+class SlowRank:
+    """A rank compared with the other ranks of its pipeline stage.
+
+    Attributes:
+        worker: the rank.
+        ratio: its time divided by the median of the other ranks; 1 if there are no others.
+        median: the median of the other ranks in seconds; its own time if there are no others.
+    """
+
+    worker: RankWork
+    ratio: float
+    median: float
+
+
+def own_work(trainer: pl.Trainer, seconds: dict[str, float], stage: int) -> RankWork:
+    """Return this rank's own work from the seconds of its spans."""
+    # Waiting for a neighbor is not a rank's own work.
+    own = sum(seconds.get(name, 0.0) for name in COMPUTE) - seconds.get("receive", 0.0)
+    return RankWork(trainer.global_rank, own, stage, f"{platform.node()}/{trainer.local_rank}")
+
+
+def slowest(workers: list[RankWork]) -> list[SlowRank]:
+    """Return ranks by their ratio to the median of the others of their stage, slowest first.
+
+    Ranks whose others have no work are left out.
+    """
+    stages: dict[int, list[float]] = {}
+    # Sorted once for each stage, so that a median without one rank is a look at two places.
+    for worker in sorted(workers, key=lambda worker: worker.seconds):
+        stages.setdefault(worker.stage, []).append(worker.seconds)
+    medians = [median_of_others(stages[worker.stage], worker.seconds) for worker in workers]
+    found = [
+        SlowRank(worker, worker.seconds / median, median)
+        for worker, median in zip(workers, medians, strict=True)
+        if median > 0
+    ]
+    return sorted(found, key=lambda slow: (-slow.ratio, slow.worker.rank))
+
+
+def median_of_others(ordered: list[float], one: float) -> float:
+    """Return the median of the sorted list ``ordered`` without the value ``one``; ``one`` itself if it is alone."""
+    others = len(ordered) - 1
+    if not others:
+        return one
+    out = bisect_left(ordered, one)
+    low, high = (ordered[at + (at >= out)] for at in ((others - 1) // 2, others // 2))
+    return (low + high) / 2

@@ -1,6 +1,8 @@
-"""Our fused ops inside models of ``transformers``, for any strategy."""
+"""Which ops a run uses: our fused ops inside models of ``transformers``, and backends by name."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import lightning.pytorch as pl
 import torch
@@ -10,6 +12,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from megalight.models.fused import fuse, unfuse
 from megalight.models.module import MegalightModule
 from megalight.models.transforms.fused import Fused
+from megalight.ops import use_backends
 
 
 class FusedOps(pl.Callback):
@@ -86,3 +89,28 @@ def _count_on_device(optimizer: Optimizer) -> None:
     for parameter, state in optimizer.state.items():
         if torch.is_tensor(state.get("step")):
             state["step"] = state["step"].to(parameter.device, torch.float32)
+
+
+class UseBackends(pl.Callback):
+    """Makes ``auto`` mean the given backends during a run. Afterwards ``auto`` has its usual meaning again.
+
+    Args:
+        names: op -> backend, as ``megalight doctor --all`` lists them: ``{"weight_gradient": "transformer_engine"}``.
+
+    Raises:
+        ConfigurationError: there is no such op (in ``setup``).
+        BackendError: the op has no such backend (in ``setup``), or the backend cannot serve (at its first use).
+    """
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self.names = dict(names)
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Set the backends, before the model is built."""
+        # Before the model is built, because modules choose their backend as they are made,
+        # or at their first call.
+        use_backends(**self.names)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Restore ``auto`` after the run."""
+        use_backends(**dict.fromkeys(self.names, "auto"))
