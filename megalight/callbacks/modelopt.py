@@ -229,9 +229,6 @@ def _parallel_model(trainer: pl.Trainer) -> Any:
     return model
 
 
-# A format of ModelOpt for each layer, within a number of bits per weight.
-
-
 class AutoQuantize(pl.Callback):
     """Finds the formats of layers that harm the loss least, by ModelOpt's ``auto_quantize`` over all ranks.
 

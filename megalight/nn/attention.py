@@ -327,9 +327,6 @@ class Attention(nn.Module):
         return out
 
 
-# Attention of a draft model, which in training guesses several tokens ahead at all places at once.
-
-
 @dataclass(frozen=True, eq=False)
 class DraftState:
     """Keys and values of the steps so far; the first ones are of real tokens."""

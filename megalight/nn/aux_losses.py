@@ -192,9 +192,6 @@ def _tell_lost(name: str) -> None:
     log.warning("the auxiliary loss %r has no effect: call the layers inside megalight.nn.aux_losses.collecting", name)
 
 
-# The pool of a router: the tokens over which its losses are means.
-
-
 class Pool:
     """All tokens of a micro-batch are on this device. It can be replaced.
 
@@ -225,9 +222,6 @@ class Pool:
     def mean_of_replicas(self, value: Tensor) -> Tensor:
         """Return the mean of ``value`` over all devices with different tokens, of all replicas. It has no gradient."""
         return value.detach()
-
-
-# Comparison of a student's hidden states with those of a teacher.
 
 
 def cosine(student: Tensor, teacher: Tensor) -> Tensor:

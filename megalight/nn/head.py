@@ -110,9 +110,6 @@ class LMHead(nn.Module):
         return self.output_layer
 
 
-# The head of masked language models: predicts the masked tokens from an encoder's hidden states.
-
-
 class MaskedLMHead(nn.Module):
     """``output_layer(norm(act(dense(x))))`` (BERT, https://arxiv.org/abs/1810.04805).
 
@@ -132,9 +129,6 @@ class MaskedLMHead(nn.Module):
         """``[T, h]`` and labels ``[T]`` (negative: no loss) to losses ``[T]``; without labels, to logits ``[T, V]``."""
         answer: Tensor = self.lm(self.act(self.dense(hidden)), labels)
         return answer
-
-
-# Pooling: one vector per sequence, from its first token.
 
 
 class Pooler(nn.Module):

@@ -162,9 +162,6 @@ class PostNormLayer(nn.Module):
         return norm_and_sum(self.mlp_norm, self.mlp_dropout(self.mlp(hidden)), hidden)[0]
 
 
-# A layer of one sublayer: the layers of hybrid models, each a mixer or a feed-forward layer.
-
-
 class ResidualLayer(nn.Module):
     """``x += inner(norm(x))``, where ``inner`` mixes tokens or features.
 
@@ -199,9 +196,6 @@ class ResidualLayer(nn.Module):
         feed = modules[inner]
         added: Tensor = feed(normed, context, state, memory) if self.mixes else feed(normed, context)
         return hidden + drop(modules[dropout], added)
-
-
-# The loop over the layers of a model.
 
 
 def run_layers(

@@ -73,9 +73,6 @@ class Linear(nn.Module):
         )
 
 
-# Fusion of a module with the linear layers before and after it.
-
-
 class Fusion(NamedTuple):
     """The two linear layers beside a module that has no parameters.
 

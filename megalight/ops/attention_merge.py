@@ -13,8 +13,6 @@ from megalight.ops.common import serve_all, triton_why_not, wide
 from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, tl
 from megalight.registry import Backend, BackendRegistry, remembered
 
-# The merge in plain torch.
-
 
 def reference_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor) -> None:
     """Write ``out`` and ``lse``, which may be the tensors of block a or b."""
@@ -25,9 +23,6 @@ def reference_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, 
     terms = [weight * part.to(weight.dtype) for weight, part in zip(weights, (out_a, out_b), strict=True)]
     out.copy_(terms[0] + terms[1])
     lse.copy_(merged)
-
-
-# The merge in one pass over memory. A program handles some queries of one head.
 
 
 BLOCK = 4096

@@ -15,9 +15,6 @@ from megalight.ops.quantize.amax_history import record_largest
 from megalight.ops.quantize.formats import DTYPES, LARGEST, Scheme, to_fp8
 from megalight.registry import Backend, BackendRegistry, remembered
 
-# Flat quantization in one kernel: values are rounded, scaled and written as codes in one pass.
-
-
 BLOCK = 4096
 """Elements of a program."""
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

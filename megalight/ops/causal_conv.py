@@ -15,8 +15,6 @@ from megalight.ops.row_indexing import empty_gradient, place_of
 from megalight.registry import Backend, BackendRegistry, remembered
 from megalight.types import PackedSequences
 
-# The convolution in plain torch: one shifted copy of the input per tap.
-
 
 def reference_causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor, silu: bool) -> Tensor:
     """See :func:`megalight.ops.causal_conv.causal_conv`."""
@@ -29,12 +27,6 @@ def reference_causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, positi
         y = y + tap * F.pad(x, (0, 0, shift, 0))[: len(x)].masked_fill(places < shift, 0)
     y = y if bias is None else y + bias.to(y.dtype)
     return (F.silu(y) if silu else y).to(x.dtype)
-
-
-# The convolution in strips of tokens: one kernel forward, one backward.
-#
-# A program goes through a strip of tokens in order, and reads every row once: what later tokens read again stays in
-# registers. The backward computes what goes into SiLU again: nothing but the input is kept.
 
 
 ROW = 128
@@ -374,7 +366,11 @@ class _Conv(torch.autograd.Function):
 
 
 def triton_causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor, silu: bool) -> Tensor:
-    """See :func:`megalight.ops.causal_conv.causal_conv`."""
+    """See :func:`megalight.ops.causal_conv.causal_conv`.
+
+    A program goes through a strip of tokens in order, and reads every row once: what later tokens read again stays
+    in registers. The backward computes what goes into SiLU again: nothing but the input is kept.
+    """
     out: Tensor = apply(_Conv, x, weight, bias, positions, silu)
     return out
 

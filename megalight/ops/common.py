@@ -151,9 +151,6 @@ def select(registry: BackendRegistry[SpecT, Callable[..., Any]], spec: SpecT, ba
     return partial(fn.imported() if hasattr(fn, "imported") else fn, measure=True)
 
 
-# Which keys a query sees, as a table: what attention and block attention in plain torch share.
-
-
 def mask(length: int, keys: int, causal: bool, window: int | None, device: torch.device | str = "cpu") -> Tensor | None:
     """``[length, keys]``: True where a query sees a key. Queries are the last ``length`` positions of the keys.
 

@@ -14,8 +14,6 @@ from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, tl
 from megalight.ops.parameter import main_grad_of, put, state_of
 from megalight.registry import Backend, BackendRegistry, remembered
 
-# The gradient of a table in plain torch: made for the whole table, then written or added.
-
 
 def reference_add_rows(main_grad: Tensor, ids: Tensor, grad: Tensor, write: bool) -> None:
     """Implement :data:`megalight.ops.embedding.AddRows`."""
@@ -25,12 +23,6 @@ def reference_add_rows(main_grad: Tensor, ids: Tensor, grad: Tensor, write: bool
     grad = torch.where(inside.unsqueeze(-1), grad, 0)
     whole = torch.ops.aten.embedding_dense_backward(grad, torch.where(inside, ids, 0), rows, -1, False)
     put(main_grad, whole, write)
-
-
-# The gradient of a table, added to its rows by one kernel: only rows that tokens name are read and written.
-#
-# Tokens are sorted by id. The program at the first token of a run of equal ids sums the run in float32, in the order
-# of the tokens, and adds to the row once. So there are no atomics, and every run gives the same bits.
 
 
 BLOCK = 512
@@ -80,7 +72,11 @@ def _add_rows(
 
 
 def triton_add_rows(main_grad: Tensor, ids: Tensor, grad: Tensor, write: bool) -> None:
-    """Implement :data:`megalight.ops.embedding.AddRows`."""
+    """Implement :data:`megalight.ops.embedding.AddRows`.
+
+    Tokens are sorted by id. The program at the first token of a run of equal ids sums the run in float32, in the
+    order of the tokens, and adds to the row once. So there are no atomics, and every run gives the same bits.
+    """
     if write:
         main_grad.zero_()  # the memory holds anything when a step begins, and most rows get no gradient
     tokens, size = grad.shape

@@ -16,23 +16,22 @@ from megalight.ops.quantize.formats import Quantized, Scheme
 from megalight.registry import Backend, BackendRegistry
 from megalight.types import PackedSequences
 
-# 8-bit attention emulated: the same rounding in every product, computed in float64 from the decoded values.
-#
-# Forward, of each sequence and head, with ``r`` for rounding to e4m3 with one scale of the whole tensor:
-#
-#     ``w = exp(s - max(s))``, where ``s = scale r(q) r(k)^T``;  ``out = r(w) r(v) / sum(w)``.
-#
-# Backward, with ``g`` for rounding to the format of gradients, and ``p = w / sum(w)``:
-#
-#     ``dv = r(p)^T g(dout)``;  ``ds = p (g(dout) r(v)^T - rowsum(g(dout) out))``;
-#     ``dq = scale g(ds) r(k)``;  ``dk = scale g(ds)^T r(q)``.
-#
-# Scales come from the largest magnitude of the current values. Weights lie between 0 and 1, so theirs is fixed.
-# Kernels never hold a whole ``ds``, so they take its scale from earlier steps: this is where they differ.
-
 
 def emulated(spec: FP8AttentionSpec) -> Callable[[Tensor, Tensor, Tensor, int], Tensor]:
-    """Return the function that computes what ``spec`` asks for. Its memory grows with the square of the length."""
+    """Return the function that computes what ``spec`` asks for. Its memory grows with the square of the length.
+
+    Forward, of each sequence and head, with ``r`` for rounding to e4m3 with one scale of the whole tensor:
+
+        ``w = exp(s - max(s))``, where ``s = scale r(q) r(k)^T``;  ``out = r(w) r(v) / sum(w)``.
+
+    Backward, with ``g`` for rounding to the format of gradients, and ``p = w / sum(w)``:
+
+        ``dv = r(p)^T g(dout)``;  ``ds = p (g(dout) r(v)^T - rowsum(g(dout) out))``;
+        ``dq = scale g(ds) r(k)``;  ``dk = scale g(ds)^T r(q)``.
+
+    Scales come from the largest magnitude of the current values. Weights lie between 0 and 1, so theirs is fixed.
+    Kernels never hold a whole ``ds``, so they take its scale from earlier steps: this is where they differ.
+    """
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sequences: int) -> Tensor:
         out: Tensor = _FP8Attention.apply(q, k, v, sequences, spec)  # type: ignore[no-untyped-call]

@@ -23,8 +23,6 @@ from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, sigmoid, 
 from megalight.ops.row_indexing import empty_gradient, place_of
 from megalight.registry import Backend, BackendRegistry, remembered
 
-# The gated norm in plain torch.
-
 
 def reference_gated_norm(
     y: Tensor,
@@ -46,11 +44,6 @@ def reference_gated_norm(
     scaled = (normed * weight.to(dtype).view(-1, group_size)).flatten(-2)
     out: Tensor = (scaled * gate if last else scaled).to(y.dtype)
     return out
-
-
-# The gated norm: one kernel forward, one backward. A program holds one group of one row at a time.
-#
-# The backward computes the gated values and their mean square again: it needs the inputs for its gradients anyway.
 
 
 TILE = 2048
@@ -221,7 +214,11 @@ def triton_gated_norm(
     last: bool = False,
     average: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """See :func:`megalight.ops.gated_norm.gated_norm`. ``average`` is None: ``why_not`` refuses parts of groups."""
+    """See :func:`megalight.ops.gated_norm.gated_norm`. ``average`` is None: ``why_not`` refuses parts of groups.
+
+    The backward computes the gated values and their mean square again: it needs the inputs for its gradients
+    anyway.
+    """
     out: Tensor = apply(_GatedNorm, y, z, weight, group_size, eps, last)
     return out
 

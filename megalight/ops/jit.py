@@ -87,9 +87,6 @@ def next_power(n: int) -> int:
     return 1 << (n - 1).bit_length() if n > 1 else 1
 
 
-# The logistic function in kernels, in few instructions.
-
-
 @jit
 def sigmoid(x: Value) -> Value:
     """Return ``1 / (1 + exp(-x))`` of float32 values, within some units of the last digit.

@@ -13,8 +13,6 @@ from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, tl
 from megalight.ops.rotary import reference_apply_rotary
 from megalight.registry import Backend, BackendRegistry, remembered
 
-# The heads in plain torch.
-
 
 def reference_rotate_tail(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """See :func:`megalight.ops.latent_heads.rotate_tail`."""
@@ -28,12 +26,6 @@ def reference_join_keys(wide: Tensor, key: Tensor, head_dim: int) -> tuple[Tenso
     k, v = torch.split(wide, [head_dim, wide.shape[-1] - head_dim], -1)
     # `expand` copies nothing. The concatenation is what writes the same features into every head.
     return torch.cat([k, key[:, None].expand(-1, k.shape[1], -1)], -1), v
-
-
-# The heads of latent attention in one pass over memory each, forward and backward.
-#
-# torch concatenates parts of wider rows at a fraction of the memory's speed, and the backward of a split does so
-# again.
 
 
 HEADS = 16
@@ -243,7 +235,11 @@ class _JoinKeys(torch.autograd.Function):
 
 
 def triton_rotate_tail(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """See :func:`megalight.ops.latent_heads.rotate_tail`."""
+    """See :func:`megalight.ops.latent_heads.rotate_tail`.
+
+    torch concatenates parts of wider rows at a fraction of the memory's speed, and the backward of a split does so
+    again.
+    """
     out: Tensor = apply(_RotateTail, x, cos.contiguous(), sin.contiguous(), interleaved)
     return out
 

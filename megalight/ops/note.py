@@ -75,13 +75,6 @@ def annotate(x: Tensor) -> Note:
     return note
 
 
-# Elided outputs: the kernel that would write a tensor writes its quantized values instead.
-#
-# A GEMM in 8 bits reads quantized values. If it is the only reader of a tensor, and the scale is known beforehand, the
-# op that computes the tensor need not write it. The op returns a tensor without values, and a function that computes
-# and casts them.
-
-
 QuantizedCasts: TypeAlias = "tuple[Cast, Tensor]"
 """Casts of a tensor and of its transpose, and magnitudes (float32) of which the largest is the tensor's."""
 ElidedOutput: TypeAlias = "Callable[[Scheme | None, Scheme | None, Tensor], QuantizedCasts]"
@@ -89,7 +82,12 @@ ElidedOutput: TypeAlias = "Callable[[Scheme | None, Scheme | None, Tensor], Quan
 
 
 def elided_output(shape: tuple[int, ...], like: Tensor, cast: ElidedOutput) -> Tensor:
-    """Return a tensor of this shape, with the dtype and device of ``like``, of which only casts exist."""
+    """Return a tensor of this shape, with the dtype and device of ``like``, of which only casts exist.
+
+    A GEMM in 8 bits reads quantized values. If it is the only reader of a tensor, and the scale is known
+    beforehand, the op that computes the tensor need not write it. The op returns a tensor without values, and a
+    function that computes and casts them.
+    """
     out = without_values(shape, like)
     annotate(out).elided = cast
     return out
@@ -115,9 +113,6 @@ def elided_output_of(x: Tensor) -> ElidedOutput | None:
 def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.full((1,), torch.nan, dtype=dtype, device=device)
-
-
-# The input that a linear layer keeps for its weight gradient: the tensor itself, or a recipe to compute it again.
 
 
 @dataclass(eq=False)

@@ -28,9 +28,6 @@ from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
 from megalight.ops.parameter import ParameterState, state_of
 from megalight.registry import Backend, BackendRegistry, remembered
 
-# Decoding in plain torch.
-
-
 LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -66,9 +63,6 @@ def _pairs(form: str, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the two levels of each byte, ``[256, 2]``; the high half comes first."""
     byte = torch.arange(256, device=device)
     return levels_of(dtype, device, form)[torch.stack([byte >> 4, byte & 15], -1)]
-
-
-# Decoding in one pass over memory.
 
 
 BLOCK = 4096

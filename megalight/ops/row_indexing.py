@@ -48,20 +48,19 @@ def put_rows(values: Tensor, rows: Tensor, size: int) -> Tensor:
     return values.new_zeros(size).index_copy(0, rows, values)
 
 
-# Parts of rows whose gradients are joined without a copy where ops write them side by side.
-#
-# The gradient of rows that were divided is a concatenation of the parts' gradients, which copies all of them. There
-# are two ways to avoid the copy. An op that computes the gradients of all parts writes them into one tensor, which
-# :func:`joined` finds. An op that computes the gradient of one part asks :func:`place_of` where to write it.
-
-
 def _same(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are the same elements of the same memory."""
     return a.data_ptr() == b.data_ptr() and (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """``torch.cat(parts, -1)``; a view of them where they are neighboring columns of the same rows in memory."""
+    """``torch.cat(parts, -1)``; a view of them where they are neighboring columns of the same rows in memory.
+
+    The gradient of rows that were divided is a concatenation of the parts' gradients, which copies all of them.
+    There are two ways to avoid the copy. An op that computes the gradients of all parts writes them into one
+    tensor, which :func:`joined` finds. An op that computes the gradient of one part asks :func:`place_of` where to
+    write it.
+    """
     first, sizes = parts[0], [part.shape[-1] for part in parts]
     # Rows that lie closer together than they are wide are not rows of one matrix.
     if first.ndim == 2 and first.stride(1) == 1 and first.stride(0) >= sum(sizes):

@@ -20,20 +20,6 @@ from megalight.ops.common import cuda_why_not, serve_all
 from megalight.ops.quantize import Quantized, Scheme, quantize
 from megalight.registry import Backend, BackendRegistry, remembered
 
-# Products of matrices with a scale per 1 x 128 or 128 x 128 elements, on tensor cores of compute capability 9.0.
-#
-# A product contracts ``K``, of which there are ``L = ceil(K / 128)`` blocks. cuBLASLt reads the scales of all rows of
-# one block, then those of the next block (cuBLAS manual, "Element 1D and 128x128 2D Block Scaling for FP8 Data
-# Types"):
-#
-# - 1 x 128: shape ``[rows, L]``, strides ``(1, rows)``;
-# - 128 x 128: shape ``[L rounded up to 4, ceil(rows / 128)]``, strides ``(1, L rounded up to 4)``.
-#
-# So square tiles lie the other way round: all blocks of ``K`` of one square row, padded to 16 bytes, then the next
-# row. torch's older ``torch._scaled_mm`` takes these scales without padding only, and cuBLASLt then reads wrong ones
-# wherever ``L`` is no multiple of 4. ``F.scaled_mm`` checks for the shapes and strides above.
-
-
 BLOCKS = ((1, 128), (128, 128))
 RECIPES = {(1, 128): F.ScalingType.BlockWise1x128, (128, 128): F.ScalingType.BlockWise128x128}
 BLOCKWISE_ROWS = 16
@@ -42,7 +28,19 @@ so 4 may do; but the trial before use has tried multiples of 16."""
 
 
 def scales(q: Quantized) -> Tensor:
-    """Return the scales of a matrix in the order of the hardware: see the table above."""
+    """Return the scales of a matrix in the order of the hardware.
+
+    A product contracts ``K``, of which there are ``L = ceil(K / 128)`` blocks. cuBLASLt reads the scales of all
+    rows of one block, then those of the next block (cuBLAS manual, "Element 1D and 128x128 2D Block Scaling for FP8
+    Data Types"):
+
+    - 1 x 128: shape ``[rows, L]``, strides ``(1, rows)``;
+    - 128 x 128: shape ``[L rounded up to 4, ceil(rows / 128)]``, strides ``(1, L rounded up to 4)``.
+
+    So square tiles lie the other way round: all blocks of ``K`` of one square row, padded to 16 bytes, then the
+    next row. torch's older ``torch._scaled_mm`` takes these scales without padding only, and cuBLASLt then reads
+    wrong ones wherever ``L`` is no multiple of 4. ``F.scaled_mm`` checks for the shapes and strides above.
+    """
     height, blocks = q.scale.shape
     if q.scheme.tile == (1, 128):
         # Not a transposed copy: where a dim has size 1, that may have any stride, which torch refuses.
@@ -78,20 +76,18 @@ def blockwise_product(a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool
     return (y if left is a else y[: len(a.data)]).to(dtype)
 
 
-# Products of matrices with a scale per 16 or 32 elements, on tensor cores of compute capability 10 and above.
-#
-# The hardware needs scales in tiles of 128 rows by 4 columns, one tile after the other, row-major. Inside a tile, the
-# scale of row ``r`` and column ``c`` has the offset ``16 (r mod 32) + 4 (r div 32) + c`` (cuBLAS manual, "1D block
-# scaling factors layout").
-
-
 MICROSCALED_ROWS, COLUMNS = 128, 4
 BYTES = 16
 """The contracted dim of the codes must be a multiple of this."""
 
 
 def tiled(scale: Tensor) -> Tensor:
-    """Return scales ``[R, C]`` of one byte each as a flat tensor in the order of the hardware, padded with 0."""
+    """Return scales ``[R, C]`` of one byte each as a flat tensor in the order of the hardware, padded with 0.
+
+    The hardware needs scales in tiles of 128 rows by 4 columns, one tile after the other, row-major. Inside a tile,
+    the scale of row ``r`` and column ``c`` has the offset ``16 (r mod 32) + 4 (r div 32) + c`` (cuBLAS manual, "1D
+    block scaling factors layout").
+    """
     rows, columns = scale.shape
     padded = F.pad(scale.view(torch.uint8), (0, -columns % COLUMNS, 0, -rows % MICROSCALED_ROWS))
     tiles = padded.view(-1, COLUMNS, 32, padded.shape[1] // COLUMNS, COLUMNS)  # tile row, r div 32, r mod 32, tile, c
@@ -327,15 +323,12 @@ _register("torch_nvfp4", MICROSCALED, 10, ((1, 16), (16, 16)), 10.0, ("e4m3",))
 SCALED_MM.register(Backend("reference", _reference, 0, serve_all))
 
 
-# Products of the groups of rows of a matrix, each with a matrix of its own, by the products of single matrices.
-#
-# The library has one call per product. What all groups share is looked up once, and views of all groups are made by
-# one call, so that the host has little more to do than these calls.
-
-
 @dataclass(slots=True, eq=False)
 class Factors:
     """The right factors ``[N, K]`` of all groups, apart.
+
+    The library has one call per product. What all groups share is looked up once, and views of all groups are made
+    by one call, so that the host has little more to do than these calls.
 
     Attributes:
         codes: ``[N, K]`` of each group.

@@ -14,8 +14,6 @@ from megalight.ops.jit import UNIT, Value, cdiv, constexpr, jit, tl
 from megalight.ops.norm.triton import sum_programs
 from megalight.registry import Backend, BackendRegistry, remembered
 
-# Sums of rows in plain torch.
-
 
 def reference_sum_rows(out: Tensor, rows: Tensor, add: bool) -> None:
     """Implement :func:`megalight.ops.sum_rows.sum_rows`."""
@@ -25,11 +23,6 @@ def reference_sum_rows(out: Tensor, rows: Tensor, add: bool) -> None:
         out.add_(total)
     else:
         out.copy_(total)
-
-
-# Sums of rows by two kernels: programs sum some rows each, and then what these have found.
-#
-# torch's own sum of a few thousand rows has too few programs to reach the speed of memory.
 
 
 ROWS, BLOCK = 32, 64
@@ -62,7 +55,10 @@ def _sum_some(
 
 
 def triton_sum_rows(out: Tensor, rows: Tensor, add: bool) -> None:
-    """Implement :func:`megalight.ops.sum_rows.sum_rows`."""
+    """Implement :func:`megalight.ops.sum_rows.sum_rows`.
+
+    torch's own sum of a few thousand rows has too few programs to reach the speed of memory.
+    """
     count, size = rows.shape
     if not size:
         return

@@ -12,8 +12,6 @@ from megalight.ops.common import serve_all, triton_why_not
 from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
 from megalight.registry import Backend, BackendRegistry, remembered
 
-# Sums of terms in plain torch.
-
 
 def reference_sum_terms(out: Tensor, own: Tensor, others: Sequence[Tensor], place: int, add: bool) -> None:
     """Implement :func:`megalight.ops.sum_terms.sum_terms`."""
@@ -25,9 +23,6 @@ def reference_sum_terms(out: Tensor, own: Tensor, others: Sequence[Tensor], plac
         out.add_(total)
     else:
         out.copy_(total)
-
-
-# The sum of terms in one kernel, which reads each of them once.
 
 
 BLOCK = 2048

@@ -440,9 +440,6 @@ def _flat_state(part: FlatShard, infos: Sequence[ParamInfo], states: Sequence[Ma
     return flat
 
 
-# Moving optimizer state and master weights to host memory and back, to free device memory for a while.
-
-
 _homes: WeakKeyDictionary[Optimizer, dict[Tensor, torch.device]] = WeakKeyDictionary()
 """Offloaded optimizers -> their parameters and the devices to return them to."""
 

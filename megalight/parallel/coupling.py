@@ -98,17 +98,14 @@ class Coupling:
         return [*micro_batches, *[emptied(micro_batches[-1])] * missing]
 
 
-# Check that the ranks that hold one model together got the same batch.
-#
-# Without this check training would continue silently, with tokens of one batch and labels of another.
-
-
 REPLICA_AXES = ("pp", "cp", "tp")
 """Mesh axes whose ranks must see the same batch."""
 
 
 def check_same(batch: Any, mesh: ParallelMesh, device: torch.device) -> None:
     """Compare a batch over the ranks of a replica; all of them call this.
+
+    Without this check training would continue silently, with tokens of one batch and labels of another.
 
     Raises:
         DataError: on all of them, if any rank got another batch.

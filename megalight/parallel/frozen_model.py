@@ -29,8 +29,6 @@ from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.source import Renamed, Source
 
-# Send tensors from ranks that hold them to ranks that need them, between two layouts of the same ranks.
-
 
 @dataclass(frozen=True)
 class TensorRoute:

@@ -127,9 +127,6 @@ def _named(wanted: str) -> Iterator[None]:
         c10d._hash_ranks_to_str = original
 
 
-# Ends a process that belongs to a process group: in time, and without an abort.
-
-
 FAILED = threading.Event()
 """Set after an error on this rank: there may be messages in flight that no other rank will ever answer."""
 

@@ -22,14 +22,13 @@ from megalight.parallel.shard import ShardSpec
 from megalight.parallel.splitter import Elsewhere, SplitOrigin, on_meta
 from megalight.parallel.tensor.split import take
 
-# Parameters with a device, but no memory yet, so that storage can be laid out before values exist.
-#
-# Such a parameter has its shape, dtype and device, so that optimizers can be created for it. All its elements are one
-# NaN in memory.
-
 
 def unmaterialized(like: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the same shape and dtype on ``device`` that uses the memory of one element."""
+    """Return a tensor of the same shape and dtype on ``device`` that uses the memory of one element.
+
+    Such a parameter has its shape, dtype and device, so that optimizers can be created for it. All its elements are
+    one NaN in memory.
+    """
     # Strides of 0: one element serves the whole shape. A single element has its memory anyway.
     return unknown(like, device) if like.numel() < 2 else _fill(like, (), device).expand(like.shape)
 

@@ -31,8 +31,6 @@ from megalight.parallel.pipeline.executor import Executor, ScheduleExecutor
 from megalight.parallel.pipeline.rank_schedule import Timetable
 from megalight.types import Loss, Totals, WithResults, inverse, mean
 
-# Sums over micro-batches, pipeline stages and ranks with different data: the same numbers on every rank.
-
 
 class Names(NamedTuple):
     """Names of totals.

@@ -167,11 +167,6 @@ VERSION_4 = Release(
 """flash-attn 4, for Hopper and Blackwell. It is written in CuTe and compiled at its first use."""
 
 
-# Blocks of ring attention, by release 4
-#
-# The package has no public function for the backward pass alone, so both are the functions behind its own autograd.
-
-
 BLOCKS_MODULE = "flash_attn.cute.interface"
 FORWARD, BACKWARD = f"{BLOCKS_MODULE}:_flash_attn_fwd", f"{BLOCKS_MODULE}:_flash_attn_bwd"
 COMMON = ("softmax_scale", "causal", "window_size_left", "window_size_right")
@@ -180,7 +175,11 @@ BLOCK_ARGUMENTS = {FORWARD: (*COMMON, *LENGTHS, "return_lse"), BACKWARD: (*COMMO
 
 
 def blocks_why_not(spec: AttentionBlockSpec) -> str | None:
-    """Return why it cannot serve a block, or None."""
+    """Return why it cannot serve a block, or None.
+
+    The package has no public function for the backward pass alone, so both are the functions behind its own
+    autograd.
+    """
     if (reason := heads_why_not(spec.dtype, spec.head_dim, spec.value_dim, WIDEST)) is not None:
         return reason
     if (reason := VERSION_4.package.why_not(spec.device, "attention of blocks", FORWARD, BACKWARD)) is not None:

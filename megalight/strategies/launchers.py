@@ -262,12 +262,6 @@ def _check_started(environment: ClusterEnvironment, devices: int, num_nodes: int
         )
 
 
-# Orphans: ranks end when rank 0, which started them, is killed
-#
-# A killed rank 0 cannot end its children. On GPUs they would wait for ever: an NCCL collective without rank 0 never
-# ends, and the store that its watchdog asks is gone.
-
-
 STARTED_BY = "MEGALIGHT_STARTED_BY"
 """Set for child processes: the id of rank 0's process, a colon, and the path of the mark."""
 
@@ -281,7 +275,11 @@ ORPHANS_GRACE_SECONDS = 3.0
 
 
 def announce() -> None:
-    """On rank 0, before it starts children: leave a mark that is removed at a normal exit and stays after a kill."""
+    """On rank 0, before it starts children: leave a mark that is removed at a normal exit and stays after a kill.
+
+    A killed rank 0 cannot end its children. On GPUs they would wait for ever: an NCCL collective without rank 0
+    never ends, and the store that its watchdog asks is gone.
+    """
     if STARTED_BY in os.environ and os.environ[STARTED_BY].startswith(f"{os.getpid()}:"):
         return
     handle, path = tempfile.mkstemp(prefix="megalight-rank0-")

@@ -33,9 +33,6 @@ from megalight.towers.colocated import ColocatedExecutor
 from megalight.towers.disjoint import FeatureReceiver, TowerRunner
 from megalight.towers.layout import check_tower, divided, part_of, tower_layout
 
-# What a vision tower in a layout of its own does not go with.
-
-
 ADAPTERS = LoRA, DoRA
 """Transforms that change each layer by itself, wherever it is."""
 
@@ -86,9 +83,6 @@ def check_tower_module(module: pl.LightningModule, what: str) -> None:
             f"the transform {type(strange[0]).__name__} with {what} is not supported, only adapters are; use "
             "MegatronStrategy."
         )
-
-
-# The base of strategies that give a vision tower a layout of its own.
 
 
 class TowersStrategy(MegatronStrategy):
@@ -316,9 +310,6 @@ class MegatronTowersStrategy(TowersStrategy):
     def register_strategies(cls, registry: Any) -> None:
         """Register the names for ``Trainer(strategy=...)``."""
         registry.register("megatron_towers", cls, "A vision tower on ranks of its own", override=True)
-
-
-# MegatronTowersBesideStrategy: a vision tower in a layout of its own, on the ranks of its language model.
 
 
 class MegatronTowersBesideStrategy(TowersStrategy):

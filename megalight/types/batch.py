@@ -13,8 +13,6 @@ from torch import Tensor
 from megalight.errors import ConfigurationError, DataError
 from megalight.types.packed_sequences import PackedSequences, check_length
 
-# Opaque values: CUDA graphs and recompute use them without a copy.
-
 
 class Opaque:
     """A base class for arguments that are compared by identity, whatever they hold.
@@ -22,9 +20,6 @@ class Opaque:
     Two calls have the same form only if both get the same object. Its tensors keep their addresses, and recorded work
     reads and writes them there.
     """
-
-
-# The loss of one micro-batch.
 
 
 Totals: TypeAlias = Mapping[str, tuple[Tensor, Tensor]]
@@ -80,9 +75,6 @@ def inverse(count: Tensor) -> Tensor:
     return count.reciprocal().masked_fill(count == 0, 0)
 
 
-# Cached teacher logits: the most likely next tokens.
-
-
 @dataclass(frozen=True, eq=False)
 class TopTokens:
     """For each token, the ``K`` most likely next ones of a teacher, and one bucket for all others.
@@ -105,9 +97,6 @@ class TopTokens:
     def stack(cls, rows: Sequence[TopTokens]) -> TopTokens:
         """Return those of several samples, along a new first dim."""
         return cls(*(torch.stack([getattr(row, name) for row in rows]) for name in ("ids", "log_probs", "log_rest")))
-
-
-# Cached hidden states of a base model, for the training of its draft.
 
 
 @dataclass(frozen=True, eq=False)
@@ -361,9 +350,6 @@ class TokenBatch:
 
     def _each_column(self, change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         return {name: change(column) for name, column in self.columns.items()}
-
-
-# A micro-batch with the outputs of frozen models.
 
 
 @dataclass(frozen=True, eq=False)

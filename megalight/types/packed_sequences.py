@@ -17,14 +17,13 @@ from torch import Tensor
 from megalight.errors import DataError
 from megalight.types.pages import Pages
 
-# Zigzag split of context parallelism: which share holds which position of a sequence.
-#
-# A sequence is cut into ``2 n`` equal chunks for ``n`` shares. Share ``r`` holds chunk ``r``, followed by chunk ``2 n
-# - 1 - r``. Under a causal mask an early chunk costs little and a late chunk costs much, so all shares cost the same.
-
 
 def check_length(length: int, size: int) -> None:
     """Check that a row of ``length`` tokens has at least one token per chunk.
+
+    A sequence is cut into ``2 n`` equal chunks for ``n`` shares. Share ``r`` holds chunk ``r``, followed by chunk
+    ``2 n - 1 - r``. Under a causal mask an early chunk costs little and a late chunk costs much, so all shares cost
+    the same.
 
     Raises:
         DataError: it has fewer than ``2 * size`` tokens.

@@ -30,9 +30,6 @@ from megalight.parallel.tensor.shared import gains_by_recording, steps_recorded,
 from megalight.strategies.megatron import MegatronStrategy
 from megalight.strategies.towers import MegatronTowersStrategy
 
-# Find the modules that are recorded one by one: layers, or blocks in them, of a model and of its vision tower.
-
-
 log = logging.getLogger(__name__)
 
 

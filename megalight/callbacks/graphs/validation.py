@@ -192,9 +192,6 @@ def of_parameter_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterat
         )
 
 
-# Watch a training step for what a replay would skip or freeze: logging, counters, attributes on the host.
-
-
 COUNTERS = ("global_step", "current_epoch")
 """Attributes of the trainer that change from step to step."""
 

@@ -15,9 +15,6 @@ from megalight.callbacks.profiling.profiler_window import check_ranks
 from megalight.callbacks.timing.step_timing import StepSpans, label
 from megalight.errors import ConfigurationError, MegalightError
 
-# Hooks that report the forward and backward pass of each layer to a listener.
-
-
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 

@@ -17,8 +17,6 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from megalight.callbacks.timing.step_timing import StepSpans, label
 from megalight.errors import ConfigurationError
 
-# Windows of steps on some ranks, for tools that are too expensive to run all the time.
-
 
 @dataclass(frozen=True)
 class StepWindow:

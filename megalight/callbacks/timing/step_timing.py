@@ -22,9 +22,6 @@ from megalight.errors import ConfigurationError, MegalightError
 from megalight.parallel.trace import Listener, listen
 from megalight.strategies.mesh_strategy import MeshStrategy
 
-# Timers by name and level.
-
-
 LEVELS: dict[str, int] = {
     "step": 0,
     "data": 0,
@@ -275,9 +272,6 @@ def check_level(level: int) -> int:
     if level not in (0, 1, 2):
         raise ConfigurationError(f"the timing level is {level}; it must be 0 (coarse), 1 or 2 (fine).")
     return level
-
-
-# Spans: the parts of a Lightning step.
 
 
 def label(name: str, where: dict[str, int]) -> str:

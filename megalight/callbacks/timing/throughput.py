@@ -316,9 +316,6 @@ class HostGather:
         return values  # type: ignore[return-value]
 
 
-# The time that a run needs to start.
-
-
 IMPORTED = time.time()
 """When this module was imported."""
 
@@ -352,9 +349,6 @@ def startup_spans(stamps: list[dict[str, float]]) -> dict[str, float]:
         "setup_s": last["train"] - last["fit"],
         "all_s": last["train"] - first,
     }
-
-
-# Stragglers: each rank beside the median of the other ranks of its pipeline stage.
 
 
 class RankWork(NamedTuple):

@@ -371,13 +371,6 @@ def _check_shapes(known: Family, config: Any, lora: LoRA, tensors: Mapping[str, 
         raise CheckpointError(f"the adapters in {where} do not fit the base {base}: {problem}. Name the right base.")
 
 
-# Adapters of experts
-#
-# Version 5 of ``transformers`` stacks the experts of a layer: ``gate_up_proj [E, 2 f, h]``, ``down_proj [E, h, f]``. A
-# folder that is written has a pair ``A, B`` for each projection of each expert, which ``peft`` stacks. A folder that
-# ``peft`` saved has one pair for a whole stack, which is cut here.
-
-
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 
 
@@ -391,6 +384,10 @@ MERGE = "Merge these adapters into their base with peft (merge_and_unload), and 
 @dataclass(frozen=True)
 class ExpertLayer:
     """A projection of an expert, a linear layer of its own in files of ``transformers``.
+
+    Version 5 of ``transformers`` stacks the experts of a layer: ``gate_up_proj [E, 2 f, h]``, ``down_proj [E, h,
+    f]``. A folder that is written has a pair ``A, B`` for each projection of each expert, which ``peft`` stacks. A
+    folder that ``peft`` saved has one pair for a whole stack, which is cut here.
 
     Attributes:
         stack: the path of our stack of experts.

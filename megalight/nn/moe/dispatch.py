@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from megalight.ops.permute import Permutation, permutation, permute, unpermute
 from megalight.ops.router import Routes
 
-# Numbers that the host needs from the device, such as the rows of each expert.
-
 
 class HostCounts:
     """Numbers ``[n]`` on their way from the device to the host, on the current stream."""

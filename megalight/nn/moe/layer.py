@@ -15,8 +15,6 @@ from megalight.nn.moe.experts import Experts
 from megalight.nn.moe.router import Router
 from megalight.ops.note import note_of, recipe_of
 
-# Run work on a side stream, beside the current CUDA stream.
-
 
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:

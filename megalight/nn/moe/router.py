@@ -21,8 +21,6 @@ from megalight.ops.note import save_input, saved_input
 from megalight.ops.permute import drop
 from megalight.ops.router import Routes, route
 
-# Noise on the input of a router.
-
 
 class Jitter(nn.Module):
     """In training, multiplies its input by random numbers from ``1 - p`` to ``1 + p``."""
@@ -40,9 +38,6 @@ class Jitter(nn.Module):
     def extra_repr(self) -> str:
         """Return the range, for printing."""
         return f"p={self.p}"
-
-
-# Loads of the experts over the micro-batches of a step so far.
 
 
 class RunningLoads:

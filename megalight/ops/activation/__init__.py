@@ -14,8 +14,6 @@ from megalight.errors import nearest
 from megalight.ops.common import lazy, select, serve_all, triton_why_not, wide
 from megalight.registry import Backend, BackendRegistry, remembered
 
-# Activations in plain torch. Half types are computed in float32 and rounded once, at the end.
-
 
 def _gelu(x: Tensor) -> Tensor:
     return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
@@ -67,9 +65,6 @@ def weighted(x: Tensor, kind: str, gates: bool, weights: Tensor | None, offset: 
     if weights is not None:
         y = y * weights.to(y.dtype).unsqueeze(-1)
     return y.to(x.dtype)
-
-
-# Activations with torch's own functions.
 
 
 TORCH_KINDS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -30,9 +30,6 @@ from megalight.ops.quantize.triton import (
 )
 from megalight.registry import Backend, BackendRegistry, remembered
 
-# Activations and their gradients as codes: one kernel reads the inputs, and writes codes both ways.
-
-
 FORWARD = {"TOKENS": 64, "FEATURES": 128, "num_warps": 8}
 BACKWARD = {"TOKENS": 64, "FEATURES": 64, "num_warps": 8}
 """Tokens and features of a program. A transposed row of a tile is as many bytes as it has tokens."""
@@ -350,9 +347,6 @@ def activation_of_quantized(x: Tensor, kind: str, gates: bool, backend: str = "a
     """
     out: Tensor = apply(_OfQuantized, x.contiguous(), kind, gates, backend, written)
     return out
-
-
-# Activations that keep their input in 8 bits for the backward pass.
 
 
 Function: TypeAlias = Callable[[Tensor, Tensor | None], Tensor]

@@ -223,9 +223,6 @@ def gated(x: Tensor, kind: str, measure: bool = False) -> Tensor:
     return _apply(x, kind, True, measure)
 
 
-# Gated activations of two tensors, as two linear layers return them: one kernel for each direction.
-
-
 @jit
 def _pair_forward(gate: Value, up: Value, y: Value, count: Value, KIND: constexpr, BLOCK: constexpr) -> None:
     # int64: tokens times features exceeds int32 for long batches.
@@ -286,9 +283,6 @@ def gated_pair(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     """``act(gate) * up``, element by element."""
     out: Tensor = apply(_GatedPair, gate, up, kind)
     return out
-
-
-# Activations times one weight per row: one kernel for the forward, one for both gradients.
 
 
 TILE = 2048

@@ -15,20 +15,6 @@ from megalight.ops.common import lazy, serve_all, triton_why_not, wide
 from megalight.ops.quantize.formats import DTYPES, Scheme
 from megalight.registry import Backend, BackendRegistry, remembered
 
-# Moments of Adam in 16 or 8 bits, rounded at random, so that small changes are not lost.
-#
-# A moment in 16 bits is bfloat16. One in 8 bits is a float of three mantissa bits, and blocks of :data:`MOMENT_BLOCK`
-# elements share the highest exponent that their codes reach. A first moment has a sign, and four bits for 16 octaves
-# below that exponent. A second moment has none: its root is stored, in 32 octaves, and is never rounded to 0, so that
-# no update is divided by 0.
-#
-# A value is rounded up with a probability that is its distance to the value below. The random number is a hash of the
-# value and of the step. So it needs no state, is the same on each device and in each layout, and a resumed run
-# repeats it. Without this, a second moment would never fall in 16 bits: 0.999 of it rounds back to all of it.
-#
-# All formats hold their values exactly in bfloat16, which is how checkpoints and other formats read them.
-
-
 MOMENT_BLOCK = 64
 """Elements that share an exponent. Parameters in flat buffers begin at multiples of it: no block has parts of two."""
 
@@ -45,7 +31,19 @@ MAGNITUDE = (1 << 31) - 1
 
 
 def exponents_like(codes: Tensor) -> Tensor:
-    """Make room for the exponents of codes: uint8, ``[ceil(n / MOMENT_BLOCK)]``, zero as all codes are at first."""
+    """Make room for the exponents of codes: uint8, ``[ceil(n / MOMENT_BLOCK)]``, zero as all codes are at first.
+
+    A moment in 16 bits is bfloat16. One in 8 bits is a float of three mantissa bits, and blocks of
+    :data:`MOMENT_BLOCK` elements share the highest exponent that their codes reach. A first moment has a sign, and
+    four bits for 16 octaves below that exponent. A second moment has none: its root is stored, in 32 octaves, and
+    is never rounded to 0, so that no update is divided by 0.
+
+    A value is rounded up with a probability that is its distance to the value below. The random number is a hash of
+    the value and of the step. So it needs no state, is the same on each device and in each layout, and a resumed
+    run repeats it. Without this, a second moment would never fall in 16 bits: 0.999 of it rounds back to all of it.
+
+    All formats hold their values exactly in bfloat16, which is how checkpoints and other formats read them.
+    """
     return torch.zeros(-(-codes.numel() // MOMENT_BLOCK), dtype=torch.uint8, device=codes.device)
 
 
@@ -126,9 +124,6 @@ def wrapped(number: int) -> int:
     return (number + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
-# Adam in plain torch: the exact reference, torch's fused kernel, and the fused kernel chunk by chunk for hosts.
-
-
 def reference_adam_step(
     param: Tensor,
     grad: Tensor,
@@ -167,9 +162,6 @@ def reference_adam_step(
     stored.copy_(param)
     if out is not None:
         out.copy_(param)
-
-
-# One Adam step with torch's fused kernels.
 
 
 def torch_adam_step(
@@ -217,18 +209,17 @@ def torch_adam_step(
         out.copy_(param)
 
 
-# One Adam step with torch's fused kernels, piece by piece: for hosts, and for moments or gradients in fewer bits.
-#
-# A piece is scaled or widened, updated, and rounded while it is in the caches of the cores. Whole tensors would take
-# the memory of a scaled gradient, which the host sets to zero in each step, and one more pass for every such change.
-
-
 SHARE = 1 << 17
 """Elements of a piece for each thread: 512 KiB per tensor, so that those of a step about fit into a core's cache."""
 
 
 def piece() -> int:
-    """Return the number of elements of a piece, a multiple of :data:`MOMENT_BLOCK`."""
+    """Return the number of elements of a piece, a multiple of :data:`MOMENT_BLOCK`.
+
+    A piece is scaled or widened, updated, and rounded while it is in the caches of the cores. Whole tensors would
+    take the memory of a scaled gradient, which the host sets to zero in each step, and one more pass for every such
+    change.
+    """
     return SHARE * torch.get_num_threads()
 
 
@@ -265,9 +256,6 @@ def chunked_adam_step(
         for second, (moment, each, values) in enumerate(zip(moments, shared, wide, strict=True)):
             if values is not moment:
                 write_moment(moment, each, values, bool(second), step)
-
-
-# Codes of updated parameters, which a step writes beside them.
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,6 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex_atten
 from megalight.ops.common import mask, wide
 from megalight.types import PackedSequences, to_device
 
-# Attention by ``scaled_dot_product_attention``: equally long sequences as one dense batch, others one by one.
-
 
 def sdpa_attention(
     q: Tensor,
@@ -104,12 +102,6 @@ def cudnn_attention(
     return out.transpose(1, 2).reshape(q.shape[0], q.shape[1], v.shape[-1])
 
 
-# Attention over packed sequences by torch's flash kernel, with windows and bottom-right causal masks.
-#
-# We call the operator behind ``torch.nn.attention.varlen`` directly: the public function changed its arguments
-# between torch 2.10 and 2.13 and has no dropout.
-
-
 def varlen_attention(
     q: Tensor,
     k: Tensor,
@@ -121,7 +113,11 @@ def varlen_attention(
     softcap: float | None,
     dropout: float,
 ) -> Tensor:
-    """Attention of all sequences in one kernel; causal masks align bottom-right."""
+    """Attention of all sequences in one kernel; causal masks align bottom-right.
+
+    We call the operator behind ``torch.nn.attention.varlen`` directly: the public function changed its arguments
+    between torch 2.10 and 2.13 and has no dropout.
+    """
     keys = sequences.keys or sequences
     # the kernel has one size of heads: values of latent attention, which are narrower, get features of 0
     missing = q.shape[-1] - v.shape[-1]
@@ -145,12 +141,6 @@ def varlen_attention(
     return out[..., :-missing] if missing else out
 
 
-# Attention by torch's flex attention, a compiled kernel with any function of the scores: it serves soft caps.
-#
-# The pack is one row of ``T`` tokens. A mask of blocks keeps sequences apart, and blocks of which nothing is seen
-# cost nothing. It is made once for all layers of a pass that see the same.
-
-
 def flex_attention(
     q: Tensor,
     k: Tensor,
@@ -162,7 +152,11 @@ def flex_attention(
     softcap: float | None,
     dropout: float,
 ) -> Tensor:
-    """Attention of all sequences in one kernel."""
+    """Attention of all sequences in one kernel.
+
+    The pack is one row of ``T`` tokens. A mask of blocks keeps sequences apart, and blocks of which nothing is seen
+    cost nothing. It is made once for all layers of a pass that see the same.
+    """
     visible = _visible(sequences.lengths, causal, window, q.device)
     # `[1, H, T, D]`
     query, key, value = (x.transpose(0, 1)[None] for x in (q, k, v))
@@ -214,9 +208,6 @@ def _visible(lengths: tuple[int, ...], causal: bool, window: int | None, device:
             return seen
 
         return _on(device.type)[0](sees, None, None, tokens, tokens, device=device)
-
-
-# Attention in plain torch with explicit masks, for any dtype. Half types are computed in float32.
 
 
 def softmax(scores: Tensor, sink: Tensor | None) -> Tensor:

@@ -32,9 +32,6 @@ from megalight.ops.common import apply, once_differentiable
 from megalight.ops.jit import Value, constexpr, jit, tl
 from megalight.types import PackedSequences
 
-# The forward pass of attention in Triton.
-
-
 FORWARD: dict[str, Any] = {"ROWS": 64, "KEYS": 64, "num_warps": 4, "num_stages": 3}
 """Queries of a program, and keys of one of its steps. Two programs share an SM: one multiplies while another
 takes exponentials."""

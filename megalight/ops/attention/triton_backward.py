@@ -276,15 +276,11 @@ def of_keys(
     return grad_k, grad_v
 
 
-# The gradients of keys and values, for heads of 64 and 128 features.
-#
 # Scores lie as keys times queries, so that what comes of them is a left factor in registers as it is, and blocks are
 # loaded from matrices of two dimensions. Queries that see all keys of a block are in a loop without a mask, and all
 # the others in a second one. Both go over all heads of a group, as each loop begins with loads that nothing hides:
 # with loops for each head and each edge there were twelve for four heads. Almost nothing spills, and two programs
 # share an SM.
-
-
 BLOCKS: dict[str, Any] = {"ROWS": 64, "KEYS": 64, "num_warps": 4, "num_stages": 2}
 """Keys of a program, and queries of one of its steps."""
 

@@ -74,9 +74,6 @@ class _Sunk(torch.autograd.Function):
         return (*(part.flatten(0, 1) for part in found), grad_sink, None, None)
 
 
-# Chunked attention (Llama 4): every chunk is a sequence of its own, so any backend can serve.
-
-
 def chunked(sequences: PackedSequences, chunk: int) -> tuple[PackedSequences, Tensor | None]:
     """Cut sequences at multiples of ``chunk`` tokens.
 
@@ -125,13 +122,6 @@ def _with_keys(
         return replace(PackedSequences.of_lengths(queries, device), keys=described), rows
 
 
-# Bidirectional runs in causal attention (Gemma-3's images), built from two blocks.
-#
-# The first block is causal attention. The second has the pairs that it lacks: tokens with the later ones of their
-# run. In reverse order these are causal, too, so the kernels of causal blocks serve both. The blocks are merged by
-# their log-sum-exps, as in ring attention.
-
-
 def mutual_attention(
     q: Tensor,
     k: Tensor,
@@ -145,6 +135,10 @@ def mutual_attention(
     window: int | None = None,
 ) -> Tensor:
     """Causal attention within each sequence, and attention to later tokens of the same run.
+
+    The first block is causal attention. The second has the pairs that it lacks: tokens with the later ones of their
+    run. In reverse order these are causal, too, so the kernels of causal blocks serve both. The blocks are merged
+    by their log-sum-exps, as in ring attention.
 
     Args:
         q: ``[Tq, H, D]``.

@@ -21,14 +21,6 @@ def packed(q: Tensor, k: Tensor) -> PackedSequences:
     return queries if q.shape[1] == k.shape[1] else replace(queries, keys=packed(k, k))
 
 
-# Dense blocks by cuDNN. On Hopper it is nearly twice as fast as torch's flash kernel.
-#
-# We call the operators behind ``scaled_dot_product_attention`` directly, because they return and take the log-sum-
-# exp. cuDNN accepts any strides, so views into larger tensors need no copy. torch caches cuDNN's kernels by the
-# strides of queries, keys and values only. So the output, its gradient and the log-sum-exp must always have one
-# layout: we make them contiguous. They already are, unless a caller cuts a batch along its sequences.
-
-
 aten = torch.ops.aten
 
 
@@ -41,7 +33,13 @@ def cudnn_forward(
     scale: float | None,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of a block; tensors ``[B, S, H, D]`` are viewed as ``[B, H, S, D]``."""
+    """Output and log-sum-exp of a block; tensors ``[B, S, H, D]`` are viewed as ``[B, H, S, D]``.
+
+    We call the operators behind ``scaled_dot_product_attention`` directly, because they return and take the
+    log-sum- exp. cuDNN accepts any strides, so views into larger tensors need no copy. torch caches cuDNN's kernels
+    by the strides of queries, keys and values only. So the output, its gradient and the log-sum-exp must always
+    have one layout: we make them contiguous. They already are, unless a caller cuts a batch along its sequences.
+    """
     query, key, value = (t.transpose(1, 2) for t in (q, k, v))
     # `True` asks for the log-sum-exp, which the merge and the backward need; 0.0 is the dropout.
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, causal, scale=scale)
@@ -70,9 +68,6 @@ def cudnn_backward(
     )  # fmt: skip
     grad_q, grad_k, grad_v = (t.transpose(1, 2) for t in grads)
     return grad_q, grad_k, grad_v
-
-
-# Blocks by torch's flash kernel, dense or packed.
 
 
 def _packing(q: Tensor, k: Tensor, sequences: PackedSequences | None) -> tuple[Any, ...]:
@@ -143,9 +138,6 @@ def varlen_backward(
     rows = (t[0] for t in tensors)
     grads = aten._flash_attention_backward(*rows, *packing, 0.0, plain, no_dropout, no_dropout, **options)
     return grads[0][None], grads[1][None], grads[2][None, ..., :value_dim]
-
-
-# Blocks in plain torch with the whole score matrix, for any dtype. Half types are computed in float32.
 
 
 def _sequences(tensor: Tensor, lengths: tuple[int, ...] | None) -> Iterator[Tensor]:

@@ -14,8 +14,6 @@ from megalight.ops.cross_entropy import chunked
 from megalight.ops.cross_entropy.chunked import Combine, CrossEntropyKernels
 from megalight.registry import Backend, BackendRegistry, remembered
 
-# Linear layer and cross entropy with all logits in float32 or wider. It takes much memory; tests use it.
-
 
 def reference_linear_cross_entropy(
     hidden: Tensor,
@@ -49,9 +47,6 @@ def reference_linear_cross_entropy(
     if combine is not None:
         logsumexp, target = combine(logsumexp, target)
     return (logsumexp - target).masked_fill(labels < 0, 0.0)
-
-
-# The row-wise parts of cross entropy in plain torch.
 
 
 BLOCK = 1 << 24

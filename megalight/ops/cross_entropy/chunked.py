@@ -15,19 +15,17 @@ from megalight.ops.common import once_differentiable, wide
 from megalight.ops.linear import weight_gradient
 from megalight.ops.parameter import main_grad_of, put, state_of
 
-# Products with the weight of a vocabulary: logits forward, and the gradients of hidden states and weight backward.
-#
-# Vocabularies often have an odd number of rows (GPT-2: 50,257). The libraries then take kernels for unaligned
-# matrices, which are up to eight times slower, although rows of the logits start at aligned addresses. So on a GPU
-# the rows beyond the last multiple of :data:`ALIGNED` have a small product of their own.
-
-
 ALIGNED = 64
 """Rows of the vocabulary that fast kernels take a multiple of: 128 bytes of logits in half precision."""
 
 
 def blocks(rows: int) -> list[slice]:
-    """Divide rows of the vocabulary into an aligned block and the rest. An empty one is left out."""
+    """Divide rows of the vocabulary into an aligned block and the rest. An empty one is left out.
+
+    Vocabularies often have an odd number of rows (GPT-2: 50,257). The libraries then take kernels for unaligned
+    matrices, which are up to eight times slower, although rows of the logits start at aligned addresses. So on a
+    GPU the rows beyond the last multiple of :data:`ALIGNED` have a small product of their own.
+    """
     even = rows - rows % ALIGNED
     return [slice(start, end) for start, end in ((0, even), (even, rows)) if start < end]
 
@@ -273,9 +271,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 yield part, logits
 
         return (*propagate(hidden, weight, bias, ctx.needs_input_grad[:3], slopes()), None, None, None, None)
-
-
-# The most likely token of a linear layer, a chunk of tokens at a time, so that only few logits exist at once.
 
 
 Choose: TypeAlias = Callable[[Tensor, Tensor], Tensor]

@@ -26,8 +26,6 @@ from megalight.ops.common import apply, once_differentiable
 from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, tl
 from megalight.types import PackedSequences
 
-# What the Triton kernels of recurrent mixers share: loads of a chunk of tokens, and decays between them.
-
 
 @jit
 def load_rows(pointer: Value, stride: Value, token: Value, tokens: Value, width: Value, BLOCK: constexpr) -> Value:

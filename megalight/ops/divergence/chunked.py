@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from megalight.ops.divergence import Projection
 
 
-# The row-wise parts of a divergence in plain torch.
-
-
 def _capped(logits: Tensor, softcap: float | None) -> Tensor:
     logits = logits.to(wide(logits.dtype))
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)

@@ -53,9 +53,6 @@ KINDS: dict[str, Kind] = {
 """Name -> divergence."""
 
 
-# What a backend of the divergence computes, row by row.
-
-
 @dataclass(frozen=True)
 class Measure:
     """What is measured on rows of logits.

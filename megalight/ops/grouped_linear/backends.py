@@ -14,8 +14,6 @@ from megalight.ops.linear import weight_gradient
 from megalight.ops.parameter import put
 from megalight.registry import Backend, BackendRegistry, remembered
 
-# Grouped GEMMs in plain torch, one expert after the other. Half types are computed in float32.
-
 
 def groups(offsets: Tensor, sizes: Sequence[int] | None) -> Iterator[tuple[int, slice]]:
     """Yield each expert's index and its rows. Without ``sizes``, the host waits for the offsets.
@@ -49,9 +47,6 @@ def reference_accumulate(
     dtype = torch.promote_types(wide(grad_y.dtype), main_grad.dtype)
     for expert, rows in groups(offsets, sizes):
         put(main_grad[expert], grad_y[rows].to(dtype).T @ x[rows].to(dtype), write)
-
-
-# Grouped GEMMs of torch: all groups at once, or a loop over the groups.
 
 
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor, sizes: Sequence[int] | None, transposed: bool) -> Tensor:

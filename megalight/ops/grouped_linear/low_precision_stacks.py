@@ -26,8 +26,6 @@ from megalight.ops.quantize.recipes import QuantizationRecipe
 from megalight.ops.scaled_accumulate import accumulate_groups
 from megalight.ops.scaled_mm import Factors, multiply_groups
 
-# The expert of each row of grouped rows. All casts of a layer ask for it, and get it from the first one.
-
 
 class ExpertsOfRows(NamedTuple):
     """The expert of each row.
@@ -195,9 +193,6 @@ def _largest(x: Tensor, dim: int) -> Tensor:
     return found.float()
 
 
-# Grouped GEMMs in 8 bits with the library's products, one expert after the other. Casts are of all experts.
-
-
 class Apart(StackPrecision):
     """Multiplies large experts one by one, with codes that were cast all at once.
 
@@ -286,9 +281,6 @@ def _one_per_group(scales: Tensor, offsets: Tensor) -> Tensor:
     return scales[starts.clamp(max=scales.shape[0] - 1)].repeat(1, 4)
 
 
-# Whether a device has the products of experts one by one. They read parts of matrices, which a library may refuse.
-
-
 _log = logging.getLogger(__name__)
 
 SIZES, IN, OUT = (5, 21, 40), 128, 96
@@ -329,9 +321,6 @@ def products(recipe: QuantizationRecipe, device: torch.device, emulate: bool) ->
     out = torch.ones(weight.shape, device=device)
     apart.accumulate(out, grads, x_t, write=False)
     return [y.float(), apart.input_gradient(grads, weight).float(), out]
-
-
-# Grouped GEMMs in 8 bits of all experts at once. The host does not wait for the numbers of their rows.
 
 
 LARGE_ONE_SCALE, LARGE = 2e10, 1e11

@@ -20,8 +20,6 @@ from megalight.ops.quantize import quantize, tile_amax
 from megalight.ops.quantize.formats import Quantized, Scheme
 from megalight.registry import Backend, BackendRegistry, remembered
 
-# Grouped GEMMs of codes in plain torch, one group after the other, in float64. The host waits for the offsets.
-
 
 def columns(x: Tensor, scheme: Scheme, offsets: Tensor | None, amax: Tensor | None) -> Quantized:
     """Implement ``columns_of_groups``; with a stack of matrices and no offsets, ``columns_of_stack``."""

@@ -40,9 +40,6 @@ from megalight.ops.scaled_accumulate import SCALED_ACCUMULATE, scaled_accumulate
 from megalight.ops.scaled_mm import SCALED_MM, ScaledMatmulSpec, scaled_mm
 from megalight.registry import Registry
 
-# What all layers with GEMMs in 8 or 4 bits share: optimizer steps, and the seed of stochastic rounding.
-
-
 Reduce = Callable[[Tensor], None]
 """All-reduces the maximum over some ranks, in place."""
 

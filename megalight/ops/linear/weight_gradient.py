@@ -19,9 +19,6 @@ from megalight.ops.parameter import main_grad_of, put, state_of
 from megalight.ops.quantize import Quantized
 from megalight.registry import Backend, BackendRegistry, remembered
 
-# ``main_grad += grad_y^T x`` in one kernel: half-precision operands, float32 sums, no temporary.
-
-
 TILE = {"BLOCK_OUT": 128, "BLOCK_IN": 256, "BLOCK_TOKENS": 64, "GROUP": 8, "num_warps": 8, "num_stages": 4}
 """Shape of an output tile, tokens per step, and number of tile rows that share operands in the L2 cache."""
 
@@ -215,12 +212,6 @@ def add_weight_gradient(weight: Tensor, grad_y: Tensor, x: Tensor | Quantized) -
     state.mark_grad_ready()
 
 
-# Deferred weight gradients, so that backward passes return input gradients sooner (zero-bubble schedules).
-#
-# Schedules that split a backward pass in two (https://arxiv.org/abs/2401.10241) need this. The previous pipeline
-# stage waits only for the input gradient, and weight gradients fill time that would be idle.
-
-
 Begin: TypeAlias = Callable[[], Callable[[], Any]]
 """Starts to get an input (by a collective, for example); the returned function waits for it. The input is a tensor, or
 cast."""
@@ -231,6 +222,9 @@ Add: TypeAlias = Callable[[Tensor, Tensor, Any], None]
 
 class WeightGradients:
     """A queue of weight gradients that are still to be computed, first in, first out.
+
+    Schedules that split a backward pass in two (https://arxiv.org/abs/2401.10241) need this. The previous pipeline
+    stage waits only for the input gradient, and weight gradients fill time that would be idle.
 
     Each entry holds the output gradient of a linear layer and its input, or this rank's share of it. The rest of the
     graph is freed. All work runs on the current stream, so call :meth:`run` on the stream of the backward pass.

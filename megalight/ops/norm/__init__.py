@@ -12,8 +12,6 @@ from torch import Tensor
 from megalight.ops.common import lazy, select, serve_all, triton_why_not, whole_why_not, wide
 from megalight.registry import Backend, BackendRegistry, remembered
 
-# Norms in plain torch. Half types are computed in float32 and rounded once, at the end.
-
 
 def reference_rms_norm(
     x: Tensor, weight: Tensor, eps: float, average: Callable[[Tensor], Tensor] | None = None
@@ -50,9 +48,6 @@ def of_sum(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
 
 reference_add_rms_norm = of_sum(reference_rms_norm)
 reference_add_layer_norm = of_sum(reference_layer_norm)
-
-
-# Norms with torch's own fused functions.
 
 
 def torch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -14,8 +14,6 @@ from megalight.ops.common import HALF, cuda_why_not, lazy, serve_all, triton_why
 from megalight.registry import Backend, BackendRegistry, remembered
 from megalight.types import Pages
 
-# The reference. Shapes follow from bounds on the host, so a step can be recorded.
-
 
 def reference_paged_attention(
     q: Tensor,

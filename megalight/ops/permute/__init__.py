@@ -12,8 +12,6 @@ from torch import Tensor
 from megalight.ops.common import lazy, serve_all, triton_why_not, wide
 from megalight.registry import Backend, BackendRegistry, remembered
 
-# Where rows of tokens stand when they are grouped by expert.
-
 
 @dataclass(frozen=True, eq=False)
 class Permutation:

@@ -26,12 +26,6 @@ from megalight.ops.quantize.formats import Quantized as Quantized
 from megalight.ops.quantize.formats import Scheme as Scheme
 from megalight.registry import Backend, BackendRegistry, remembered
 
-# A fixed random rotation of sixteen neighboring elements: a Hadamard matrix with random signs.
-#
-# It is orthogonal, so ``(a H)(b H)^T = a b^T``. It spreads an outlier over sixteen elements, so that fewer of the
-# others round to 0. See https://arxiv.org/abs/2509.25149, section 4.2.
-
-
 SIZE = 16
 SIGNS = (1, -1, 1, 1, -1, -1, 1, -1, 1, 1, -1, 1, -1, -1, -1, 1)
 """Drawn once: according to the paper, one choice for all layers and steps is as good as many."""
@@ -39,7 +33,11 @@ SIGNS = (1, -1, 1, 1, -1, -1, 1, -1, 1, 1, -1, 1, -1, -1, -1, 1)
 
 @lru_cache(maxsize=8)
 def rotation(device: torch.device) -> Tensor:
-    """Return the rotation ``[16, 16]``: orthogonal, float32."""
+    """Return the rotation ``[16, 16]``: orthogonal, float32.
+
+    It is orthogonal, so ``(a H)(b H)^T = a b^T``. It spreads an outlier over sixteen elements, so that fewer of the
+    others round to 0. See https://arxiv.org/abs/2509.25149, section 4.2.
+    """
     matrix = torch.ones(1, 1)
     while len(matrix) < SIZE:
         # Sylvester's construction.

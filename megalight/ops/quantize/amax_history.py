@@ -16,9 +16,6 @@ from megalight.ops.jit import Value, constexpr, jit, next_power, tl
 from megalight.ops.note import Magnitudes, Note, annotate
 from megalight.ops.quantize import amax_of
 
-# One program that keeps the largest of some magnitudes.
-
-
 BLOCK = 4096
 """Magnitudes that are read at once."""
 
@@ -37,9 +34,6 @@ def triton_record_largest(kept: Tensor, magnitudes: Tensor) -> None:
     count = magnitudes.numel()
     block = min(BLOCK, next_power(count))
     _record_kernel[(1,)](kept, magnitudes.contiguous(), count, BLOCK=block, num_warps=max(1, min(8, block // 512)))
-
-
-# The largest of some magnitudes, kept where an earlier one stands if it is larger.
 
 
 def record_largest(kept: Tensor, magnitudes: Tensor) -> None:
@@ -234,9 +228,6 @@ class AmaxHistory:
             known = torch.stack([past for past, _, _ in alike]).amax(1)
             found = torch.where(known > 0, known, torch.stack([otherwise for _, otherwise, _ in alike])) * factor
             torch._foreach_copy_([covers for _, _, covers in alike], list(found.unbind()))
-
-
-# Largest magnitudes of tensors that the kernels which made them have found, so that casts need not search for them.
 
 
 def annotate_amax(x: Tensor, parts: Tensor) -> Tensor:

@@ -106,9 +106,6 @@ def e8m0_value(scale: Tensor) -> Tensor:
     return torch.where(code == 255, torch.nan, value)
 
 
-# Quantized matrices: codes and scales, and the scheme that says which elements share a scale.
-
-
 class Scheme(NamedTuple):
     """How to quantize a matrix ``[R, K]`` that a product contracts over ``K``.
 

@@ -14,8 +14,6 @@ from megalight.ops.rotary.frequencies import RotaryScaling as RotaryScaling
 from megalight.ops.rotary.frequencies import rotary_table as rotary_table
 from megalight.registry import Backend, BackendRegistry, remembered
 
-# Rotary embedding in plain torch.
-
 
 def reference_apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Rotate the first ``2 * cos.shape[-1]`` features of ``x [T, H, D]``. Half types are computed in float32."""

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from megalight.errors import ConfigurationError, nearest
 
-# Rotary embedding over several axes: which pair of features turns with the position on which axis.
-
 
 @dataclass(frozen=True)
 class RotaryAxes:
@@ -71,9 +69,6 @@ class RotaryAxes:
             for turn in range(self.sections[axis]):
                 pairs[turn * len(axes) + axis] = axis
         return tuple(pairs)
-
-
-# Scalings of rotary frequencies for contexts that are longer than in the original training.
 
 
 @dataclass(frozen=True)

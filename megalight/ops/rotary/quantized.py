@@ -24,9 +24,6 @@ from megalight.ops.quantize.triton import (
 from megalight.ops.rotary import rotate_qkv
 from megalight.registry import Backend, BackendRegistry, remembered
 
-# The gradient of a packed projection as codes: gradients of its heads are read once, and codes written both ways.
-
-
 TOKENS = 32
 """Tokens of a program."""
 TOGETHER = 8

@@ -14,9 +14,6 @@ from megalight.errors import nearest
 from megalight.ops.common import lazy, serve_all, triton_why_not, wide
 from megalight.registry import Backend, BackendRegistry, remembered
 
-# How experts are scored and chosen, and what a router returns.
-
-
 SCORES = ("softmax", "sigmoid")
 """Names of the score functions."""
 

@@ -106,9 +106,6 @@ SCALED_ACCUMULATE.register(Backend("triton", _TRITON, 10, _triton_why_not))
 SCALED_ACCUMULATE.register(Backend("reference", _reference, 0, serve_all))
 
 
-# ``out[e] += a_e b_e^T`` for the groups of columns of two casts: 8-bit weight gradients of experts.
-
-
 def accumulate_groups(
     out: Tensor,
     a: Quantized,

@@ -43,9 +43,6 @@ def bounded_decays(to: Value, since: Value) -> Value:
     return tl.exp2(tl.minimum(to - since, 0.0))
 
 
-# The decays of all chunks, from the step sizes.
-
-
 @jit
 def softplus(x: Value) -> Value:
     """Return ``log(1 + exp(x))`` with the digits of small results."""
@@ -170,9 +167,6 @@ def grad_decays(
     tl.store(target, grad_step.to(grad_dt.dtype.element_ty), mask=inside)
 
 
-# The states between chunks: one pass over time, with the state in registers.
-
-
 @jit
 def _pass(
     x: Value,
@@ -275,9 +269,6 @@ def pass_states(
         )
 
 
-# The outputs of a chunk, from its tokens and from the states before it.
-
-
 @jit
 def outputs(
     x: Value,
@@ -328,9 +319,6 @@ def outputs(
         out = tl.dot(weight.to(value.dtype), value, out, input_precision="ieee")
         out += factor * value.to(tl.float32)
         store_block(y + (first * heads + head) * size, heads * size, left, size, out, CHUNK, SIZE)
-
-
-# Gradients of a chunk's inputs, and of the products of its keys and queries.
 
 
 @jit
@@ -420,9 +408,6 @@ def grad_inputs(
         grad_pairs + (chunk.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * CHUNK * CHUNK,
         *(CHUNK, CHUNK, CHUNK, tl.where(seen, shared, 0.0), CHUNK, CHUNK),
     )
-
-
-# Gradients of a chunk's keys and queries, which the heads of a group share.
 
 
 @jit

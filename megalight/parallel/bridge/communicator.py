@@ -29,8 +29,6 @@ from megalight.parallel.groups import new_group
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.messages import Message, as_bytes, receive_text, send_text
 
-# Checks of messages and gradients before they are sent.
-
 
 def spec_of(name: str, tensor: Tensor, batch_dim: int | Mapping[str, int], device: torch.device) -> TensorSpec:
     """Return the spec of a tensor.

@@ -98,9 +98,6 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# Transfers between the two sides: headers between hosts, rows of tensors as bytes.
-
-
 Rows = Mapping[str, Sequence[int]]
 """Name of a tensor -> number of its rows for each peer."""
 

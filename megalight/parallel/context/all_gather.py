@@ -24,18 +24,16 @@ from megalight.parallel.collectives import all_gather, start_all_gather, start_r
 from megalight.parallel.context.spec import ContextGroups, ContextSpec
 from megalight.types import ContextShare, PackedSequences, to_device
 
-# All-gather of keys and values for equally long sequences, with dense kernels that overlap with the gather.
-#
-# A chunk of queries sees all keys before the chunk, and its own keys up to each query. These two blocks are merged by
-# their log-sum-exps (:mod:`megalight.ops.attention_merge`), so kernels without a bottom-right mask can serve. The
-# block of a chunk with its own keys needs no other share and runs during the gather. Gathered keys are freed after
-# the forward. The backward gathers them again during one such block, and reduce-scatters their gradients during the
-# other.
-
 
 @dataclass(frozen=True, eq=False)
 class GatherBlocks:
     """The blocks that a rank computes.
+
+    A chunk of queries sees all keys before the chunk, and its own keys up to each query. These two blocks are
+    merged by their log-sum-exps (:mod:`megalight.ops.attention_merge`), so kernels without a bottom-right mask can
+    serve. The block of a chunk with its own keys needs no other share and runs during the gather. Gathered keys are
+    freed after the forward. The backward gathers them again during one such block, and reduce-scatters their
+    gradients during the other.
 
     Attributes:
         batch: number of sequences.

@@ -191,14 +191,11 @@ class HeadShare(AllTokens):
         return parts
 
 
-# Attention between packed rows that context-parallel ranks hold in equal runs, wherever sequences begin and end.
-#
-# Rows of images need no causal order, so a share need not be made of parts of every sequence. A rank exchanges its
-# rows of all heads for all rows of its heads. Attention then is the ordinary one, inside images or windows.
-
-
 class RowAttention(nn.Module):
     """Attention of this rank's run of rows.
+
+    Rows of images need no causal order, so a share need not be made of parts of every sequence. A rank exchanges
+    its rows of all heads for all rows of its heads. Attention then is the ordinary one, inside images or windows.
 
     Args:
         inner: attention for one device.

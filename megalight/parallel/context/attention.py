@@ -17,16 +17,15 @@ from megalight.parallel.context.spec import ContextGroups, ContextSpec
 from megalight.registry import Backend, BackendRegistry
 from megalight.types import ContextShare, PackedSequences
 
-# Two levels: all-to-all over heads between neighbors, and a ring between groups of neighbors.
-#
-# See https://arxiv.org/abs/2405.07719. With ``cp = inner * outer`` ranks, the all-to-all runs between ``inner``
-# neighbors, for example of one host, so only ``inner`` must divide the heads. It joins their shares to one larger
-# share, and the ring has ``outer`` steps instead of ``cp``. Chunks of neighboring ranks are neighbors in the
-# sequence, so the joint share is again a zigzag share, one of ``outer``.
-
 
 def why_not(spec: ContextSpec) -> str | None:
-    """Return why it cannot serve a layer, or None: ``inner`` must divide ``cp`` and the heads; the ring must serve."""
+    """Return why it cannot serve a layer, or None: ``inner`` must divide ``cp`` and the heads; the ring must serve.
+
+    See https://arxiv.org/abs/2405.07719. With ``cp = inner * outer`` ranks, the all-to-all runs between ``inner``
+    neighbors, for example of one host, so only ``inner`` must divide the heads. It joins their shares to one larger
+    share, and the ring has ``outer`` steps instead of ``cp``. Chunks of neighboring ranks are neighbors in the
+    sequence, so the joint share is again a zigzag share, one of ``outer``.
+    """
     if spec.inner is None:
         return "needs the size of its all-to-all; set ContextOptions.inner"
     if spec.cp % spec.inner or spec.inner == spec.cp:
@@ -72,9 +71,6 @@ def _joint(share: ContextShare, size: int) -> tuple[PackedSequences, Tensor]:
     together = PackedSequences.of_lengths(joint.lengths, joint.device)
     neighbors = ContextShare(share.rank % size, size, together, joint.lengths)
     return replace(joint, context=context), neighbors.order
-
-
-# The registry of kinds of context-parallel attention. Each kind is a file with ``attend`` and ``why_not``.
 
 
 Attend = Callable[..., Tensor]
@@ -195,15 +191,12 @@ class ContextAttention(nn.Module):
         return f"kind={self.kind}, cp={self.groups.mesh.cp}"
 
 
-# Attention of a draft model under context parallelism.
-#
-# The real tokens that a guess sees lie in all shares: their keys and values are gathered once, in the first step.
-# Earlier guesses at a place are on the rank that holds the place, so later steps need no message
-# (:mod:`megalight.ops.draft_attention`).
-
-
 class ContextDraftAttention(nn.Module):
     """Attention of this rank's places to the real tokens of all shares, and to the guesses at these places.
+
+    The real tokens that a guess sees lie in all shares: their keys and values are gathered once, in the first step.
+    Earlier guesses at a place are on the rank that holds the place, so later steps need no message
+    (:mod:`megalight.ops.draft_attention`).
 
     Args:
         inner: attention for one device.

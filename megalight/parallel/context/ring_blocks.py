@@ -26,14 +26,12 @@ from torch import Tensor
 
 from megalight.types import ContextShare, PackedSequences
 
-# Which pairs of chunks see each other where a query sees only near keys: windows, and chunks of attention (Llama 4).
-#
-# A sequence has ``2 n`` chunks of ``length`` tokens, of which a rank holds two. Below, queries are those of chunk
-# ``q``, and keys are those of chunk ``k <= q``. Their distance is ``q - k`` chunks.
-
 
 class Band(NamedTuple):
     """Queries and keys of two chunks that see each other.
+
+    A sequence has ``2 n`` chunks of ``length`` tokens, of which a rank holds two. Below, queries are those of chunk
+    ``q``, and keys are those of chunk ``k <= q``. Their distance is ``q - k`` chunks.
 
     Attributes:
         queries: range of queries, from the beginning of their chunk.

@@ -84,9 +84,6 @@ class ContextGroups:
         return self
 
 
-# Selecting rows of a tensor, and putting them back. Each is the gradient of the other.
-
-
 def take(x: Tensor, rows: Tensor) -> Tensor:
     """Return ``x[rows]``. All ``rows`` must be different: the gradient is a copy, where indexing would accumulate."""
     taken: Tensor = _Take.apply(x, rows)  # type: ignore[no-untyped-call]

@@ -76,9 +76,6 @@ class TransportChoice:
         return None if reason is None else f"the other way {reason}"
 
 
-# Side streams: communication and copies run there, and only streams wait, never the host.
-
-
 def side_stream(device: torch.device, needed: bool = True, urgent: bool = False) -> SideStream | None:
     """Return a stream beside the computation on ``device``; None on a CPU, where nothing runs beside it.
 
@@ -149,9 +146,6 @@ class SideStream:
 
 def _wait_event(event: torch.cuda.Event, device: torch.device) -> None:
     torch.cuda.current_stream(device).wait_event(event)
-
-
-# NCCL user buffers: registered memory that NCCL sends and receives without copies.
 
 
 Registration = Literal["off", "local", "symmetric"]

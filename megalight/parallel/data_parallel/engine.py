@@ -117,15 +117,13 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-# The process groups over which buckets of one kind are sent.
-#
-# Their communicators are for data parallelism alone. A communicator sends one message after the other, and buckets
-# take long: what the next layer waits for (counts of tokens, keys of other ranks, sums) would queue behind all of
-# them.
-
-
 def groups_of(kind: BucketKey, max_ctas: int | None, purpose: str = "data parallelism") -> Groups:
-    """Return the process groups of the buckets of a kind, over communicators for this purpose alone."""
+    """Return the process groups of the buckets of a kind, over communicators for this purpose alone.
+
+    Their communicators are for data parallelism alone. A communicator sends one message after the other, and
+    buckets take long: what the next layer waits for (counts of tokens, keys of other ranks, sums) would queue
+    behind all of them.
+    """
     made: dict[tuple[int, ...], ProcessGroup | None] = {}
 
     def group(*axes: str) -> ProcessGroup | None:

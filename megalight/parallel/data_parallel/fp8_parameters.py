@@ -192,9 +192,6 @@ class FP8Parameters:
         return Coded(own, precision.recipe.weight, amax[number], rounded, told)
 
 
-# Codes and scales of the frozen weights of a unit, end to end as bytes: they are sharded and gathered as such.
-
-
 PART_ALIGNMENT = 256
 """Alignment of codes and of scales in bytes, so that kernels may read any dtype there."""
 

@@ -23,13 +23,6 @@ from megalight.parallel.peers import driver
 from megalight.parallel.peers.memory import Flag, PeerCopyStream, PeerMemory, PeerSlot
 from megalight.parallel.peers.spin import Watch
 
-# Gather parameters by copy engines: each rank pushes its shard into the memory of its peers.
-#
-# Copies occupy no SM, so the computation beside them keeps all of them. The memory is symmetric
-# (:mod:`megalight.parallel.peers`): buffers that units use in turn, or whole parameters. A rank may push into a
-# buffer once its owner no longer computes with the unit that was there, or with the last values of the parameters.
-# All ranks gather in the same order, so each wait is for something that the peer has queued before its own wait.
-
 
 @dataclass(eq=False)
 class _Buffer:
@@ -48,6 +41,12 @@ class _Buffer:
 
 class Pushes:
     """The buffers, and the copies into those of peers.
+
+    Copies occupy no SM, so the computation beside them keeps all of them. The memory is symmetric
+    (:mod:`megalight.parallel.peers`): buffers that units use in turn, or whole parameters. A rank may push into a
+    buffer once its owner no longer computes with the unit that was there, or with the last values of the
+    parameters. All ranks gather in the same order, so each wait is for something that the peer has queued before
+    its own wait.
 
     Args:
         device: of the buffers.

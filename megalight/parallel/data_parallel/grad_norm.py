@@ -85,9 +85,6 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-# Stop all ranks together when a gradient is NaN or infinite, and say which.
-
-
 SHOWN = 3
 """Number of parameters that a message names."""
 
@@ -132,9 +129,6 @@ def _bad(bucket: Bucket) -> list[str]:
         return []
     pieces = bucket.shard.intervals()
     return [piece.name for piece, first, last, at in pieces if not gradient[at : at + last - first].isfinite().all()]
-
-
-# Refuse torch's functions that clip gradients, where each rank has only some of them, and sums are not complete.
 
 
 # `clip_grad_norm_` calls the second one, also where a script has imported it by name before.

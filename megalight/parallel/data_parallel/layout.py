@@ -258,9 +258,6 @@ def plan_buckets(
     return sorted(buckets, key=lambda bucket: -bucket.slots[-1].index)
 
 
-# What the engine knows about a parameter before it has a place in a buffer.
-
-
 @dataclass(frozen=True)
 class ParamInfo:
     """A parameter, with what the engine needs to know about it.

@@ -53,9 +53,6 @@ def _holds(wanted: torch.dtype, kind: BucketKey) -> bool:
     return torch.promote_types(kind.param_dtype, wanted) == wanted
 
 
-# Flat shard: the interval of a bucket that this rank's optimizer updates.
-
-
 SCALARS = ("step", "eta", "mu", "mu_product")
 """State of torch's optimizers that is one number per parameter."""
 

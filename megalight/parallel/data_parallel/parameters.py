@@ -24,8 +24,6 @@ from megalight.parallel.data_parallel.unshard import Unsharder
 from megalight.parallel.host_memory import host_memory
 from megalight.parallel.trace import capturing, spanned
 
-# Host backup of parameters, which a rank restores alone.
-
 
 class HostBackup:
     """Copies of this rank's parameters in host memory, in their own dtype.

@@ -22,23 +22,20 @@ from megalight.parallel.peers import driver
 from megalight.parallel.peers.memory import BOUNDARY, Flag, PeerCopyStream, PeerMemory
 from megalight.parallel.peers.spin import Watch
 
-# Sum gradients over the GPUs of one host, where copy engines carry the terms.
-#
-# Each rank pushes its term of a peer's interval into a slot of that peer's symmetric memory. The owner sums the terms
-# in the order of ranks, in float32, in one kernel. Copies occupy no SM, so the computation beside them
-# keeps all of them. An interval travels in pieces of the size of a slot: two slots in turn serve gradients of any
-# size, and one piece is summed while the next one travels.
-#
-# All ranks sum the same gradients in the same order. So each wait is for something that the peer has queued before
-# its own wait.
-
-
 SLOT_BYTES = 64 << 20
 """Largest size of a slot, for the terms of all peers together. Larger ones gain nothing: a piece takes 0.2 ms."""
 
 
 class PushedSums:
     """Slots for terms of gradients, and the copies into those of peers.
+
+    Each rank pushes its term of a peer's interval into a slot of that peer's symmetric memory. The owner sums the
+    terms in the order of ranks, in float32, in one kernel. Copies occupy no SM, so the computation beside them
+    keeps all of them. An interval travels in pieces of the size of a slot: two slots in turn serve gradients of any
+    size, and one piece is summed while the next one travels.
+
+    All ranks sum the same gradients in the same order. So each wait is for something that the peer has queued
+    before its own wait.
 
     Args:
         device: of the gradients.

@@ -183,23 +183,20 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.3f} GiB"
 
 
-# The order of passes through the units of a rank, which decides what units may share memory.
-#
-# Without a pipeline, a forward pass goes through all units, and the backward pass returns the same way. A pipeline
-# has several micro-batches in flight, and maybe several chunks of the model on a rank: the pass that follows may be a
-# forward or a backward of any chunk. Neighbors must not share memory, or the second one cannot be gathered (or its
-# gradients cannot come) while the first one computes (or is reduced).
-#
-# Models that run one after the other have turns of their own. Which units of a model are still there then depends on
-# its own passes alone, and not on the stage of another model that a rank has: all ranks that share its units gather
-# the same.
-
-
 T = TypeVar("T")
 
 
 class UnitPass(NamedTuple):
     """One pass through a chunk.
+
+    Without a pipeline, a forward pass goes through all units, and the backward pass returns the same way. A
+    pipeline has several micro-batches in flight, and maybe several chunks of the model on a rank: the pass that
+    follows may be a forward or a backward of any chunk. Neighbors must not share memory, or the second one cannot
+    be gathered (or its gradients cannot come) while the first one computes (or is reduced).
+
+    Models that run one after the other have turns of their own. Which units of a model are still there then depends
+    on its own passes alone, and not on the stage of another model that a rank has: all ranks that share its units
+    gather the same.
 
     Attributes:
         chunk: the chunk of this rank, in model order.

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from megalight.parallel.tensor.shared import Shared
 
 
-# The exchange of rows between ranks: an all-to-all with numbers of rows that differ from rank to rank.
-
-
 @dataclass(frozen=True)
 class Traffic:
     """Numbers of rows between ranks.

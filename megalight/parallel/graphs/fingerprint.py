@@ -10,9 +10,6 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-# Numbers, strings and flags that modules hold as attributes: a recording keeps their values.
-
-
 PLAIN = (bool, int, float, str, bytes, type(None))
 """Types whose values are compared. Of other attributes, only the type is."""
 

@@ -34,8 +34,6 @@ from megalight.parallel.peers.spin import check_all
 
 log = logging.getLogger(__name__)
 
-# Graphs of one module for one micro-batch in flight: one of its forward and one of its backward.
-
 
 class Unit:
     """A module's forward and backward, recorded from one call and replayed, strictly in turn, for all later calls.

@@ -28,18 +28,15 @@ from megalight.parallel.groups import shared_group
 from megalight.parallel.peers import driver
 from megalight.parallel.trace import capturing
 
-# Map symmetric memory into all ranks of a group, whatever groups each of them met in before.
-#
-# torch names a meeting by a number that counts those of the whole process (pytorch/pytorch issue 196082). Ranks with
-# different numbers would wait for each other for ever: stages inside a pipeline have two neighbors, the first has
-# one. So ranks that are behind first meet with nobody, until all numbers are equal.
-
-
 LEAST_BYTES = 16
 
 
 class Meetings:
     """All meetings of a process.
+
+    torch names a meeting by a number that counts those of the whole process (pytorch/pytorch issue 196082). Ranks
+    with different numbers would wait for each other for ever: stages inside a pipeline have two neighbors, the
+    first has one. So ranks that are behind first meet with nobody, until all numbers are equal.
 
     Attributes:
         count: their number so far.

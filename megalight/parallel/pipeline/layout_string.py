@@ -111,9 +111,6 @@ class _Reader:
         return LayoutError(f"layout {self.text!r}, character {place + 1}: {rule}\n  {self.text}\n  {' ' * place}^")
 
 
-# A layout as a text table: a line per pipeline rank, a column per chunk.
-
-
 WHOLE = 4
 """Runs of equal ranks up to this length are shown completely; of longer runs, only the first and last rank."""
 
@@ -154,9 +151,6 @@ def _names(stages: Sequence[str]) -> list[str]:
                 words.append(symbol if count == 1 else f"{symbol}*{count}")
         names.append(" ".join(words) or "(nothing)")
     return names
-
-
-# Advice for error messages: what is wrong with a layout, and which layouts work.
 
 
 def wrong_symbols(stages: Sequence[str], num_layers: int, num_mtp: int) -> str:

@@ -116,18 +116,15 @@ class Inbox:
         return form, message.wait()
 
 
-# Copy-engine sends between stages on GPUs of one host: they occupy no SM, not even to wait.
-#
-# The sender pushes a message into a slot on the receiver, on a stream of its own. The receiver's stream waits for the
-# flag when it needs the message, copies it out of the slot, and frees the slot (:mod:`megalight.parallel.peers`).
-#
-# A push waits until its slot is free, and may hold up everything else that its rank has queued. So there are as many
-# slots as the timeline needs (``RankSchedule.slots``): a push waits only for work
-# that began before it.
-
-
 class Line:
     """Slots of two neighbors, for messages in both directions.
+
+    The sender pushes a message into a slot on the receiver, on a stream of its own. The receiver's stream waits for
+    the flag when it needs the message, copies it out of the slot, and frees the slot
+    (:mod:`megalight.parallel.peers`).
+
+    A push waits until its slot is free, and may hold up everything else that its rank has queued. So there are as
+    many slots as the timeline needs (``RankSchedule.slots``): a push waits only for work that began before it.
 
     They grow between runs of a schedule. Messages that do not fit go by collectives, so those of a first run do. Both
     ends see the same messages, so they decide alike.

@@ -15,8 +15,6 @@ from typing import NamedTuple, TypeAlias
 
 from megalight.errors import LayoutError, nearest
 
-# Actions: one piece of work of one chunk for one micro-batch. A schedule is a list of actions.
-
 
 class ActionKind(Enum):
     """Kinds of work. ``BACKWARD`` is ``INPUT_GRADIENT`` and ``WEIGHT_GRADIENT`` together."""
@@ -54,9 +52,6 @@ class Action(NamedTuple):
 
 Actions: TypeAlias = list[Action]
 """The work of one pipeline rank in one step, in order."""
-
-
-# Functions that schedules share: the order of forwards, alternating or paired with backwards, splitting backwards.
 
 
 def rounds(pp: int, vpp: int, micro_batches: int, group_size: int) -> list[tuple[int, int]]:
@@ -126,9 +121,6 @@ def split(actions: Actions, delay: int) -> Actions:
     return [*found, *waiting]
 
 
-# 1F1B: one forward, one backward, with one chunk per rank.
-
-
 def _why_not_1f1b(pp: int, vpp: int, group_size: int | None) -> str | None:
     """Return why it cannot serve these numbers, or None: it has one chunk per rank, and so no groups."""
     if vpp > 1:
@@ -154,9 +146,6 @@ def one_f_one_b(pp_rank: int, pp: int, vpp: int, micro_batches: int, group_size:
     forwards = [Action(ActionKind.FORWARD, 0, i) for i in range(micro_batches)]
     backwards = [Action(ActionKind.BACKWARD, 0, i) for i in range(micro_batches)]
     return alternate(forwards, backwards, _warm_up_1f1b(pp_rank, pp))
-
-
-# Interleaved 1F1B: several chunks per rank.
 
 
 def _why_not_interleaved(pp: int, vpp: int, group_size: int | None) -> str | None:
@@ -194,9 +183,6 @@ def interleaved(pp_rank: int, pp: int, vpp: int, micro_batches: int, group_size:
     return [action for action in actions if action.micro_batch < micro_batches]
 
 
-# Combined 1F1B: a forward and a backward run together, and each computes during the communication of the other.
-
-
 def _why_not_base(pp: int, vpp: int, group_size: int | None) -> str | None:
     """Return why the base schedule cannot serve these numbers, or None."""
     return _why_not_1f1b(pp, vpp, group_size) if vpp == 1 else _why_not_interleaved(pp, vpp, group_size)
@@ -222,9 +208,6 @@ def combined(pp_rank: int, pp: int, vpp: int, micro_batches: int, group_size: in
     return pair(forwards, backwards, _warm_up_interleaved(pp_rank, pp, vpp, group_size) + 1, micro_batches)
 
 
-# ZB-H1: weight gradients fill the bubble.
-
-
 def zero_bubble(pp_rank: int, pp: int, vpp: int, micro_batches: int, group_size: int | None = None) -> Actions:
     """Return the actions of ZB-H1 (Qi et al., https://arxiv.org/abs/2401.10241, section 2.2).
 
@@ -240,9 +223,6 @@ def zero_bubble(pp_rank: int, pp: int, vpp: int, micro_batches: int, group_size:
     """
     base = one_f_one_b if vpp == 1 else interleaved
     return split(base(pp_rank, pp, vpp, micro_batches, group_size), delay=pp_rank)
-
-
-# Forward only: validation and generation.
 
 
 def _why_not_forward_only(pp: int, vpp: int, group_size: int | None) -> str | None:

@@ -40,9 +40,6 @@ from megalight.parallel.precision.weights import (
 )
 from megalight.parallel.shard import ShardSpec
 
-# FP8 attention: which layers get it, and why others cannot.
-
-
 KERNELS = "transformer_engine"
 """The backend with real products, from Blackwell on. There is none of our own."""
 
@@ -338,9 +335,6 @@ def _maximum(group: ProcessGroup | None) -> Reduce | None:
         dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
 
     return reduce
-
-
-# Check options against a whole model, before there are processes, and divide them between its parts.
 
 
 def check_low_precision(

@@ -93,9 +93,6 @@ def _check_word(what: str, word: str, known: Sequence[str]) -> None:
         )
 
 
-# Selecting modules of a layer by names and patterns.
-
-
 Layer: TypeAlias = tuple[str, nn.Module]
 """Name in the model and module of a layer: ``layers.3``, or ``mtp.depths.0.layers.0``."""
 DISCARDED = (RMSNorm, LayerNorm, Activation, nn.RMSNorm, nn.LayerNorm, nn.GELU, nn.SiLU, nn.ReLU)

@@ -120,13 +120,10 @@ def _probability(module: nn.Module) -> Any:
     return getattr(module, "p", getattr(module, "dropout", None))
 
 
-# Discarded outputs: the linear layer that reads one keeps a recipe to compute it again.
-#
-# Ordinary recompute of a norm would save nothing, because the next layer keeps the norm's output.
-
-
 class Discarding(Override):
     """Returns the output together with a recipe for it. The first call shows whether a linear layer reads the recipe.
+
+    Ordinary recompute of a norm would save nothing, because the next layer keeps the norm's output.
 
     Attributes:
         unread: the first call's recipe was not read; None before that call.

@@ -21,8 +21,6 @@ from megalight.parallel.tensor.linear import ColumnAdapter, ColumnLinear, RowAda
 from megalight.parallel.tensor.shared import ParallelDropout, Tokens
 from megalight.parallel.tensor.split import GroupMean
 
-# Adapters (LoRA) are split with their linear layers.
-
 
 def column_adapters(
     splitter: Splitter, name: str, layer: nn.Module, units: int | None, sizes: Sequence[int], tokens: Tokens

@@ -36,12 +36,6 @@ from megalight.ops.attention.triton_blocks import factors, flags, queries_of, ta
 from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
 from megalight.types import PackedSequences
 
-# Gradients of queries as sums in float32, which lie in memory as they lie in registers.
-#
-# A block of 64 queries and 64 features is one piece of memory: the copy engine adds it as a whole, and threads write
-# 16 bytes each to shared memory, side by side. In rows of tokens both took longer (docs/performance/log.md).
-
-
 WIDTH = 128
 """Numbers in a line of the matrix of sums."""
 
@@ -51,7 +45,12 @@ LINES = ROWS * ROWS // WIDTH
 
 @lru_cache(maxsize=64)
 def query_blocks(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return the blocks of queries by number, ``[n, 2]`` int32: the first token, and how many tokens there are."""
+    """Return the blocks of queries by number, ``[n, 2]`` int32: the first token, and how many tokens there are.
+
+    A block of 64 queries and 64 features is one piece of memory: the copy engine adds it as a whole, and threads
+    write 16 bytes each to shared memory, side by side. In rows of tokens both took longer
+    (docs/performance/log.md).
+    """
     rows: list[tuple[int, ...]] = []
     start = 0
     for length in lengths:

@@ -46,9 +46,6 @@ def add_to_memory(descriptor: Any, place: Any, block: Any, _semantic: Any = None
     _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, place, block.handle)
 
 
-# Blocks of half types with 128 features in Hopper's shared memory, and their loads by the copy engine.
-
-
 LAYOUT = gl.NVMMASharedLayout(128, 16, 2)
 """How blocks lie in shared memory: rows of 128 bytes, whose parts of 16 bytes change places."""
 

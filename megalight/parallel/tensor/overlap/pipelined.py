@@ -18,13 +18,6 @@ from torch.distributed import ProcessGroup
 from megalight.parallel.collectives import PendingCollective, check_divides, start_all_reduce
 from megalight.parallel.tensor.overlap.spec import ExchangeRound, NoOverlap, OverlapSpec, Own, Product, rounds_of
 
-# Choose the number of pieces of a product, with a model of the time that product and messages take together.
-#
-# More pieces expose less communication, but use the SMs less well: output tiles are computed in waves of
-# one tile per SM, and the last wave of each piece is partly empty. The constants were measured on H200
-# GPUs. All ranks must get the same answer, so the model does not query the device.
-
-
 NUM_SMS = 132
 TILE_ROWS, TILE_COLUMNS = 128, 256
 """Size of the output tile of a large half-precision product."""
@@ -41,7 +34,12 @@ MOST = 8
 
 
 def product_seconds(rows: int, inner: int, width: int) -> float:
-    """Return the time of one product ``[rows, inner] x [inner, width]``."""
+    """Return the time of one product ``[rows, inner] x [inner, width]``.
+
+    More pieces expose less communication, but use the SMs less well: output tiles are computed in waves of one tile
+    per SM, and the last wave of each piece is partly empty. The constants were measured on H200 GPUs. All ranks
+    must get the same answer, so the model does not query the device.
+    """
     tail = TAIL * NUM_SMS * TILE_ROWS * TILE_COLUMNS
     # A multiply-add counts as two operations. The tail is work that the hardware is blocked for without using it.
     return 2.0 * (rows * width + tail) * inner / FLOPS

@@ -168,13 +168,6 @@ class NoOverlap:
         """Do nothing: no call depends on those before it."""
 
 
-# The order in which ranks exchange shares, so that every product has its operands in time: arithmetic only.
-#
-# The ranks' shares form ``pieces`` blocks of neighboring ranks. In round ``s`` a rank works on the block ``s`` places
-# ahead of its own; round 0 is its own block. Within a round no two ranks send to the same rank, so every link carries
-# one message at a time.
-
-
 Own: TypeAlias = Literal["absent", "early", "late"]
 """Whether a rank's own share is among the gathered ones: not at all, from the first round on, or only at the end."""
 
@@ -182,6 +175,10 @@ Own: TypeAlias = Literal["absent", "early", "late"]
 @dataclass(frozen=True)
 class ExchangeRound:
     """One product and its messages.
+
+    The ranks' shares form ``pieces`` blocks of neighboring ranks. In round ``s`` a rank works on the block ``s``
+    places ahead of its own; round 0 is its own block. Within a round no two ranks send to the same rank, so every
+    link carries one message at a time.
 
     Attributes:
         block: index of the block of shares that is multiplied.

@@ -34,15 +34,13 @@ from megalight.parallel.tensor.overlap.pipelined import (
 )
 from megalight.parallel.tensor.overlap.spec import ExchangeRound, NoOverlap, OverlapSpec, Own, Product, rounds_of
 
-# Weight gradients that wait for the next message of a backward pass, and are computed while it travels.
-#
-# Nothing in a backward pass needs a weight gradient, and it is one of the longest products of a layer. A message that
-# its own layer cannot hide (the gather before the short product of an attention's projection, for example) travels
-# under the weight gradient of the layer that came before.
-
 
 class Waiting:
     """The weight gradient of one backward pass that waits, if there is one.
+
+    Nothing in a backward pass needs a weight gradient, and it is one of the longest products of a layer. A message
+    that its own layer cannot hide (the gather before the short product of an attention's projection, for example)
+    travels under the weight gradient of the layer that came before.
 
     Attributes:
         seconds: how long it takes on the device.
