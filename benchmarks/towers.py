@@ -1,4 +1,4 @@
-"""Where a vision tower runs: on the ranks of its language model, or on a rank of its own.
+"""Where a vision tower runs: colocated with its language model, or on a disjoint rank.
 
     torchrun --nproc-per-node 2 benchmarks/towers.py RESULT.json
     torchrun --nproc-per-node 2 benchmarks/towers.py RESULT.json --small      # tiny models on the CPU
@@ -7,9 +7,9 @@ Both shapes of ``benchmarks/vlm.py``, with a quarter of the language model's lay
 train on the same global batch:
 
 - ``together``: data parallelism; each rank has both towers.
-- ``apart``: the first rank has the tower and the projector, the others the language model.
+- ``disjoint``: the first rank has the tower and the projector, the others the language model.
 - ``together, tp``: tensor and sequence parallelism of both towers.
-- ``beside``: the language model so, and a replica of the tower on each rank.
+- ``colocated``: the language model so, and a replica of the tower on each rank.
 
 The first way of a shape is the referee: losses of the others in the same steps must be its own, or they are not timed.
 Model FLOPs are those of ``benchmarks/vlm.py``, with the tower trained, over all GPUs: a GPU that waits counts. Seconds
@@ -46,20 +46,14 @@ from megalight.imports import version
 from megalight.models.vlm.module import Trained
 from megalight.optim import AdamConfig
 from megalight.parallel.groups import end_at_exit
-from megalight.strategies import (
-    DataParallelOptions,
-    Layout,
-    MegatronStrategy,
-    MegatronTowersBesideStrategy,
-    MegatronTowersStrategy,
-)
+from megalight.strategies import DataParallelOptions, MegatronStrategy, MegatronTowersStrategy
 
 TP = {"tensor_parallel": 2, "sequence_parallel": True}
 WAYS: dict[str, tuple[type[MegatronStrategy], dict[str, Any]]] = {
     "together": (MegatronStrategy, {}),
-    "apart": (MegatronTowersStrategy, {"tower": Layout()}),
+    "disjoint": (MegatronTowersStrategy, {"placement": "disjoint"}),
     "together, tp": (MegatronStrategy, TP),
-    "beside": (MegatronTowersBesideStrategy, {"tower": Layout(), **TP}),
+    "colocated": (MegatronTowersStrategy, {"placement": "colocated", **TP}),
 }
 ROWS = {"cuda": {"llava-1.5": 32, "qwen2.5-vl": 16}, "cpu": {"llava-1.5": 4, "qwen2.5-vl": 4}}
 """Device -> shape -> rows of the global batch."""

@@ -145,11 +145,14 @@ class Training(PlainRun):
         Raises:
             DataError: the ranks of a replica were given different batches (looked at in the first call).
         """
-        # Cleared at the start of a step, and not after one: gradients can be looked at until then.
+        self.begin_step()
+        return self.step.train(micro_batches, scale, sync)
+
+    def begin_step(self) -> None:
+        """Clear the gradients if an optimizer step has passed: they can be looked at until the next step begins."""
         if self._fresh:
             self._fresh = False
             self.engine.zero_grad()
-        return self.step.train(micro_batches, scale, sync)
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale the gradients down to a global norm of ``max_norm`` at most; returns the norm before, on the device."""

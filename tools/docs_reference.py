@@ -30,7 +30,6 @@ def pages() -> dict[str, str]:
     from megalight.strategies import (
         MegatronFSDPStrategy,
         MegatronStrategy,
-        MegatronTowersBesideStrategy,
         MegatronTowersStrategy,
     )
 
@@ -42,7 +41,7 @@ def pages() -> dict[str, str]:
         "reference/strategies.md": _page(
             "Options of the strategies",
             _classes(
-                [MegatronStrategy, MegatronFSDPStrategy, MegatronTowersStrategy, MegatronTowersBesideStrategy],
+                [MegatronStrategy, MegatronFSDPStrategy, MegatronTowersStrategy],
                 "trainer.strategy",
             ),
         ),

@@ -39,7 +39,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
         START[STRATEGY],
         "megalight.strategies.MegatronFSDPStrategy",
         "megalight.strategies.MegatronTowersStrategy",
-        "megalight.strategies.MegatronTowersBesideStrategy",
     ),
     "trainer.callbacks": ("megalight.callbacks", "lightning.pytorch.callbacks"),
     "trainer.logger": ("megalight.loggers", "lightning.pytorch.loggers"),

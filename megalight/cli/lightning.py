@@ -52,7 +52,6 @@ from megalight.rl.module import GRPOModule
 from megalight.strategies import (
     MegatronFSDPStrategy,
     MegatronStrategy,
-    MegatronTowersBesideStrategy,
     MegatronTowersStrategy,
 )
 
@@ -153,7 +152,6 @@ NAMED = (
     MegatronStrategy,
     MegatronFSDPStrategy,
     MegatronTowersStrategy,
-    MegatronTowersBesideStrategy,
 )
 """Classes with short names on the command line, like the modules of the families: jsonargparse finds imported ones."""
 

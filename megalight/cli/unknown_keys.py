@@ -78,7 +78,6 @@ STRATEGIES = {
     "megatron": START[STRATEGY],
     "megatron_fsdp": "megalight.strategies.MegatronFSDPStrategy",
     "megatron_towers": "megalight.strategies.MegatronTowersStrategy",
-    "megatron_towers_beside": "megalight.strategies.MegatronTowersBesideStrategy",
 }
 """Registered names of strategies -> their classes."""
 

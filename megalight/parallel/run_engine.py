@@ -199,8 +199,12 @@ def _units_of(model: ParallelModel, options: DataParallelOptions) -> list[Unit]:
         )
     if sought:
         return found
-    inside = set(map(id, () if holder is None else holder.modules()))
-    return [*units_of(model.grafted.root), *(unit for unit in found if id(unit[0]) not in inside)]
+    # In its place the embedding of the tokens, which later stages of a pipeline lack.
+    word = getattr(holder, "word", None)
+    instead = () if word is None else (word,)
+    inside = set(map(id, model.grafted.root.modules()))
+    own = [instead + unit[1:] if unit[0] is holder else unit for unit in found]
+    return [*units_of(model.grafted.root), *(unit for unit in own if unit and id(unit[0]) not in inside)]
 
 
 def _check_streams(models: Sequence[ParallelModel], units: Sequence[Unit]) -> None:

@@ -11,11 +11,9 @@ from megalight.strategies.checkpoints.whole import load_weights as load_weights
 from megalight.strategies.fsdp import MegatronFSDPStrategy as MegatronFSDPStrategy
 from megalight.strategies.megatron import MegatronStrategy as MegatronStrategy
 from megalight.strategies.noise import silence
-from megalight.strategies.towers import MegatronTowersBesideStrategy as MegatronTowersBesideStrategy
 from megalight.strategies.towers import MegatronTowersStrategy as MegatronTowersStrategy
 
 MegatronStrategy.register_strategies(StrategyRegistry)
 MegatronFSDPStrategy.register_strategies(StrategyRegistry)
 MegatronTowersStrategy.register_strategies(StrategyRegistry)
-MegatronTowersBesideStrategy.register_strategies(StrategyRegistry)
 silence()

@@ -1,4 +1,4 @@
-"""Steps of a vision-language model whose tower has ranks of its own: one kind of stepper for either side."""
+"""Steps of a vision-language model with a disjoint tower: a stepper for the ranks of either model."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from megalight.parallel.bridge import BridgeCommunicator
 from megalight.parallel.coupling import contents, emptied, is_empty
 from megalight.strategies.stage_logs import StageLogs
 from megalight.strategies.step import Stepper, StepReport
-from megalight.towers.batch_split import Division
 from megalight.towers.disjoint import TowerRunner
+from megalight.towers.placement import TowerPlacement
 
 
 class Relay:
@@ -94,16 +94,16 @@ class LanguageStepper(Stepper):
 
     Args:
         bridge: comes from the tower.
-        division: which share of a lane's batch this replica takes.
+        placement: which share of a lane's batch this replica takes.
         relay: to the tower's ranks.
     """
 
-    def __init__(self, *args: Any, bridge: BridgeCommunicator, division: Division, relay: Relay) -> None:
+    def __init__(self, *args: Any, bridge: BridgeCommunicator, placement: TowerPlacement, relay: Relay) -> None:
         super().__init__(*args)
         self.bridge = bridge
-        self.division = division
+        self.placement = placement
         self.relay = relay
-        self.logs = _logs(self, division, relay.host)
+        self.logs = _logs(self, placement, relay.host)
 
     def train(self, args: tuple[Any, ...], number: int, scale: float, sync: bool) -> tuple[Any, StepReport | None]:
         """Run forward and backward of this replica's share, and tell the tower's ranks the result."""
@@ -135,22 +135,22 @@ class LanguageStepper(Stepper):
     def _own(self, batch: Any) -> Any:
         if is_empty(batch):
             return emptied(self._own(contents(batch)))
-        return _shares(self._module, batch, self.division.readers)[self.model.mesh.rank("dp") % self.division.readers]
+        return _shares(self._module, batch, self.placement.readers)[self.model.mesh.rank("dp") % self.placement.readers]
 
 
 class TowerStepper(Stepper):
     """Runs the steps of the tower.
 
     Args:
-        encoder: its passes.
+        runner: its passes.
         relay: from the language model's ranks.
     """
 
-    def __init__(self, *args: Any, encoder: TowerRunner, relay: Relay) -> None:
+    def __init__(self, *args: Any, runner: TowerRunner, relay: Relay) -> None:
         super().__init__(*args)
-        self.encoder = encoder
+        self.runner = runner
         self.relay = relay
-        self.logs = _logs(self, encoder.division, relay.host)
+        self.logs = _logs(self, runner.placement, relay.host)
 
     def train(self, args: tuple[Any, ...], number: int, scale: float, sync: bool) -> tuple[Any, StepReport | None]:
         """Run forward and backward of the images; the gradients that come back have the scale."""
@@ -159,33 +159,33 @@ class TowerStepper(Stepper):
         sizes, micro_batches = self._split(args[0])
         samples = sum(sizes)
         self.has_gradients = True
-        passes = partial(self.encoder.train, engine=self.engine, sync=sync)
+        passes = partial(self.runner.train, engine=self.engine, sync=sync)
         shared = self.logs.shared(self.module, "train")
         with self.micro_batches.step(samples), shared, self.precision.step(sync):
-            self.step.runner((scale, sync), self.encoder.joined(micro_batches), passes)
-        self.encoder.bridge.finish()
+            self.step.runner((scale, sync), self.runner.joined(micro_batches), passes)
+        self.runner.bridge.finish()
         values = self.relay("train")
         loss, tokens = values.pop("loss"), values.pop("num_tokens")
-        return loss, StepReport(loss, tokens, values, samples * self.encoder.division.lanes)
+        return loss, StepReport(loss, tokens, values, samples * self.runner.placement.lanes)
 
     def totals(self, stage: str, batch: Any) -> dict[str, tuple[Tensor, Tensor]]:
         """Send the features of an evaluation batch, and return the totals of the language model."""
         _, micro_batches = self._split(batch)
-        self.encoder.evaluate(self.encoder.joined(micro_batches))
-        self.encoder.bridge.finish()
+        self.runner.evaluate(self.runner.joined(micro_batches))
+        self.runner.bridge.finish()
         return self.relay.totals(stage)
 
     def predict(self, batch: Any) -> Any:
         """Send the features of a batch, and return the outputs of the lane's replicas of the language model."""
-        division = self.encoder.division
-        rows = _shares(self._module, contents(batch), division.readers)
-        self.encoder.evaluate(self.encoder.joined([emptied(rows) if is_empty(batch) else rows]))
-        self.encoder.bridge.finish()
+        placement = self.runner.placement
+        rows = _shares(self._module, contents(batch), placement.readers)
+        self.runner.evaluate(self.runner.joined([emptied(rows) if is_empty(batch) else rows]))
+        self.runner.bridge.finish()
         every = self.relay.outputs()
-        mesh = division.language
+        mesh = placement.language
         # The first rank of each replica tells; all of its ranks have the output.
         first = {mesh.rank("dp", of=rank): rank for rank in reversed(mesh.members)}
-        found = [every[first[replica]] for replica in division.replicas]
+        found = [every[first[replica]] for replica in placement.replicas]
         if is_empty(batch):
             return None
         return torch.cat([each.to(self.model.device) for each in found]) if _are_tensors(found) else found
@@ -195,24 +195,24 @@ class TowerStepper(Stepper):
         assert isinstance(self.module, VLMModule)
         if is_empty(batch):
             return [], [emptied(self._split(contents(batch))[1][0])]
-        shares = _shares(self._module, batch, self.encoder.division.readers)
+        shares = _shares(self._module, batch, self.runner.placement.readers)
         divided = [Stepper._split(self, share) for share in shares]
         rows = list(zip(*(parts for _, parts in divided), strict=True))
-        language = self.encoder.division.language
-        multiple = self.encoder.language.token_multiple(language)
+        language = self.runner.placement.language
+        multiple = self.runner.language.token_multiple(language)
         for each in (each for row in rows for each in row):
             check_images(self.module.config, each.parts()[0])  # while images are those of the batch
             self.module.count_work(each, language.cp == 1 and skips(each, multiple))
         return [sum(row) for row in zip(*(sizes for sizes, _ in divided), strict=True)], rows
 
 
-def _logs(stepper: Stepper, division: Division, host: dist.ProcessGroup | None) -> StageLogs:
+def _logs(stepper: Stepper, placement: TowerPlacement, host: dist.ProcessGroup | None) -> StageLogs:
     """Share what steps log with all ranks. Those of the tower log what the first replica of their lane does."""
-    language, axes = division.language, ("dp", "cp", "tp")
+    language, axes = placement.language, ("dp", "cp", "tp")
     pipelines: dict[tuple[int, ...], list[int]] = {}
     for rank in sorted(language.members, key=lambda rank: language.rank("pp", of=rank)):
         pipelines.setdefault(tuple(language.rank(axis, of=rank) for axis in axes), []).append(rank)
-    own = (division.replicas[0], 0, 0) if division.is_tower else tuple(language.rank(axis) for axis in axes)
+    own = (placement.replicas[0], 0, 0) if placement.is_tower else tuple(language.rank(axis) for axis in axes)
     return StageLogs(
         list(pipelines.values()),
         list(pipelines).index(own),

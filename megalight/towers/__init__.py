@@ -1,4 +1,3 @@
-"""Two towers of one model, each in a layout of its own: on ranks of their own, or on the same ranks."""
+"""A vision tower and a language model in layouts of their own: colocated on the same ranks, or on disjoint ones."""
 
-from megalight.towers.colocated import TowersBeside as TowersBeside
-from megalight.towers.disjoint import TowersApart as TowersApart
+from megalight.towers.training import TowersTraining as TowersTraining

@@ -1,4 +1,4 @@
-"""A tower in a layout of its own, on the ranks of the language model: it runs before and after a whole schedule.
+"""Colocated placement: a tower in a layout of its own, on the ranks of the language model, around its schedule.
 
 Images of each micro-batch, of all replicas of the language model, are divided among the replicas of the tower. Their
 features come back in the order of the images. After the schedule, gradients of features go the same way to the tower.
@@ -19,26 +19,18 @@ from torch import Tensor
 
 from megalight.data.multimodal.batch import ImageTextBatch
 from megalight.data.multimodal.patches import Images
-from megalight.errors import DataError, LayoutError
 from megalight.models.vlm.config import VLMConfig
-from megalight.optim import shard_optimizer
 from megalight.parallel.coupling import contents
-from megalight.parallel.data_parallel import DataParallelOptions, unit_memory
+from megalight.parallel.data_parallel import unit_memory
 from megalight.parallel.data_parallel.units import Units
 from megalight.parallel.frozen_model import TensorRoute, exchange
 from megalight.parallel.groups import new_group, uses_backend
-from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.pipeline.carry import Carry, CarryEntry
 from megalight.parallel.pipeline.executor import ForwardStep, LossStep, Objective, ScheduleExecutor
 from megalight.parallel.pipeline.rank_schedule import RankSchedule
-from megalight.parallel.run_engine import engine_over
-from megalight.parallel.step import StepDriver
-from megalight.towers.batch_split import balanced, end_to_end, take
-from megalight.towers.language import LanguageTask, features, padded
-from megalight.towers.layout import check_tower, tower_layout
-from megalight.towers.run import Build, MakeOptimizer, Towers
+from megalight.towers.features import balanced, concatenated, features, padded, take
 from megalight.types import Loss
 
 Sizes = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
@@ -63,7 +55,7 @@ class TowerPass:
 
 
 class ColocatedExecutor(ScheduleExecutor):
-    """Runs a tower around the schedule of a language model; it takes the place of the schedule's executor.
+    """Runs a tower forward, the schedule of its language model, and the tower backward.
 
     Args:
         config: the whole model.
@@ -103,10 +95,7 @@ class ColocatedExecutor(ScheduleExecutor):
         """Tell the other replicas of the language model the images of these micro-batches; return those of all.
 
         It must be called before :meth:`train` and :meth:`forward` of these micro-batches, whose messages between ranks
-        depend on nothing else. All ranks call it together.
-
-        Raises:
-            DataError: on all ranks, if replicas have different numbers of micro-batches.
+        depend on nothing else. All ranks call it together, with equally many micro-batches.
         """
         self._told = self._sizes([contents(each) for each in micro_batches])
         return tuple(map(tuple, self._told))
@@ -170,24 +159,14 @@ class ColocatedExecutor(ScheduleExecutor):
         return passes
 
     def _sizes(self, micro_batches: Sequence[ImageTextBatch]) -> list[list[Sizes]]:
-        """Return for each micro-batch the images of all replicas of the language model.
-
-        Raises:
-            DataError: on all ranks, if replicas have different numbers of micro-batches.
-        """
+        """Return for each micro-batch the images of all replicas of the language model."""
         own = [(images.lengths, images.windows) for images in (batch.parts()[0] for batch in micro_batches)]
         if self.language.mesh.world_size == 1:
             return [[each] for each in own]
         told: list[Any] = [None] * self.language.mesh.world_size
         # By the host, which must know the sizes of messages.
         dist.all_gather_object(told, own, group=self._host)
-        found = [told[ranks[0]] for ranks in self._homes]
-        if len(counts := {len(each) for each in found}) > 1:
-            raise DataError(
-                f"replicas of the language model have {sorted(counts)} micro-batches, and the tower reads those of all "
-                "replicas together; give each replica as many."
-            )
-        return [list(row) for row in zip(*found, strict=True)]
+        return [list(row) for row in zip(*(told[ranks[0]] for ranks in self._homes), strict=True)]
 
     def _to_replica(self, images: Images, homes: list[Sizes], shares: list[list[list[int]]]) -> Images:
         """Exchange images: return those that this rank's tower reads, home after home."""
@@ -220,7 +199,7 @@ class ColocatedExecutor(ScheduleExecutor):
                     joined=images.joined,
                 )
             )
-        return end_to_end(parts)
+        return concatenated(parts)
 
     def _to_language(self, each: TowerPass) -> Tensor | None:
         """Send features back: return those of this replica's images, in order, as a leaf."""
@@ -296,84 +275,3 @@ def _replicas(mesh: ParallelMesh, stage: int | None = None) -> list[tuple[int, .
         )
         for place in range(mesh.dp)
     ]
-
-
-# Without Lightning
-
-
-class TowersBeside(Towers):
-    """One training run of a vision-language model whose towers share all ranks, but not a layout.
-
-    ::
-
-        run = TowersBeside(
-            config,
-            tower=Layout(ranks=4),
-            language=Layout(ranks=4, tensor_parallel=2, sequence_parallel=True),
-            optimizer=make_optimizer,
-        )
-        for number in range(steps):
-            loss = run.forward_backward(micro_batches_of(run.replica, number))
-            run.clip_grad_norm(1.0)
-            run.step()
-
-    In each step the tower runs for all micro-batches, then the language model's schedule, then the tower backward.
-    Before each pass of the tower, the images of a micro-batch, of all replicas of the language model, are divided among
-    the replicas of the tower, so that each has about as many rows. Features come back in the order of the images. The
-    tower keeps the activations of all micro-batches; ``tower.recompute`` makes them small. The other arguments are
-    those of :class:`~megalight.towers.run.Towers`; each layout is of all ranks.
-
-    Attributes:
-        tower, language: this rank's parts of both models.
-        replica: the replica of the language model whose micro-batches this rank reads.
-    """
-
-    def _divide(
-        self, tower: Layout, language: Layout, sharing: DataParallelOptions, world: int, rank: int
-    ) -> ParallelMesh:
-        for name, side in (("tower", tower), ("language model", language)):
-            if side.ranks != world:
-                raise LayoutError(
-                    f"the {name} has {side.ranks} ranks, and there are {world} processes, which both models share; "
-                    f"set ranks={world}, or use TowersApart."
-                )
-        check_tower(tower)
-        self._meshes = tower.mesh(world, rank, 0), language.mesh(world, rank, 0)
-        return self._meshes[1]
-
-    def _begin(
-        self, tower: Layout, language: Layout, optimizer: MakeOptimizer, sharing: DataParallelOptions, build: Build
-    ) -> None:
-        self.tower = build(True, self._meshes[0], tower_layout(tower))
-        self.language = build(False, self._meshes[1], language)
-        self.replica = self.language.mesh.rank("dp")
-        models = [self.tower, self.language]
-        self.optimizer = optimizer([p for model in models for p in model.parameters()])
-        self.engine = engine_over(models, [group["params"] for group in self.optimizer.param_groups], sharing)
-        changed = [model.transform_values() for model in models]
-        if any(changed):
-            self.engine.refresh_masters()
-        for model in models:
-            self.engine.attach_gather_hooks(model.root)
-        shard_optimizer(self.optimizer, self.engine)
-        self.optimizer.register_step_post_hook(lambda *_: self.engine.publish())
-        self._step = StepDriver(
-            self.language, LanguageTask(lambda batch: self._around(batch), self.language.token_multiple)
-        )
-        self._step.engine = self.engine
-        self._around = ColocatedExecutor(self.config, self.tower, self.language, self._step.executor)
-        self._step.executor = self._around
-
-    def forward_backward(self, micro_batches: Sequence[ImageTextBatch]) -> Tensor:
-        """Run a step forward and backward; gradients are reduced. Return the mean loss, equal on all ranks.
-
-        Args:
-            micro_batches: those of :attr:`replica`, on the model's device. All replicas have as many.
-
-        Raises:
-            DataError: there are none, or replicas have different numbers.
-        """
-        if not micro_batches:
-            raise DataError("there are no micro-batches; give each replica at least one.")
-        self._clear()
-        return self._step.train(micro_batches).loss

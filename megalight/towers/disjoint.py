@@ -1,27 +1,12 @@
-"""A vision tower and a language model on disjoint ranks, trained together, without Lightning.
-
-::
-
-    tower, language = Layout(ranks=2, tensor_parallel=2), Layout(ranks=2)
-    run = TowersApart(config, tower=tower, language=language, optimizer=make_optimizer)
-    for number in range(steps):
-        outcome = run.forward_backward(lambda replica: micro_batches_of(replica, number))
-        run.clip_grad_norm(1.0)
-        run.step()
-
-The tower's ranks come first. They read the images of micro-batches, and send what the projector makes of them over a
-:class:`~megalight.parallel.bridge.BridgeCommunicator`; gradients come back. The result is that of one device.
-"""
+"""Disjoint placement: the tower's ranks send features of images to the language model, and get gradients back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megalight.data.multimodal.batch import ImageTextBatch
@@ -29,17 +14,13 @@ from megalight.errors import DataError
 from megalight.models.vlm.config import VLMConfig
 from megalight.parallel.bridge import BridgeCommunicator
 from megalight.parallel.coupling import contents
-from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions
+from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.data_parallel.unit_memory import UnitPass
 from megalight.parallel.layout import Layout
-from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.pipeline.schedules import ActionKind, build
-from megalight.towers.batch_split import Division, consecutive, end_to_end, features_of, take
-from megalight.towers.language import LanguageTask, features, padded
-from megalight.towers.layout import tower_layout
-from megalight.towers.run import Build, MakeOptimizer, Towers
-from megalight.training import Training
+from megalight.towers.features import concatenated, consecutive, features, features_of, padded, take
+from megalight.towers.placement import TowerPlacement
 
 
 class FeatureReceiver:
@@ -87,7 +68,7 @@ class TowerRunner:
         config: the whole model.
         model: the tower and the projector, split.
         bridge: leads to the language model.
-        division: which replicas exchange messages.
+        placement: the ranks of both models.
         language: options of the language model, for its schedule.
         context: entered around the code of the model in each micro-batch.
     """
@@ -97,14 +78,14 @@ class TowerRunner:
         config: VLMConfig,
         model: ParallelModel,
         bridge: BridgeCommunicator,
-        division: Division,
+        placement: TowerPlacement,
         language: Layout,
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.config = config
         self.model = model
         self.bridge = bridge
-        self.division = division
+        self.placement = placement
         self.language = language
         self.context = context
         self.trained = any(parameter.requires_grad for parameter in model.parameters())
@@ -155,7 +136,7 @@ class TowerRunner:
 
     def _begun(self, micro_batches: int) -> int:
         """Return how many micro-batches the language model begins before it first needs to have ended one."""
-        options, pp = self.language, self.division.language.pp
+        options, pp = self.language, self.placement.language.pp
         schedule = options.pipeline
         name, chunks = schedule.schedule, options.virtual_pipeline
         first = build(name, pp, chunks, micro_batches, schedule.group_size)[0]
@@ -175,84 +156,10 @@ class TowerRunner:
     def _features(self, batches: Together) -> tuple[Tensor, list[int]]:
         """Return the features of the images that this replica reads, and the rows of each destination."""
         images = [batch.parts()[0] for batch in batches]
-        if self.division.shares > 1:
+        if self.placement.shares > 1:
             (whole,) = images
-            shares = self.division.shares
+            shares = self.placement.shares
             own = consecutive(whole.lengths, shares)[self.model.mesh.rank("dp") % shares]
             images = [take(whole, own)]
         parts = [features_of(each) for each in images]
-        return features(self.config, self.model, end_to_end(images)), parts
-
-
-Read = Callable[[int], Sequence[ImageTextBatch]]
-"""Index of a data-parallel replica of the language model -> its micro-batches of this step, on the model's device."""
-
-
-class TowersApart(Towers):
-    """One training run of a vision-language model whose towers have ranks of their own.
-
-    The first ``tower.ranks`` ranks have the vision tower and the projector, the next ``language.ranks`` everything
-    else. Each side has its own data-parallel engine and optimizer; the norm of gradients is that of both. The other
-    arguments are those of :class:`~megalight.towers.run.Towers`.
-
-    If the tower has fewer replicas, each reads the images of several replicas of the language model. If it has more,
-    they divide the images of each micro-batch among them, in order, by rows.
-
-    Attributes:
-        is_tower: whether this rank has the tower.
-        model: this rank's part of its side's model.
-        replicas: indices of the replicas of the language model whose micro-batches this rank reads.
-
-    Raises:
-        LayoutError: one of the data-parallel degrees does not divide the other, beside what
-            :class:`~megalight.towers.run.Towers` raises.
-    """
-
-    def _divide(
-        self, tower: Layout, language: Layout, sharing: DataParallelOptions, world: int, rank: int
-    ) -> ParallelMesh:
-        self._division = Division.of(tower, language, world, rank)
-        self.is_tower, self.replicas = self._division.is_tower, self._division.replicas
-        self.mesh = self._division.mesh
-        return self.mesh
-
-    def _begin(
-        self, tower: Layout, language: Layout, optimizer: MakeOptimizer, sharing: DataParallelOptions, build: Build
-    ) -> None:
-        division = self._division
-        options = tower_layout(tower) if self.is_tower else language
-        self.model = build(self.is_tower, self.mesh, replace(options, data_parallel=sharing))
-        self.model.coupling = division.coupling()
-        self.bridge = BridgeCommunicator(division.tower, division.language, device=self.model.device)
-        task = LanguageTask(FeatureReceiver(self.bridge, self.model.token_multiple), self.model.token_multiple)
-        self.training = Training(self.model, optimizer(self.model.parameters()), task)
-        self.optimizer, self.engine = self.training.optimizer, self.training.engine
-        # Gradients are those of both models.
-        self.engine.main_gradients.everyone = dist.group.WORLD
-        self._encoder = TowerRunner(self.config, self.model, self.bridge, division, language)
-
-    def forward_backward(self, read: Read) -> Tensor:
-        """Run a step forward and backward; gradients are reduced. Return the mean loss, equal on all ranks.
-
-        Args:
-            read: called for each of :attr:`replicas`, which have as many micro-batches each.
-
-        Raises:
-            DataError: they have not.
-        """
-        batches = [read(replica) for replica in self.replicas]
-        if len({len(each) for each in batches}) > 1 or not batches[0]:
-            raise DataError(
-                f"replicas {list(self.replicas)} have {[len(each) for each in batches]} micro-batches; give each as "
-                "many, at least one."
-            )
-        loss = torch.zeros((), dtype=torch.float64, device=self.model.device)
-        self._clear()
-        if self.is_tower:
-            self._encoder.train(self._encoder.joined(list(zip(*batches, strict=True))), self.engine)
-        else:
-            loss.copy_(self.training.forward_backward(batches[0]).loss)
-        self.bridge.finish()
-        # From the first rank of the language model; all of them have it.
-        dist.broadcast(loss, self._division.language.members.start)
-        return loss
+        return features(self.config, self.model, concatenated(images)), parts

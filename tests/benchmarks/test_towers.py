@@ -31,7 +31,7 @@ def test_a_trained_tower_is_counted() -> None:
 
 def test_other_losses_than_those_of_the_first_way_are_not_timed() -> None:
     with mock.patch.object(towers, "train", return_value=[torch.tensor(1.0)]), pytest.raises(Wrong):
-        towers.measure("llava-1.5", "apart", "cpu", [1.1])
+        towers.measure("llava-1.5", "disjoint", "cpu", [1.1])
 
 
 @pytest.mark.full
@@ -40,7 +40,7 @@ def test_rows_of_two_processes(tmp_path: Path) -> None:
     launcher = ["torchrun", "--standalone", "--nproc-per-node", "2"]
     words = [str(ROOT / "benchmarks" / "towers.py"), str(path), "--small", "--shapes", "qwen2.5-vl"]
     run = subprocess.run(
-        [*launcher, *words, "--ways", "together", "apart"],
+        [*launcher, *words, "--ways", "together", "disjoint"],
         capture_output=True,
         text=True,
         env=environment(),
@@ -49,8 +49,8 @@ def test_rows_of_two_processes(tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    assert [row["row"] for row in rows] == ["qwen2.5-vl, together", "qwen2.5-vl, apart"]
+    assert [row["row"] for row in rows] == ["qwen2.5-vl, together", "qwen2.5-vl, disjoint"]
     assert rows[1]["difference_of_losses"] < 1e-5 < rows[1]["seconds"]
     assert rows[1]["losses"][-1] < rows[1]["losses"][0]
     assert len(rows[1]["peak_gib"]) == 2
-    assert "| qwen2.5-vl, apart |" in run.stdout
+    assert "| qwen2.5-vl, disjoint |" in run.stdout

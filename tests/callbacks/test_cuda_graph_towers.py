@@ -20,7 +20,6 @@ from megalight.strategies import (
     DataParallelOptions,
     Layout,
     MegatronStrategy,
-    MegatronTowersBesideStrategy,
     MegatronTowersStrategy,
 )
 from megalight.types import PackedSequences, packed_sequences
@@ -35,8 +34,7 @@ STEPS = 4
 SP = {"tensor_parallel": 2, "sequence_parallel": True}
 PP, CP = {"pipeline_parallel": 2}, {"context_parallel": 2}
 SHARDED = {"data_parallel": DataParallelOptions(level="optim_grads_params")}
-APART = {"kind": MegatronTowersStrategy}
-BESIDE = {"kind": MegatronTowersBesideStrategy}
+DISJOINT = {"placement": "disjoint"}
 
 
 def recorded(name: str, counts: str, scope: Any, options: dict[str, Any]) -> dict[str, Any]:
@@ -51,43 +49,57 @@ def recorded(name: str, counts: str, scope: Any, options: dict[str, Any]) -> dic
 
 RUNS: dict[str, tuple[str, int, str, str, dict[str, Any], list[int]]] = {
     # Scope, ranks, model, images of rows, options; replayed forwards of a step on each rank, or the step.
-    "beside": ("layer", 2, "llava", "same", {**BESIDE, "tower": Layout(), **SP}, [2 * 4 + 2 * 4] * 2),
-    "apart": ("layer", 2, "intern", "same", {**APART, "tower": Layout()}, [2 * 4] * 2),
+    "colocated": ("layer", 2, "llava", "same", {"tower": Layout(), **SP}, [2 * 4 + 2 * 4] * 2),
+    "disjoint": ("layer", 2, "intern", "same", {**DISJOINT, "tower": Layout()}, [2 * 4] * 2),
     # The tower's ranks divide rows of images for their layers, and trade them for heads in attention.
-    "apart, cp of the tower": (
+    "disjoint, cp of the tower": (
         "layer",
         3,
         "qwen3",
         "same_huge",
-        {**APART, "tower": Layout(ranks=2, **CP)},
+        {**DISJOINT, "tower": Layout(ranks=2, **CP)},
         [12, 12, 8],
     ),
-    "beside, attention, sharded": (
+    "colocated, attention, sharded": (
         "attention",
         2,
         "qwen3",
         "same_huge",
-        {**BESIDE, "tower": Layout(**SP), **SHARDED},
+        {"tower": Layout(**SP), **SHARDED},
         [3 * 2 + 2 * 2] * 2,
     ),
     "together": ("layer", 2, "llava", "same", PP, [2 * 4 + 1 * 4, 1 * 4]),
-    "beside, pp": ("layer", 2, "deep", "same", {**BESIDE, "tower": Layout(), **PP}, [2 * 4 + 2 * 4] * 2),
-    "apart, sharded": ("layer", 4, "llava", "same", {**APART, "tower": Layout(ranks=2), **SHARDED}, [4] * 4),
+    "colocated, pp": ("layer", 2, "deep", "same", {"tower": Layout(), **PP}, [2 * 4 + 2 * 4] * 2),
+    "disjoint, sharded": ("layer", 4, "llava", "same", {**DISJOINT, "tower": Layout(ranks=2), **SHARDED}, [4] * 4),
     # A frozen tower has no backward pass.
-    "frozen": ("layer", 2, "frozen", "same", {**BESIDE, "tower": Layout(), **SP}, [2 * 4] * 2),
-    "adapters": ("layer", 2, "tower_adapters", "same", {**BESIDE, "tower": Layout(), **SP}, [2 * 4 + 2 * 4] * 2),
+    "frozen": ("layer", 2, "frozen", "same", {"tower": Layout(), **SP}, [2 * 4] * 2),
+    "adapters": ("layer", 2, "tower_adapters", "same", {"tower": Layout(), **SP}, [2 * 4 + 2 * 4] * 2),
     "together, whole steps": ("iteration", 2, "llava", "same", SP, [1] * 2),
-    "beside, whole steps": ("iteration", 2, "llava", "same", {**BESIDE, "tower": Layout(), **SP}, [1] * 2),
-    "beside, whole steps, pp": ("iteration", 2, "deep", "same", {**BESIDE, "tower": Layout(), **PP}, [1] * 2),
-    "beside, whole steps, cp": ("iteration", 2, "qwen", "same_huge", {**BESIDE, "tower": Layout(**CP), **SP}, [1] * 2),
-    "beside, whole steps, frozen": ("iteration", 2, "frozen", "same", {**BESIDE, "tower": Layout(), **SP}, [1] * 2),
+    "colocated, whole steps": ("iteration", 2, "llava", "same", {"tower": Layout(), **SP}, [1] * 2),
+    "colocated, whole steps, pp": ("iteration", 2, "deep", "same", {"tower": Layout(), **PP}, [1] * 2),
+    "colocated, whole steps, cp": (
+        "iteration",
+        2,
+        "qwen",
+        "same_huge",
+        {"tower": Layout(**CP), **SP},
+        [1] * 2,
+    ),
+    "colocated, whole steps, frozen": (
+        "iteration",
+        2,
+        "frozen",
+        "same",
+        {"tower": Layout(), **SP},
+        [1] * 2,
+    ),
     # The first replica always sees the same shapes, but a graph is of the shapes of both: each of two is replayed once.
-    "beside, whole steps, replicas": (
+    "colocated, whole steps, replicas": (
         "iteration",
         2,
         "llava",
         "other_replica",
-        {**BESIDE, "tower": Layout(**SP)},
+        {"tower": Layout(**SP)},
         [1] * 2,
     ),
     "recompute": (
@@ -95,11 +107,11 @@ RUNS: dict[str, tuple[str, int, str, str, dict[str, Any], list[int]]] = {
         2,
         "llava",
         "same",
-        {**BESIDE, "tower": Layout(recompute=RecomputeOptions(granularity="full")), **SP},
+        {"tower": Layout(recompute=RecomputeOptions(granularity="full")), **SP},
         [2 * 4] * 2,
     ),
 }
-DEFAULT = ("beside", "apart, cp of the tower", "beside, whole steps, replicas")
+DEFAULT = ("colocated", "disjoint, cp of the tower", "colocated, whole steps, replicas")
 
 
 @pytest.mark.parametrize(
@@ -157,8 +169,8 @@ def test_images_of_known_sizes_bring_no_copies_from_the_host(name: str, monkeypa
         assert bool(copied) == (number == 0 and name == "qwen")
 
 
-def test_whole_steps_of_a_tower_on_ranks_of_its_own_are_not_recorded() -> None:
-    for found in run(recorded, 2, "llava", "same", "iteration", {**APART, "tower": Layout()}):
+def test_whole_steps_of_a_disjoint_tower_are_not_recorded() -> None:
+    for found in run(recorded, 2, "llava", "same", "iteration", {**DISJOINT, "tower": Layout()}):
         assert found["replays"] == 0
         assert re.search(
             r"reads on the host, in the middle of a step, how many rows have arrived; record both .* scope='layer'",
@@ -168,7 +180,7 @@ def test_whole_steps_of_a_tower_on_ranks_of_its_own_are_not_recorded() -> None:
 
 def test_backends_of_one_model_are_refused() -> None:
     (reason,) = of_backend(MegatronTowersStrategy(), "transformer_engine")
-    assert "records one model, and a tower on ranks of its own is a second one" in reason
+    assert "records one model, and a colocated tower is a second one" in reason
     assert not [*of_backend(MegatronTowersStrategy(), "own"), *of_backend(MegatronStrategy(), "transformer_engine")]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megalight.callbacks import CUDAGraph
-from megalight.strategies import Layout, MegatronStrategy, MegatronTowersBesideStrategy, MegatronTowersStrategy
+from megalight.strategies import Layout, MegatronStrategy, MegatronTowersStrategy
 from tests.models.test_vlm_strategy import CONFIGS, WithData
 from tests.strategies.training import ADAM, CLIP, SEED
 from tests.support.environment import trainer
@@ -22,17 +22,17 @@ SP = {"tensor_parallel": 2, "sequence_parallel": True}
 CP = {"context_parallel": 2}
 ROWS: list[tuple[int, str, str, str, Any, dict[str, Any], int]] = [
     # GPUs, scope, model, images of rows, strategy, options; replayed forwards of a step on rank 0, or the step.
-    (1, "layer", "llava", "same", MegatronTowersBesideStrategy, {"tower": Layout()}, 2 * 4 + 2 * 4),
-    (1, "attention", "qwen3", "same_huge", MegatronTowersBesideStrategy, {"tower": Layout()}, 3 * 4 + 2 * 4),
+    (1, "layer", "llava", "same", MegatronTowersStrategy, {"tower": Layout()}, 2 * 4 + 2 * 4),
+    (1, "attention", "qwen3", "same_huge", MegatronTowersStrategy, {"tower": Layout()}, 3 * 4 + 2 * 4),
     (1, "layer", "intern", "same", MegatronStrategy, {}, 2 * 4 + 2 * 4),
-    (2, "layer", "llava", "same", MegatronTowersBesideStrategy, {"tower": Layout(), **SP}, 2 * 4 + 2 * 4),
-    (2, "layer", "qwen3", "same_huge", MegatronTowersBesideStrategy, {"tower": Layout(**CP), **SP}, 3 * 4 + 2 * 4),
-    (2, "layer", "intern", "same", MegatronTowersStrategy, {"tower": Layout()}, 2 * 4),
+    (2, "layer", "llava", "same", MegatronTowersStrategy, {"tower": Layout(), **SP}, 2 * 4 + 2 * 4),
+    (2, "layer", "qwen3", "same_huge", MegatronTowersStrategy, {"tower": Layout(**CP), **SP}, 3 * 4 + 2 * 4),
+    (2, "layer", "intern", "same", MegatronTowersStrategy, {"placement": "disjoint", "tower": Layout()}, 2 * 4),
     (1, "iteration", "llava", "same", MegatronStrategy, {}, 1),
-    (1, "iteration", "llava", "same", MegatronTowersBesideStrategy, {"tower": Layout()}, 1),
+    (1, "iteration", "llava", "same", MegatronTowersStrategy, {"tower": Layout()}, 1),
     (1, "iteration", "qwen", "same_huge", MegatronStrategy, {}, 1),
-    (2, "iteration", "llava", "same", MegatronTowersBesideStrategy, {"tower": Layout(), **SP}, 1),
-    (2, "iteration", "llava", "same", MegatronTowersBesideStrategy, {"tower": Layout(**SP)}, 1),
+    (2, "iteration", "llava", "same", MegatronTowersStrategy, {"tower": Layout(), **SP}, 1),
+    (2, "iteration", "llava", "same", MegatronTowersStrategy, {"tower": Layout(**SP)}, 1),
 ]
 
 

@@ -109,5 +109,5 @@ def test_no_example_is_left_out() -> None:
         "picture_answers",
         "pictures",
         "plain_loop",
-        "towers_apart",
+        "towers",
     }

@@ -31,7 +31,7 @@ from megalight.models.vlm import VLM, VLMConfig
 from megalight.models.vlm.module import VLMModule
 from megalight.nn.canonical import canonical_tensors
 from megalight.nn.init import initialize
-from megalight.strategies import Layout, MegatronStrategy, MegatronTowersBesideStrategy, MegatronTowersStrategy
+from megalight.strategies import Layout, MegatronStrategy, MegatronTowersStrategy
 from megalight.types import PackedSequences
 from tests.data.multimodal.conftest import TEMPLATE, png
 from tests.inference.test_text import TEXT
@@ -190,23 +190,23 @@ def test_every_rank_gets_the_tokens_of_one_device(ranks: int, options: dict[str,
     assert all(found == expected for found in run(_generate, ranks, options))
 
 
-BESIDE = {"kind": MegatronTowersBesideStrategy}
+COLOCATED = {"kind": MegatronTowersStrategy}
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
         (
-            {"kind": MegatronTowersStrategy, "tower": Layout()},
+            {"kind": MegatronTowersStrategy, "placement": "disjoint", "tower": Layout()},
             ["has the vision tower alone", "tower is on other ranks"],
         ),
-        ({**BESIDE, **SP, "tower": Layout(context_parallel=2)}, ["the vision tower share the rows of images"] * 2),
+        ({**COLOCATED, **SP, "tower": Layout(context_parallel=2)}, ["the vision tower share the rows of images"] * 2),
         # The second stage does not run the tower.
-        ({**BESIDE, "pipeline_parallel": 2, "tower": Layout(**SP)}, ["has ranks outside of the first stage"] * 2),
+        ({**COLOCATED, "pipeline_parallel": 2, "tower": Layout(**SP)}, ["has ranks outside of the first stage"] * 2),
         # Replicas may have other prompts.
-        ({**BESIDE, "tower": Layout(**SP)}, ["has ranks outside of the first stage"] * 2),
+        ({**COLOCATED, "tower": Layout(**SP)}, ["has ranks outside of the first stage"] * 2),
     ],
-    ids=["apart", "cp", "stages", "replicas"],
+    ids=["disjoint", "cp", "stages", "replicas"],
 )
 def test_images_that_a_replica_cannot_read_alone_are_refused(options: dict[str, Any], told: list[str]) -> None:
     pytest.importorskip("PIL")
@@ -218,8 +218,8 @@ def test_images_that_a_replica_cannot_read_alone_are_refused(options: dict[str, 
 @pytest.mark.parametrize(
     ("name", "ranks", "options"),
     [
-        ("llava", 2, {**BESIDE, **SP, "tower": Layout()}),
-        ("qwen3", 2, {**BESIDE, "pipeline_parallel": 2, "tower": Layout()}),
+        ("llava", 2, {**COLOCATED, **SP, "tower": Layout()}),
+        ("qwen3", 2, {**COLOCATED, "pipeline_parallel": 2, "tower": Layout()}),
         ("qwen", 4, {**SP, "pipeline_parallel": 2}),
         ("qwen3", 2, {"pipeline_parallel": 2, "virtual_pipeline": 2}),
         ("gemma", 2, {"pipeline_parallel": 2}),

@@ -11,7 +11,7 @@ import pytest
 from megalight.parallel.context.attention import ContextOptions
 from megalight.parallel.pipeline.options import PipelineOptions
 from megalight.parallel.recompute import RecomputeOptions
-from megalight.strategies import Layout, MegatronTowersBesideStrategy
+from megalight.strategies import Layout
 from tests.models.test_vlm_strategy import COUNTS, SP, by_hand, fit
 from tests.models.vlm_samples import HUGE
 from tests.strategies.training import assert_same_gradients
@@ -47,13 +47,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "context by all gather": (2, {**CP, "context": ContextOptions("all_gather")}),
     "context by all to all": (2, {**CP, "context": ContextOptions("all_to_all")}),
     "context, recomputed": (2, {**CP, "recompute": ALL}),
-    "beside, interleaved, zero bubble": (
+    "colocated, interleaved, zero bubble": (
         2,
-        {**VPP, **ZERO_BUBBLE, "kind": MegatronTowersBesideStrategy, "tower": Layout(context_parallel=2)},
+        {**VPP, **ZERO_BUBBLE, "tower": Layout(context_parallel=2)},
     ),
-    "beside, context": (2, {**CP, "kind": MegatronTowersBesideStrategy, "tower": Layout()}),
-    "apart, zero bubble": (3, {**PP, **ZERO_BUBBLE, "tower": Layout()}),
-    "apart, context": (3, {**CP, "tower": Layout()}),
+    "colocated, context": (2, {**CP, "tower": Layout()}),
+    "disjoint, zero bubble": (3, {**PP, **ZERO_BUBBLE, "placement": "disjoint", "tower": Layout()}),
+    "disjoint, context": (3, {**CP, "placement": "disjoint", "tower": Layout()}),
     "context of four": (4, {"context_parallel": 4}),
     "1F1B and context": (4, {**PP, **CP}),
     "zero bubble and context": (4, {**PP, **ZERO_BUBBLE, **CP}),
@@ -63,7 +63,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "context and replicas": (4, CP),
     "context and tensor": (4, {**CP, **SP}),
     "interleaved, zero bubble, tensor": (4, {**VPP, **ZERO_BUBBLE, **SP}),
-    "apart, both in context": (4, {**CP, "tower": Layout(ranks=2, context_parallel=2)}),
+    "disjoint, both in context": (4, {**CP, "placement": "disjoint", "tower": Layout(ranks=2, context_parallel=2)}),
 }
 MODELS = ("deep_qwen3", "deep", "deep_qwen")
 """With features of earlier layers that travel, images of one size, and windows."""
@@ -75,8 +75,8 @@ CHOSEN = [
     ("deep_qwen3", "in the last", "context by all to all"),
     ("deep_qwen", "a huge one last", "context by all gather"),
     ("deep", "of one replica", "context"),
-    ("deep_qwen3", "around text", "beside, interleaved, zero bubble"),
-    ("deep_qwen", "in no step", "apart, zero bubble"),
+    ("deep_qwen3", "around text", "colocated, interleaved, zero bubble"),
+    ("deep_qwen", "in no step", "disjoint, zero bubble"),
     ("deep_qwen", "a huge one last", "interleaved"),
 ]
 FULL = [

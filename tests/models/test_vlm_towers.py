@@ -30,7 +30,7 @@ from megalight.parallel.precision import (
 )
 from megalight.parallel.recompute import RecomputeOptions, apply_recompute, check_recompute
 from megalight.plugins.transformer_engine.low_precision import TransformerEngineProducts
-from megalight.strategies import DataParallelOptions, Layout, MegatronTowersBesideStrategy
+from megalight.strategies import DataParallelOptions, Layout
 from tests.models.test_vlm_strategy import CONFIGS, SP, fit
 from tests.models.vlm_samples import LANGUAGE, QWEN, batch
 from tests.strategies.training import assert_same_gradients
@@ -147,7 +147,7 @@ def test_a_tower_of_odd_sizes_in_8_bits_needs_our_own_products() -> None:
         check_low_precision(model, options, TransformerEngineProducts)
 
 
-BESIDE = {"kind": MegatronTowersBesideStrategy}
+DISJOINT = {"placement": "disjoint"}
 
 
 @functools.cache
@@ -160,13 +160,13 @@ def of_one_device(low: LowPrecisionOptions | None, name: str = "wide") -> dict[s
     ("ranks", "layout"),
     [
         (2, SP),
-        (3, {**SP, "tower": Layout()}),
+        (3, {**SP, **DISJOINT, "tower": Layout()}),
         # Replicas that divide images would scale other rows together, so either side has one.
-        (2, {"pipeline_parallel": 2, **BESIDE, "tower": Layout(**SP)}),
-        (4, {"tower": Layout(ranks=2), "data_parallel": DataParallelOptions(level="optim_grads_params")}),
+        (2, {"pipeline_parallel": 2, "tower": Layout(**SP)}),
+        (4, {**DISJOINT, "tower": Layout(ranks=2), "data_parallel": DataParallelOptions(level="optim_grads_params")}),
         pytest.param(2, {"pipeline_parallel": 2}, marks=pytest.mark.full),
-        pytest.param(3, {"tower": Layout(ranks=2, **SP)}, marks=pytest.mark.full),
-        pytest.param(2, {**SP, **BESIDE, "tower": Layout(tensor_parallel=2)}, marks=pytest.mark.full),
+        pytest.param(3, {**DISJOINT, "tower": Layout(ranks=2, **SP)}, marks=pytest.mark.full),
+        pytest.param(2, {**SP, "tower": Layout(tensor_parallel=2)}, marks=pytest.mark.full),
     ],
     ids=str,
 )
@@ -190,9 +190,9 @@ def test_8_bits_in_both_towers_are_those_of_one_device(recipe: str, ranks: int, 
         ("tensorwise", 2, {"tensor_parallel": 2}),
         pytest.param("delayed", 2, {"tensor_parallel": 2}, marks=pytest.mark.full),
         pytest.param("rowwise", 2, {"tensor_parallel": 2}, marks=pytest.mark.full),
-        pytest.param("delayed", 2, {"tower": Layout()}, marks=pytest.mark.full),
+        pytest.param("delayed", 2, {**DISJOINT, "tower": Layout()}, marks=pytest.mark.full),
         pytest.param("blockwise", 2, {"pipeline_parallel": 2}, marks=pytest.mark.full),
-        pytest.param("mxfp8", 2, {"tower": Layout()}, marks=pytest.mark.full),
+        pytest.param("mxfp8", 2, {**DISJOINT, "tower": Layout()}, marks=pytest.mark.full),
         pytest.param(
             "delayed", 2, {"data_parallel": DataParallelOptions(level="optim_grads_params")}, marks=pytest.mark.full
         ),
@@ -254,9 +254,9 @@ CP = Layout(context_parallel=2)
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
-        (2, {**SP, **BESIDE, "tower": CP}),
-        pytest.param(3, {"tower": replace(CP, ranks=2)}, marks=pytest.mark.full),
-        pytest.param(4, {"tower": replace(CP, ranks=4, **SP), "kind": BESIDE["kind"], **SP}, marks=pytest.mark.full),
+        (2, {**SP, "tower": CP}),
+        pytest.param(3, {**DISJOINT, "tower": replace(CP, ranks=2)}, marks=pytest.mark.full),
+        pytest.param(4, {"tower": replace(CP, ranks=4, **SP), **SP}, marks=pytest.mark.full),
     ],
     ids=str,
 )
@@ -285,10 +285,10 @@ def test_8_bits_in_a_tower_whose_ranks_share_rows(recipe: str, ranks: int, layou
 
 
 @pytest.mark.parametrize("towers", ["language", "vision"])
-def test_8_bits_in_one_of_two_towers_apart(towers: str) -> None:
+def test_8_bits_in_one_of_two_disjoint_towers(towers: str) -> None:
     low = LowPrecisionOptions("rowwise", towers=(towers,), emulate=True)
     found, expected = (
-        run(fit, 2, "wide", "mixed", {"micro_batch_size": 2, "low": low, "tower": Layout()}),
+        run(fit, 2, "wide", "mixed", {"micro_batch_size": 2, "low": low, **DISJOINT, "tower": Layout()}),
         of_one_device(low),
     )
     assert_same_gradients(found[0]["gradients"] | found[1]["gradients"], expected["gradients"])

@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
-from megalight.strategies import Layout, MegatronFSDPStrategy, MegatronStrategy, MegatronTowersStrategy
+from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy, MegatronTowersStrategy
 from tests.models.test_vlm_strategy import WithData as WithImages
 from tests.models.vlm_samples import CONFIG
 from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, Losses, WithData, gathered, whole
@@ -136,7 +136,7 @@ def save_towers(folder: Path, start: str) -> None:
     runner = pl.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=MegatronTowersStrategy(tower=Layout(ranks=1), micro_batch_size=1, start_method=start),
+        strategy=MegatronTowersStrategy(placement="disjoint", micro_batch_size=1, start_method=start),
         max_steps=1,
         use_distributed_sampler=False,
         logger=False,

@@ -30,7 +30,6 @@ from megalight.strategies import (
     DataParallelOptions,
     Layout,
     MegatronStrategy,
-    MegatronTowersBesideStrategy,
     MegatronTowersStrategy,
     PipelineOptions,
 )
@@ -63,16 +62,19 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2dp2": (4, {"tensor_parallel": 2}),
     "tp2pp2": (4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
 }
-BESIDE = {"kind": MegatronTowersBesideStrategy, "tower": Layout()}
+COLOCATED = {"kind": MegatronTowersStrategy, "tower": Layout()}
 TOWERS: dict[str, tuple[int, dict[str, Any]]] = {
-    "apart, tower cp2": (3, {"kind": MegatronTowersStrategy, "tower": Layout(ranks=2, context_parallel=2)}),
-    "beside, tower cp2": (
-        2,
-        {**BESIDE, "tower": Layout(context_parallel=2), "tensor_parallel": 2, "sequence_parallel": True},
+    "disjoint, tower cp2": (
+        3,
+        {"kind": MegatronTowersStrategy, "placement": "disjoint", "tower": Layout(ranks=2, context_parallel=2)},
     ),
-    "beside, full pp2": (
+    "colocated, tower cp2": (
+        2,
+        {**COLOCATED, "tower": Layout(context_parallel=2), "tensor_parallel": 2, "sequence_parallel": True},
+    ),
+    "colocated, full pp2": (
         4,
-        {**BESIDE, "pipeline_parallel": 2, "data_parallel": DataParallelOptions(level="optim_grads_params")},
+        {**COLOCATED, "pipeline_parallel": 2, "data_parallel": DataParallelOptions(level="optim_grads_params")},
     ),
 }
 """Of models with a vision tower. Checkpoints of two layouts have one format."""

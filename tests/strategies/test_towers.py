@@ -1,4 +1,4 @@
-"""A vision tower on ranks of its own under Lightning trains the same model as one device by hand."""
+"""A vision tower in a layout of its own under Lightning trains the same model as one device by hand."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from megalight.strategies import (
     DataParallelOptions,
     Layout,
     MegatronStrategy,
-    MegatronTowersBesideStrategy,
     MegatronTowersStrategy,
     PipelineOptions,
 )
@@ -126,7 +125,7 @@ FULL = [
     ("experts", "mixed", 4, Layout(ranks=2), {"expert_parallel": 2}),
     ("experts", "one", 6, Layout(ranks=2, **SP), {**SP, "expert_parallel": 2, "expert_tensor_parallel": 2}),
 ]
-BESIDE_LAYOUTS = [
+COLOCATED_LAYOUTS = [
     ("both_adapters", "mixed", 2, Layout(**TP), {}),
     (
         "qwen",
@@ -151,7 +150,7 @@ BESIDE_LAYOUTS = [
         {**PP, **SP, "data_parallel": DataParallelOptions(level="optim_grads_params", units=("TransformerLayer",))},
     ),
 ]
-FULL_BESIDE = [
+FULL_COLOCATED = [
     ("qwen3", "mixed", 2, Layout(), SP),
     ("qwen", "mixed", 2, Layout(**CP), SP),
     ("llava", "mixed", 2, Layout(**TP), SHARDED),
@@ -166,6 +165,12 @@ FULL_BESIDE = [
 ]
 
 
+def strategy_of(options: dict[str, Any]) -> MegatronStrategy:
+    """The strategy of these options."""
+    kind = MegatronTowersStrategy if "tower" in options else MegatronStrategy
+    return kind(**{"micro_batch_size": 1, **options})
+
+
 def joined(found: list[dict[str, Any]]) -> dict[str, Any]:
     """What all ranks hold together."""
     whole = dict(found[0])
@@ -177,7 +182,7 @@ def joined(found: list[dict[str, Any]]) -> dict[str, Any]:
 @pytest.mark.parametrize("layout", [*CHOSEN, *(pytest.param(each, marks=pytest.mark.full) for each in FULL)], ids=str)
 def test_layout_trains_the_same_model(layout: tuple[str, str, int, Layout, dict[str, Any]]) -> None:
     name, counts, ranks, tower, language = layout
-    options = {"tower": tower, **language, "micro_batch_size": 1}
+    options = {"placement": "disjoint", "tower": tower, **language, "micro_batch_size": 1}
     found, expected = run(fit, ranks, name, counts, options, timeout=240), by_hand(name, counts)
     for rank in found:
         assert rank["losses"] == found[0]["losses"], "ranks report different losses"
@@ -189,11 +194,11 @@ def test_layout_trains_the_same_model(layout: tuple[str, str, int, Layout, dict[
 
 
 @pytest.mark.parametrize(
-    "layout", [*BESIDE_LAYOUTS, *(pytest.param(each, marks=pytest.mark.full) for each in FULL_BESIDE)], ids=str
+    "layout", [*COLOCATED_LAYOUTS, *(pytest.param(each, marks=pytest.mark.full) for each in FULL_COLOCATED)], ids=str
 )
-def test_layout_beside_trains_the_same_model(layout: tuple[str, str, int, Layout, dict[str, Any]]) -> None:
+def test_colocated_layout_trains_the_same_model(layout: tuple[str, str, int, Layout, dict[str, Any]]) -> None:
     name, counts, ranks, tower, language = layout
-    options = {"kind": MegatronTowersBesideStrategy, "tower": tower, **language, "micro_batch_size": 1}
+    options = {"tower": tower, **language, "micro_batch_size": 1}
     whole, expected = joined(run(fit, ranks, name, counts, options, timeout=240)), by_hand(name, counts)
     assert_same_gradients(whole["gradients"], expected["gradients"])
     assert_same_run(whole, expected)
@@ -201,8 +206,7 @@ def test_layout_beside_trains_the_same_model(layout: tuple[str, str, int, Layout
 
 def _with_lengths(options: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
     """Train adapters that learn the lengths of rows of weights, which need the values of these."""
-    options, losses = dict(options), Losses()
-    strategy = options.pop("kind", MegatronStrategy)(micro_batch_size=1, **options)
+    strategy, losses = strategy_of(options), Losses()
     module = WithData(CONFIG, optimizer=ADAM, seed=SEED)
     adapters = Adapters(rank=3, alpha=6.0, dora=True, targets=["layers.*", "projector.*"])
     trainer(strategy, callbacks=[losses, adapters], max_steps=2, use_distributed_sampler=False).fit(module)
@@ -212,10 +216,10 @@ def _with_lengths(options: dict[str, Any]) -> tuple[list[float], dict[str, Any]]
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        (3, {"kind": MegatronTowersStrategy, "tower": Layout(), **TP}),
-        (2, {"kind": MegatronTowersBesideStrategy, "tower": Layout(**TP)}),
+        (3, {"placement": "disjoint", "tower": Layout(), **TP}),
+        (2, {"tower": Layout(**TP)}),
     ],
-    ids=["apart", "beside"],
+    ids=["disjoint", "colocated"],
 )
 def test_adapters_with_lengths_learn_the_same(ranks: int, options: dict[str, Any]) -> None:
     losses, expected = run(_with_lengths, 1, {})[0]
@@ -245,9 +249,7 @@ class Validated(WithData):
 
 def go_on(options: dict[str, Any], steps: int, save: str, resume: str | None = None) -> dict[str, float]:
     """Train up to a step, validate with averaged weights after each, and save."""
-    options = dict(options)
-    kind = options.pop("kind", MegatronStrategy)
-    strategy = kind(micro_batch_size=1, **options)
+    strategy = strategy_of(options)
     module = Validated(CONFIGS["deep_qwen"], optimizer=ADAM, seed=SEED)
     runner = trainer(
         strategy,
@@ -262,17 +264,17 @@ def go_on(options: dict[str, Any], steps: int, save: str, resume: str | None = N
     return {name: float(value) for name, value in runner.callback_metrics.items()}
 
 
-APART = (4, {"kind": MegatronTowersStrategy, "tower": Layout(ranks=2, **SP), **PP})
-APART_SHARDED = (4, {"kind": MegatronTowersStrategy, "tower": Layout(ranks=2), **SHARDED})
-BESIDE = (4, {"kind": MegatronTowersBesideStrategy, "tower": Layout(), **SP, **PP})
-BESIDE_SHARDED = (2, {"kind": MegatronTowersBesideStrategy, "tower": Layout(), **SP, **SHARDED})
-STAGES_SHARDED = (4, {"kind": MegatronTowersBesideStrategy, "tower": Layout(), **PP, **SHARDED})
-APART_CP = (3, {"kind": MegatronTowersStrategy, "tower": Layout(ranks=2, **CP)})
-BESIDE_CP = (2, {"kind": MegatronTowersBesideStrategy, "tower": Layout(**CP), **SP})
+DISJOINT = (4, {"placement": "disjoint", "tower": Layout(ranks=2, **SP), **PP})
+DISJOINT_SHARDED = (4, {"placement": "disjoint", "tower": Layout(ranks=2), **SHARDED})
+COLOCATED = (4, {"tower": Layout(), **SP, **PP})
+COLOCATED_SHARDED = (2, {"tower": Layout(), **SP, **SHARDED})
+STAGES_SHARDED = (4, {"tower": Layout(), **PP, **SHARDED})
+DISJOINT_CP = (3, {"placement": "disjoint", "tower": Layout(ranks=2, **CP)})
+COLOCATED_CP = (2, {"tower": Layout(**CP), **SP})
 ALONE = (1, {})
 OTHER = (
     2,
-    {"kind": MegatronTowersBesideStrategy, "tower": Layout(recompute=RecomputeOptions(granularity="full"), **SP)},
+    {"tower": Layout(recompute=RecomputeOptions(granularity="full"), **SP)},
 )
 TOGETHER = (2, SP)
 
@@ -286,44 +288,44 @@ def alone(folder: Path) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
 @pytest.mark.parametrize(
     "order",
     [
-        pytest.param((APART, APART), marks=pytest.mark.full),
-        pytest.param((APART, TOGETHER), marks=pytest.mark.full),
-        (TOGETHER, APART),
-        pytest.param((BESIDE, BESIDE), marks=pytest.mark.full),
+        pytest.param((DISJOINT, DISJOINT), marks=pytest.mark.full),
+        pytest.param((DISJOINT, TOGETHER), marks=pytest.mark.full),
+        (TOGETHER, DISJOINT),
+        pytest.param((COLOCATED, COLOCATED), marks=pytest.mark.full),
         (OTHER, TOGETHER),
-        pytest.param((APART, OTHER), marks=pytest.mark.full),
-        pytest.param((APART_SHARDED, TOGETHER), marks=pytest.mark.full),
-        pytest.param((BESIDE_SHARDED, APART_SHARDED), marks=pytest.mark.full),
-        (STAGES_SHARDED, APART_SHARDED),
-        pytest.param((APART, APART_SHARDED), marks=pytest.mark.full),
+        pytest.param((DISJOINT, OTHER), marks=pytest.mark.full),
+        pytest.param((DISJOINT_SHARDED, TOGETHER), marks=pytest.mark.full),
+        pytest.param((COLOCATED_SHARDED, DISJOINT_SHARDED), marks=pytest.mark.full),
+        (STAGES_SHARDED, DISJOINT_SHARDED),
+        pytest.param((DISJOINT, DISJOINT_SHARDED), marks=pytest.mark.full),
         pytest.param((STAGES_SHARDED, TOGETHER), marks=pytest.mark.full),
         pytest.param((TOGETHER, STAGES_SHARDED), marks=pytest.mark.full),
-        (APART_CP, ALONE),
-        (ALONE, BESIDE_CP),
-        pytest.param((BESIDE_CP, APART_CP), marks=pytest.mark.full),
-        pytest.param((BESIDE_CP, ALONE), marks=pytest.mark.full),
-        pytest.param((APART_CP, BESIDE), marks=pytest.mark.full),
-        pytest.param((APART, APART_CP), marks=pytest.mark.full),
+        (DISJOINT_CP, ALONE),
+        (ALONE, COLOCATED_CP),
+        pytest.param((COLOCATED_CP, DISJOINT_CP), marks=pytest.mark.full),
+        pytest.param((COLOCATED_CP, ALONE), marks=pytest.mark.full),
+        pytest.param((DISJOINT_CP, COLOCATED), marks=pytest.mark.full),
+        pytest.param((DISJOINT, DISJOINT_CP), marks=pytest.mark.full),
     ],
     ids=[
-        "apart",
-        "apart-together",
-        "together-apart",
-        "beside",
-        "beside-together",
-        "apart-beside",
+        "disjoint",
+        "disjoint-together",
+        "together-disjoint",
+        "colocated",
+        "colocated-together",
+        "disjoint-colocated",
         "sharded-together",
-        "beside_sharded-apart_sharded",
-        "stages_sharded-apart_sharded",
-        "apart-sharded",
+        "colocated_sharded-disjoint_sharded",
+        "stages_sharded-disjoint_sharded",
+        "disjoint-sharded",
         "stages_sharded-together",
         "together-stages_sharded",
-        "apart_cp-alone",
-        "alone-beside_cp",
-        "beside_cp-apart_cp",
-        "beside_cp-alone",
-        "apart_cp-beside",
-        "apart-apart_cp",
+        "disjoint_cp-alone",
+        "alone-colocated_cp",
+        "colocated_cp-disjoint_cp",
+        "colocated_cp-alone",
+        "disjoint_cp-colocated",
+        "disjoint-disjoint_cp",
     ],
 )
 def test_runs_go_on_in_any_layout(
@@ -344,8 +346,7 @@ def test_runs_go_on_in_any_layout(
 
 def _adapted(options: dict[str, Any], steps: int, save: str, resume: str | None = None) -> list[float]:
     """Train adapters of both towers up to a step, and save."""
-    options, losses = dict(options), Losses()
-    strategy = options.pop("kind", MegatronStrategy)(micro_batch_size=1, **options)
+    strategy, losses = strategy_of(options), Losses()
     module = WithData(CONFIG, optimizer=ADAM, seed=SEED)
     callbacks = [losses, Adapters(rank=3, alpha=6.0, targets=["layers.*", "projector.*"])]
     runner = trainer(strategy, callbacks=callbacks, max_steps=steps, use_distributed_sampler=False)
@@ -356,8 +357,8 @@ def _adapted(options: dict[str, Any], steps: int, save: str, resume: str | None 
 
 @pytest.mark.parametrize(
     "order",
-    [(APART, TOGETHER), pytest.param((TOGETHER, BESIDE), marks=pytest.mark.full)],
-    ids=["apart-together", "together-beside"],
+    [(DISJOINT, TOGETHER), pytest.param((TOGETHER, COLOCATED), marks=pytest.mark.full)],
+    ids=["disjoint-together", "together-colocated"],
 )
 def test_adapters_go_on_in_any_layout(order: tuple[tuple[int, dict[str, Any]], ...], tmp_path: Path) -> None:
     (ranks, options), (later_ranks, later) = order
@@ -373,7 +374,9 @@ def test_adapters_go_on_in_any_layout(order: tuple[tuple[int, dict[str, Any]], .
         torch.testing.assert_close(stored[name], value, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("layout", [APART, pytest.param(BESIDE, marks=pytest.mark.full)], ids=["apart", "beside"])
+@pytest.mark.parametrize(
+    "layout", [DISJOINT, pytest.param(COLOCATED, marks=pytest.mark.full)], ids=["disjoint", "colocated"]
+)
 def test_checkpoints_of_either_layout_generate(layout: tuple[int, dict[str, Any]], tmp_path: Path) -> None:
     """The tokens after prompts with images are those of a run on one device."""
     pytest.importorskip("PIL")
@@ -390,7 +393,7 @@ def test_checkpoints_of_either_layout_generate(layout: tuple[int, dict[str, Any]
 
 def small(**options: Any) -> MegatronTowersStrategy:
     """A strategy of four processes that nobody has started."""
-    strategy = MegatronTowersStrategy(**options)
+    strategy = MegatronTowersStrategy(placement="disjoint", **options)
     strategy.grid(4)
     return strategy
 
@@ -404,8 +407,8 @@ def small(**options: Any) -> MegatronTowersStrategy:
         ({"tower": Layout(ranks=2, pipeline_parallel=2)}, r"the tower has pipeline_parallel=2"),
         ({"tower": Layout(expert_parallel=2)}, r"the tower has expert_parallel=2, expert_tensor_parallel=1; it has no"),
         ({"expert_parallel": 2}, r"the language model, on 3 ranks from 1 on"),
-        ({"micro_batch_size": "auto"}, r"micro_batch_size='auto' with a tower"),
-        ({"checkpoints": CheckpointOptions(format="dp_reshardable")}, r"format='dp_reshardable' with a tower"),
+        ({"micro_batch_size": "auto"}, r"micro_batch_size='auto' with a disjoint tower"),
+        ({"checkpoints": CheckpointOptions(format="dp_reshardable")}, r"format='dp_reshardable' with a disjoint tower"),
     ],
     ids=str,
 )
@@ -416,7 +419,7 @@ def test_bad_layouts_are_refused_before_processes(options: dict[str, Any], messa
 
 @pytest.mark.parametrize("degrees", [(2, 3), (3, 2)])
 def test_degrees_must_divide_each_other(degrees: tuple[int, int]) -> None:
-    strategy = MegatronTowersStrategy(tower=Layout(ranks=degrees[0]))
+    strategy = MegatronTowersStrategy(tower=Layout(ranks=degrees[0]), placement="disjoint")
     with pytest.raises(LayoutError, match="one must divide the other"):
         strategy.grid(sum(degrees))
 
@@ -443,7 +446,7 @@ class Adding(Callback):
 
 
 def _refused(verb: str, module: Any, callbacks: list[Callback]) -> str:
-    runner = trainer(MegatronTowersStrategy(), callbacks=callbacks)
+    runner = trainer(MegatronTowersStrategy(placement="disjoint"), callbacks=callbacks)
     loader = DataLoader([batch()], batch_size=None)
     try:
         getattr(runner, verb)(module, loader)
@@ -456,13 +459,13 @@ def _holding() -> str:
     sharing = DataParallelOptions(level="optim_grads_params", units=("ImageTextEmbedding",))
     module = WithData(CONFIG, optimizer=ADAM, seed=SEED)
     try:
-        trainer(MegatronTowersBesideStrategy(data_parallel=sharing), use_distributed_sampler=False).fit(module)
+        trainer(MegatronTowersStrategy(data_parallel=sharing), use_distributed_sampler=False).fit(module)
     except ConfigurationError as error:
         return str(error)
     return ""
 
 
-def test_a_unit_that_holds_the_tower_is_refused_beside() -> None:
+def test_a_unit_that_holds_a_colocated_tower_is_refused() -> None:
     message = "units names ImageTextEmbedding, which holds a part with a layout of its own"
     assert all(message in told for told in run(_holding, 2))
 
@@ -472,7 +475,7 @@ def test_a_unit_that_holds_the_tower_is_refused_beside() -> None:
     [
         ("fit", GPTModule(CONFIG.language), [], "needs a VLMModule, and GPTModule is none"),
         ("fit", Own(CONFIG), [], "Own defines training_step, which no rank can run whole"),
-        ("fit", VLMModule(CONFIG), [Adding()], "the transform Fused with a tower on ranks of its own is not supported"),
+        ("fit", VLMModule(CONFIG), [Adding()], "the transform Fused with a disjoint tower is not supported"),
         ("fit", Distilled(CONFIG), [], "Distilled has frozen_models, which read whole micro-batches"),
     ],
     ids=["gpt", "own", "transform", "teacher"],
@@ -505,17 +508,14 @@ class Uneven(VLMModule):
 
 
 def _validated(options: dict[str, Any]) -> dict[str, float]:
-    options = dict(options)
-    runner = trainer(
-        options.pop("kind", MegatronStrategy)(micro_batch_size=1, **options), use_distributed_sampler=False
-    )
+    runner = trainer(strategy_of(options), use_distributed_sampler=False)
     runner.validate(Uneven(CONFIG, seed=SEED), verbose=False)
     return {name: float(value) for name, value in runner.callback_metrics.items()}
 
 
-def test_replicas_beside_validate_on_different_numbers_of_batches() -> None:
+def test_colocated_replicas_validate_on_different_numbers_of_batches() -> None:
     (expected,) = run(_validated, 1, {})
-    for found in run(_validated, 2, {"kind": MegatronTowersBesideStrategy, "tower": Layout(**TP)}):
+    for found in run(_validated, 2, {"tower": Layout(**TP)}):
         assert found == pytest.approx(expected, rel=1e-9)
 
 
@@ -536,11 +536,10 @@ class Logging(Validated):
 
 def _watched(folder: str, options: dict[str, Any]) -> tuple[dict[str, float], float, int]:
     """All metrics of a run, the best mean of what its steps log, and the epoch in which it ended."""
-    options = dict(options)
     best = ModelCheckpoint(folder, "{epoch}", monitor="own_epoch", save_top_k=1)
     early = EarlyStopping("own_epoch", patience=0, mode="max", check_on_train_epoch_end=True)
     runner = trainer(
-        options.pop("kind", MegatronTowersStrategy)(micro_batch_size=1, **options),
+        strategy_of(options),
         callbacks=[best, early],
         enable_checkpointing=True,
         max_epochs=3,
@@ -557,19 +556,19 @@ def _watched(folder: str, options: dict[str, Any]) -> tuple[dict[str, float], fl
 @pytest.mark.parametrize(
     ("options", "replicas"),
     [
-        pytest.param({"tower": Layout()}, (0, 0), marks=pytest.mark.full),
-        ({"tower": Layout()}, (0, 0, 1)),
-        pytest.param({"tower": Layout(ranks=2)}, (0, 0, 0), marks=pytest.mark.full),
-        ({"tower": Layout(), **VPP}, (0, 0, 0)),
-        ({"tower": Layout(ranks=2)}, (0, 1, 0, 1)),
+        pytest.param({"placement": "disjoint", "tower": Layout()}, (0, 0), marks=pytest.mark.full),
+        ({"placement": "disjoint", "tower": Layout()}, (0, 0, 1)),
+        pytest.param({"placement": "disjoint", "tower": Layout(ranks=2)}, (0, 0, 0), marks=pytest.mark.full),
+        ({"placement": "disjoint", "tower": Layout(), **VPP}, (0, 0, 0)),
+        ({"placement": "disjoint", "tower": Layout(ranks=2)}, (0, 1, 0, 1)),
     ],
     ids=["one each", "two replicas", "two towers", "pipeline", "two lanes"],
 )
 def test_what_steps_log_can_be_watched_on_all_ranks(
     tmp_path: Path, options: dict[str, Any], replicas: tuple[int, ...]
 ) -> None:
-    whole = run(_watched, max(replicas) + 1, str(tmp_path / "whole"), {"kind": MegatronStrategy})
-    found = run(_watched, len(replicas), str(tmp_path / "apart"), options)
+    whole = run(_watched, max(replicas) + 1, str(tmp_path / "whole"), {})
+    found = run(_watched, len(replicas), str(tmp_path / "disjoint"), options)
     for (metrics, *best), replica in zip(found, replicas, strict=True):
         expected, *best_of_whole = whole[replica]
         assert metrics == pytest.approx(expected, rel=1e-9)
@@ -586,21 +585,20 @@ class Predicting(VLMModule):
 
 
 def _predicted(options: dict[str, Any]) -> list[Any]:
-    kind = options.pop("kind", MegatronTowersStrategy)
-    found = trainer(kind(**options), use_distributed_sampler=False).predict(Predicting(CONFIG, seed=SEED)) or []
+    found = trainer(strategy_of(options), use_distributed_sampler=False).predict(Predicting(CONFIG, seed=SEED)) or []
     return [None if each is None else each.numpy() for each in found]
 
 
 def test_every_rank_gets_the_outputs_of_its_samples() -> None:
-    expected = run(_predicted, 1, {"kind": MegatronStrategy})[0]
-    for found in run(_predicted, 2, {"kind": MegatronTowersBesideStrategy, "tower": Layout(**TP)}):
+    expected = run(_predicted, 1, {})[0]
+    for found in run(_predicted, 2, {"tower": Layout(**TP)}):
         # The second replica has one batch less, and an empty one in its place.
         mine = [expected[0], expected[2]] if found[1] is not None else [expected[1]]
         assert_equal(found[: len(mine)], mine)
-    tower, *replicas = run(_predicted, 3, {"tower": Layout(), "pipeline_parallel": 2})
+    tower, *replicas = run(_predicted, 3, {"placement": "disjoint", "tower": Layout(), "pipeline_parallel": 2})
     assert_equal(tower, expected)
     assert all(len(found) == 3 for found in replicas)
-    tower, first, second = run(_predicted, 3, {"tower": Layout()})
+    tower, first, second = run(_predicted, 3, {"placement": "disjoint", "tower": Layout()})
     assert_equal(tower, expected)
     assert_equal([np.concatenate(pair) for pair in zip(first, second, strict=True)], expected)
 
@@ -615,7 +613,7 @@ def assert_equal(found: Any, expected: Any) -> None:
 def test_lanes_validate_on_different_numbers_of_batches(lanes: int) -> None:
     (expected,) = run(_validated, 1, {})
     for found in run(
-        _validated, 1 + lanes if lanes == 1 else 4, {"kind": MegatronTowersStrategy, "tower": Layout(ranks=lanes)}
+        _validated, 1 + lanes if lanes == 1 else 4, {"placement": "disjoint", "tower": Layout(ranks=lanes)}
     ):
         assert found == pytest.approx(expected, rel=1e-9)
 
@@ -623,13 +621,14 @@ def test_lanes_validate_on_different_numbers_of_batches(lanes: int) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tower": Layout(ranks=2)}, r"tower\.ranks=2, and there are 4 processes, which both models share"),
+        ({"tower": Layout(ranks=2)}, r"the tower has ranks=2, and there are 4 processes, which colocated models share"),
         ({"tower": Layout(tensor_parallel=3)}, r"the tower: world size 4 is not a multiple"),
-        ({"tensor_parallel": 3}, r"world size 4 is not a multiple"),
+        ({"tensor_parallel": 3}, r"the language model: world size 4 is not a multiple"),
         ({"expert_parallel": 3}, r"world size 4"),
+        ({"placement": "beside"}, r"placement='beside'; choose one of colocated, disjoint"),
     ],
     ids=str,
 )
-def test_bad_layouts_beside_are_refused_before_processes(options: dict[str, Any], message: str) -> None:
+def test_bad_colocated_layouts_are_refused_before_processes(options: dict[str, Any], message: str) -> None:
     with pytest.raises((LayoutError, ConfigurationError), match=message):
-        MegatronTowersBesideStrategy(**options).grid(4)
+        MegatronTowersStrategy(**options).grid(4)

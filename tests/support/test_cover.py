@@ -108,9 +108,9 @@ def of_vlm(row: tuple[str, str, int, dict[str, Any]]) -> tuple[int, set[str], se
 
 
 def of_towers(where: str, row: tuple[str, str, int, Layout, dict[str, Any]]) -> tuple[int, set[str], set[str]]:
-    """A tower ``apart`` has ranks of its own; ``beside``, it has another layout on all ranks."""
+    """A disjoint tower has ranks of its own; a colocated one has another layout on all ranks."""
     name, counts, ranks, tower, language = row
-    own, rest = (tower.ranks, ranks - tower.ranks) if where == "apart" else (ranks, ranks)
+    own, rest = (tower.ranks, ranks - tower.ranks) if where == "disjoint" else (ranks, ranks)
     towers = {f"tower {each}" for each in features_of(vars(tower), own)}
     found = {where, *features_of(language, rest), *towers}
     return ranks, *of_images(name, counts, language.get("pipeline_layout"), found)
@@ -139,7 +139,7 @@ def tables() -> dict[str, tuple[list[Row], list[Row]]]:
     parity = rows_of(test_parity.test_layout_trains_the_same_model, of_parity)
     parity += rows_of(test_parity.test_every_layout_trains_the_same_model, of_parity)
     images = rows_of(getattr(test_vlm_strategy, trained), of_vlm)
-    for where, test in (("apart", trained), ("beside", "test_layout_beside_trains_the_same_model")):
+    for where, test in (("disjoint", trained), ("colocated", "test_colocated_layout_trains_the_same_model")):
         images += rows_of(getattr(test_towers, test), lambda row, where=where: of_towers(where, row))
     weights, whole, pieces = (
         rows_of(test, lambda case, form=form: of_weights(form, case))

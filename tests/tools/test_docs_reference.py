@@ -22,7 +22,6 @@ from megalight.nn.moe import MoEConfig
 from megalight.strategies import (
     MegatronFSDPStrategy,
     MegatronStrategy,
-    MegatronTowersBesideStrategy,
     MegatronTowersStrategy,
 )
 from megalight.types import TokenBatch
@@ -49,7 +48,7 @@ def test_every_callback_is_there(pages: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(
     "cls",
-    [MegatronStrategy, MegatronFSDPStrategy, MegatronTowersStrategy, MegatronTowersBesideStrategy],
+    [MegatronStrategy, MegatronFSDPStrategy, MegatronTowersStrategy],
     ids=lambda cls: cls.__name__,
 )
 def test_the_parser_knows_the_same_keys(cls: type, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 def roots_of(strategy: MegatronStrategy) -> list[nn.Module]:
-    """Return the parts of the model on this rank that run by themselves: its chunks, and a tower beside them."""
+    """Return the parts of the model on this rank that run by themselves: its chunks, and a colocated tower."""
     model = strategy.parallel_model
     return [*strategy.chunks, *(() if model is None or model.grafted is None else (model.grafted.root,))]
 
@@ -50,7 +50,7 @@ def lanes_of(strategy: MegatronStrategy, scope: str, towers: bool) -> list[list[
     """
     chunks, roots = strategy.chunks, roots_of(strategy)
     lanes = [parts_of(chunk, scope) for chunk in chunks]
-    # A tower beside is in the tree of the first chunk, too, where it does not run.
+    # A colocated tower is in the tree of the first chunk, too, where it does not run.
     holders = roots[len(chunks) :] or chunks
     return lanes + [found for root in holders if towers and (found := tower_parts_of(root, scope))]
 
@@ -61,7 +61,7 @@ def parts_of(chunk: nn.Module, scope: str) -> list[Named]:
     Raises:
         ConfigurationError: the chunk has no layers, or they have no attention.
     """
-    if tower_layers_of(chunk) and not hasattr(chunk, "layers"):  # a tower on ranks of its own
+    if tower_layers_of(chunk) and not hasattr(chunk, "layers"):  # a disjoint tower
         return []
     by_index = layers_of(chunk, f"CUDAGraph(scope={scope!r})")
     layers = [(f"layers.{index}", layer) for index, layer in by_index.items()] + list(depth_layers_of(chunk).items())
@@ -338,7 +338,7 @@ class CUDAGraph(pl.Callback):
     def _parts(self, strategy: MegatronStrategy, lanes: list[list[Named]]) -> StepRunner:
         assert self._recorder is not None and strategy.engine is not None
         # Towers have layouts of their own, and go on with what serves eager steps.
-        alone = roots_of(strategy) == strategy.chunks and not isinstance(strategy, MegatronTowersStrategy)
+        alone = not isinstance(strategy, MegatronTowersStrategy)
         graphs = self._graphs = GRAPH_BACKENDS[self.backend].start(
             Parts(
                 lanes,

@@ -20,7 +20,7 @@ from megalight.parallel.groups import uses_backend
 from megalight.parallel.pipeline import schedules
 from megalight.parallel.recompute.apply import redrawing
 from megalight.strategies.megatron import MegatronStrategy
-from megalight.strategies.towers import MegatronTowersStrategy, TowersStrategy
+from megalight.strategies.towers import MegatronTowersStrategy
 from megalight.strategies.user_module import defines, defines_step, intercepted_log, is_ours
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -43,7 +43,7 @@ def of_environment(on_gpu: bool) -> Iterator[str]:
 
 def of_backend(strategy: MegatronStrategy, backend: str) -> Iterator[str]:
     """Yield reasons in the backend that records parts: others than our own follow the schedule of one model."""
-    if backend != "own" and isinstance(strategy, TowersStrategy):
+    if backend != "own" and isinstance(strategy, MegatronTowersStrategy):
         yield f"backend={backend!r} records one model, and {strategy.what} is a second one; use backend='own'"
 
 
@@ -101,11 +101,10 @@ def of_sharding(
 
 def of_whole_steps(trainer: pl.Trainer, module: pl.LightningModule, strategy: MegatronStrategy) -> Iterator[str]:
     """Yield reasons against whole steps: code that runs between the beginning and the end of a step."""
-    if isinstance(strategy, MegatronTowersStrategy):
+    if isinstance(strategy, MegatronTowersStrategy) and strategy.placement == "disjoint":
         yield (
             f"{strategy.what} sends features, and its language model reads on the host, in the middle of a step, how "
-            "many rows have arrived; record both models with scope='layer', or let them share ranks "
-            "(megatron_towers_beside)"
+            "many rows have arrived; record both models with scope='layer', or set placement='colocated'"
         )
     if strategy.layout.pipeline.schedule == "combined":
         yield "the schedule 'combined' runs forward and backward in turns, in two threads; choose another schedule"

@@ -23,7 +23,6 @@ from megalight.strategies import (
     Layout,
     MegatronFSDPStrategy,
     MegatronStrategy,
-    MegatronTowersBesideStrategy,
     MegatronTowersStrategy,
 )
 from tests.data.multimodal.conftest import png, row
@@ -50,8 +49,8 @@ PP = {"pipeline_parallel": 2, "micro_batch_size": 1}
 LAYOUTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "dp": (MegatronStrategy, {"micro_batch_size": 1}),
     "tp": (MegatronStrategy, SP),
-    "towers": (MegatronTowersStrategy, {"tower": Layout(), "micro_batch_size": 1}),
-    "beside": (MegatronTowersBesideStrategy, {"tower": Layout(), **SP}),
+    "towers": (MegatronTowersStrategy, {"placement": "disjoint", "tower": Layout(), "micro_batch_size": 1}),
+    "colocated": (MegatronTowersStrategy, {"tower": Layout(), **SP}),
     "cp": (MegatronStrategy, {"context_parallel": 2}),
     "pp": (MegatronStrategy, {**PP, "pipeline": PipelineOptions(schedule="zero_bubble")}),
 }
@@ -62,9 +61,13 @@ STAGES: dict[str, tuple[int, Any, dict[str, Any]]] = {
         MegatronStrategy,
         {**PP, "virtual_pipeline": 2, "pipeline": PipelineOptions(schedule="zero_bubble")},
     ),
-    "apart": (3, MegatronTowersStrategy, {"tower": Layout(ranks=2, context_parallel=2), "micro_batch_size": 1}),
+    "disjoint": (
+        3,
+        MegatronTowersStrategy,
+        {"placement": "disjoint", "tower": Layout(ranks=2, context_parallel=2), "micro_batch_size": 1},
+    ),
     "tower a stage": (2, MegatronStrategy, {**PP, "pipeline_layout": "E|ttttL"}),
-    "beside": (2, MegatronTowersBesideStrategy, {"tower": Layout(context_parallel=2), "context_parallel": 2}),
+    "colocated": (2, MegatronTowersStrategy, {"tower": Layout(context_parallel=2), "context_parallel": 2}),
     "sharded": (2, MegatronFSDPStrategy, {"micro_batch_size": 1}),
     "alone": (1, MegatronStrategy, {}),
 }
@@ -97,10 +100,10 @@ def _go_on(blends: list[Any], name: str, layout: str, steps: int, save: str, res
 @pytest.mark.parametrize(
     ("name", "order"),
     [
-        ("qwen", ("context", "interleaved", "apart")),
-        pytest.param("llava", ("context", "interleaved", "apart"), marks=pytest.mark.full),
-        pytest.param("qwen", ("tower a stage", "beside", "sharded"), marks=pytest.mark.full),
-        pytest.param("llava", ("sharded", "tower a stage", "beside"), marks=pytest.mark.full),
+        ("qwen", ("context", "interleaved", "disjoint")),
+        pytest.param("llava", ("context", "interleaved", "disjoint"), marks=pytest.mark.full),
+        pytest.param("qwen", ("tower a stage", "colocated", "sharded"), marks=pytest.mark.full),
+        pytest.param("llava", ("sharded", "tower a stage", "colocated"), marks=pytest.mark.full),
     ],
     ids=str,
 )

@@ -1,10 +1,11 @@
-"""A vision tower and a language model on ranks of their own learn to name the color of pictures.
+"""A vision tower and a language model in layouts of their own learn to name the color of pictures.
 
-torchrun --nproc-per-node 2 examples/towers_apart.py
-torchrun --nproc-per-node 4 examples/towers_apart.py --tower-ranks 2 --tower-tensor-parallel 2
+torchrun --nproc-per-node 2 examples/towers.py --tower-tensor-parallel 2
+torchrun --nproc-per-node 4 examples/towers.py --placement disjoint --tower-ranks 2 --tower-tensor-parallel 2
 
-In the second line two tensor-parallel ranks read the pictures of two data-parallel replicas of the language model. The
-losses are those of the first.
+In the first line both models share two ranks: a tensor-parallel tower and two replicas of the language model. In the
+second line two tensor-parallel ranks read the pictures of two replicas of the language model on other ranks. The losses
+are those of the first.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -25,7 +27,7 @@ from megalight.models.vision import VisionConfig
 from megalight.models.vlm import VLMConfig
 from megalight.parallel.groups import end_at_exit
 from megalight.parallel.layout import Layout
-from megalight.towers import TowersApart
+from megalight.towers import TowersTraining
 from megalight.types import TokenBatch
 
 COLORS = [(220, 30, 30), (30, 200, 30), (30, 30, 220), (230, 220, 40)]
@@ -59,28 +61,33 @@ def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tower-ranks", type=int, default=1)
+    parser.add_argument("--placement", choices=("colocated", "disjoint"), default="colocated")
+    parser.add_argument("--tower-ranks", type=int, default=1, help="of a disjoint tower")
     parser.add_argument("--tower-tensor-parallel", type=int, default=1)
     parser.add_argument("--accelerator", choices=("auto", "cpu"), default="auto")
     options = parser.parse_args()
     if "WORLD_SIZE" not in os.environ:
-        raise SystemExit("start it by torchrun: each model has a process of its own")
+        raise SystemExit("start it by torchrun: each layout has several processes")
     cuda = options.accelerator == "auto" and torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo")
     end_at_exit()
-    language = Layout(ranks=dist.get_world_size() - options.tower_ranks)
-    tower = Layout(ranks=options.tower_ranks, tensor_parallel=options.tower_tensor_parallel)
-    run = TowersApart(CONFIG, tower=tower, language=language, optimizer=adam, device=device)
+    language, tower = Layout(), Layout(tensor_parallel=options.tower_tensor_parallel)
+    if options.placement == "disjoint":
+        language = replace(language, ranks=dist.get_world_size() - options.tower_ranks)
+        tower = replace(tower, ranks=options.tower_ranks)
+    run = TowersTraining(
+        CONFIG, tower=tower, language=language, placement=options.placement, optimizer=adam, device=device
+    )
     losses = []
     for step in range(STEPS):
-        shares = batch(step).to(device).split(ROWS // language.ranks)
+        shares = batch(step).to(device).split(ROWS // run.placed.language.dp)
         loss = run.forward_backward(lambda replica, shares=shares: shares[replica].split(4))  # type: ignore[misc]
         losses.append(float(loss))
         run.clip_grad_norm(1.0)
-        run.step()
+        run.optimizer.step()
     if dist.get_rank() == 0:
         print(f"losses: {losses[0]:.4f} {losses[4]:.4f} ... {losses[-1]:.4f}")
 
