@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,29 @@ def existing(path: str | os.PathLike[str]) -> PathLike:
     if not publish.resolve(found).exists():
         check_is_one(found)
     return found
+
+
+def model_paths(arguments: argparse.Namespace) -> tuple[PathLike, str | Path | None, PathLike | None]:
+    """Return the paths of the model, tokenizer (None: the model's) and base of a command.
+
+    Args:
+        arguments: with ``checkpoint``, ``tokenizer`` and ``base``.
+
+    Raises:
+        CheckpointError: the checkpoint or the base is not there. This takes no torch.
+    """
+    path = newest_in(arguments.checkpoint)
+    if str(path) != arguments.checkpoint.rstrip("/"):
+        # To stderr: the output may be piped.
+        print(f"reading {path}", file=sys.stderr)
+    if not path.is_file() and not (path / "config.json").is_file():  # neither a single file nor one of transformers
+        check_is_one(path)
+    tokenizer = arguments.tokenizer
+    if tokenizer is None and isinstance(path, Path) and path.is_file():
+        tokenizer = tokenizer_of_run(path)
+        if tokenizer is not None:
+            print(f"reading the tokenizer of the run, {tokenizer}", file=sys.stderr)
+    return path, tokenizer, None if arguments.base is None else existing(arguments.base)
 
 
 def _none(places: Iterable[PathLike]) -> CheckpointError:

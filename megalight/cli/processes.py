@@ -20,11 +20,22 @@ if TYPE_CHECKING:
     from megalight.parallel.mesh import ParallelMesh
 
 
-def check_ranks(arguments: argparse.Namespace) -> None:
+def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the degrees by which a command divides a model over processes."""
+    for option, what in (
+        ("tensor", "divide layers over so many processes, under torchrun (default: 1)"),
+        ("expert", "divide experts over so many of these processes (default: 1, each has all of them)"),
+        ("pipeline", "divide the model into so many stages, under torchrun (default: 1)"),
+    ):
+        parser.add_argument(f"--{option}-parallel", type=int, default=1, help=what)
+
+
+def check_ranks(arguments: argparse.Namespace, *, replicas: bool = False) -> None:
     """Check that there are as many processes as the layout of a command needs.
 
     Args:
         arguments: with ``tensor_parallel``, ``expert_parallel`` and ``pipeline_parallel``.
+        replicas: whether more processes hold further replicas of the model.
 
     Raises:
         LayoutError: there are more or fewer, a degree is below 1, or experts are to be on other ranks than layers.
@@ -41,10 +52,11 @@ def check_ranks(arguments: argparse.Namespace) -> None:
             f"divide its experts. Set --expert-parallel {tensor}, or 1."
         )
     world = int(os.environ.get("WORLD_SIZE") or 1)
-    if tensor * stages != world:
+    if world % (tensor * stages) if replicas else tensor * stages != world:
         raise LayoutError(
-            f"--tensor-parallel {tensor} and --pipeline-parallel {stages} need {tensor * stages} processes, and there "
-            f"are {world}; start them by torchrun --nproc-per-node {tensor * stages} -m megalight ..."
+            f"--tensor-parallel {tensor} and --pipeline-parallel {stages} need {tensor * stages} processes"
+            f"{', or a multiple' if replicas else ''}, and there are {world}; start them by torchrun --nproc-per-node "
+            f"{tensor * stages} -m megalight ..."
         )
 
 
@@ -58,7 +70,7 @@ def joined_ranks(arguments: argparse.Namespace) -> Iterator[tuple[ParallelMesh |
     from megalight.parallel.mesh import ParallelMesh
 
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if arguments.tensor_parallel * arguments.pipeline_parallel == 1:
+    if int(os.environ.get("WORLD_SIZE") or 1) == 1:
         yield None, device
         return
     if device.type == "cuda":

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from lm_eval import simple_evaluate  # type: ignore[import-untyped]
 from lm_eval.tasks import TaskManager  # type: ignore[import-untyped]
 from lm_eval.tasks._index import Kind  # type: ignore[import-untyped]
-from lm_eval.utils import handle_non_serializable, make_table  # type: ignore[import-untyped]
+from lm_eval.utils import handle_non_serializable, make_table, simple_parse_args_string  # type: ignore[import-untyped]
 
 from megalight.errors import ConfigurationError, DataError, MegalightError, nearest
 from megalight.evaluation.lm import MegalightLM
@@ -99,8 +99,8 @@ class Tasks(TaskManager):  # type: ignore[misc]
                 here = [name]
             if not here:
                 raise ConfigurationError(
-                    f"there is no task {name!r}.{nearest(name, self.all_tasks)} megalight evaluate --list-tasks shows "
-                    "all; tasks of your own lie in a folder (--include-path)."
+                    f"there is no task {name!r}.{nearest(name, self.all_tasks)} `megalight evaluate --list-tasks` "
+                    "lists them; tasks of your own lie in a folder (--include-path)."
                 )
             found |= dict.fromkeys(here)
         return list(found)
@@ -141,7 +141,7 @@ def evaluate(lm: MegalightLM, options: EvaluationOptions) -> dict[str, Any]:
     names = manager.names(options.tasks)
     first = not dist.is_initialized() or dist.get_rank() == 0
     with ExitStack() as contexts:
-        contexts.enter_context(_same_random_numbers())
+        contexts.enter_context(_same_random_numbers(lm.device))
         if not first:
             # One progress bar is enough.
             contexts.enter_context(redirect_stderr(contexts.enter_context(open(os.devnull, "w"))))
@@ -170,15 +170,26 @@ def evaluate(lm: MegalightLM, options: EvaluationOptions) -> dict[str, Any]:
 
 
 @contextmanager
-def _same_random_numbers() -> Iterator[None]:
+def _same_random_numbers(device: torch.device) -> Iterator[None]:
     """Restore the random states of the process, which ``lm-eval`` seeds."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
             yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+def parse_gen_kwargs(text: str) -> dict[str, Any]:
+    """Return options of generation from ``key=value,key=value``.
+
+    Raises:
+        ConfigurationError: a part has no ``=``.
+    """
+    if any("=" not in part for part in text.split(",")):
+        raise ConfigurationError(f"gen_kwargs (--gen-kwargs) is {text!r}; write key=value,key=value.")
+    return dict(simple_parse_args_string(text))
 
 
 def scores(results: Mapping[str, Any]) -> dict[str, float]:

@@ -20,6 +20,7 @@ VERBS = (
         "recipes",
         "launch",
         "generate",
+        "evaluate",
         "acceptance",
         "adapters",
         "merge",

@@ -10,6 +10,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from megalight.cli.processes import add_layout_arguments
 from megalight.cli.verbs import add_weights_keys
 from megalight.errors import ConfigurationError, MegalightError
 
@@ -85,24 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--adapter", help="which adapter computes, for a checkpoint of several (default: the last one)")
     parser.add_argument("--draft", help="a draft model's checkpoint, which guesses tokens: faster, and the same text")
     parser.add_argument("--guesses", type=int, help="tokens that the draft guesses at a time (default: 4)")
-    parser.add_argument(
-        "--tensor-parallel",
-        type=int,
-        default=1,
-        help="divide layers over so many processes, under torchrun (default: 1)",
-    )
-    parser.add_argument(
-        "--expert-parallel",
-        type=int,
-        default=1,
-        help="divide experts over so many of these processes (default: 1, each has all of them)",
-    )
-    parser.add_argument(
-        "--pipeline-parallel",
-        type=int,
-        default=1,
-        help="divide the model into so many stages, under torchrun (default: 1)",
-    )
+    add_layout_arguments(parser)
     parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="dtype of the weights (default: as saved)"
@@ -111,27 +95,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print each prompt with its completion, or each answer."""
-    from megalight.checkpoint.disk.latest_checkpoint import newest_in
-    from megalight.cli.checkpoints import check_is_one, existing
-
-    path = newest_in(arguments.checkpoint)
-    if str(path) != arguments.checkpoint.rstrip("/"):
-        # To stderr: only completions go to the output, which may be piped.
-        print(f"reading {path}", file=sys.stderr)
-    if not path.is_file() and not (path / "config.json").is_file():  # neither a single file nor one of transformers
-        check_is_one(path)
-    base = None if arguments.base is None else existing(arguments.base)
-    tokenizer = arguments.tokenizer
-    if tokenizer is None and isinstance(path, Path) and path.is_file():
-        from megalight.cli.checkpoints import tokenizer_of_run as of_run
-
-        tokenizer = of_run(path)
-        if tokenizer is not None:
-            print(f"reading the tokenizer of the run, {tokenizer}", file=sys.stderr)
-
+    from megalight.cli.checkpoints import model_paths
     from megalight.cli.processes import check_ranks
     from megalight.cli.processes import joined_ranks as joined
 
+    path, tokenizer, base = model_paths(arguments)
     check_prompt_options(arguments)
     _check_draft(arguments)
     _check_images(arguments)
