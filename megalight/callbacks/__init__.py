@@ -4,6 +4,7 @@ from megalight.callbacks.activation_offload import ActivationOffload
 from megalight.callbacks.adapters import Adapters
 from megalight.callbacks.distillation import Distillation
 from megalight.callbacks.ema import EMA
+from megalight.callbacks.evaluation import Evaluation
 from megalight.callbacks.garbage import GarbageCollection
 from megalight.callbacks.graphs.cuda_graph import CUDAGraph
 from megalight.callbacks.modelopt import AutoQuantize, ModelOptQuantization
@@ -26,6 +27,7 @@ __all__ = [
     "AutoQuantize",
     "CUDAGraph",
     "Distillation",
+    "Evaluation",
     "ExpertLoads",
     "FinalCheckpoint",
     "FusedOps",

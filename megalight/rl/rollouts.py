@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
-from torch import nn
 
-from megalight.errors import ConfigurationError, MegalightError, integer
+from megalight.errors import MegalightError, integer
 from megalight.inference import Completion, DynamicEngine, ParallelGPT
 from megalight.inference.blocks import BLOCK_SIZE, blocks_at_once
-from megalight.models.gpt import GPT
 from megalight.parallel.trace import span
 from megalight.rl.environment import PromptBatch, RLTask, Score
-from megalight.strategies import MegatronStrategy
+from megalight.strategies.inference import InferenceModel
 
 # The policy as a generator
 
@@ -27,46 +23,8 @@ from megalight.strategies import MegatronStrategy
 T = TypeVar("T")
 
 
-class Policy:
-    """A module's model as one that generates, in the layout in which it trains.
-
-    Args:
-        model: the whole model on this rank; None: the strategy has divided it.
-        strategy: the strategy of the trainer; None: there is no trainer.
-
-    Raises:
-        ConfigurationError: a strategy of Lightning's has sharded the weights.
-    """
-
-    def __init__(self, model: nn.Module | None, strategy: Any = None) -> None:
-        if isinstance(strategy, DeepSpeedStrategy | FSDPStrategy | ModelParallelStrategy):
-            raise ConfigurationError(
-                f"answers cannot be sampled under {type(strategy).__name__}, which shards weights in its own way. Use "
-                "MegatronStrategy or MegatronFSDPStrategy."
-            )
-        self._strategy = strategy
-        parts = strategy.parallel_model if isinstance(strategy, MegatronStrategy) else None
-        found = model if parts is None else ParallelGPT(parts)
-        assert isinstance(found, GPT | ParallelGPT)
-        self.model = found
-
-    @contextmanager
-    def drawing(self, whole: bool) -> Iterator[None]:
-        """Surround the passes that draw: with the weights of the last step, computed with as in a step.
-
-        Args:
-            whole: gather sharded weights once, and not in every pass. All ranks enter it together.
-        """
-        with ExitStack() as contexts:
-            strategy = self._strategy
-            if isinstance(strategy, MegatronStrategy):
-                strategy.sync_parameters()
-                if whole and strategy.parallel_model is not None:
-                    contexts.enter_context(strategy.parallel_model.full_parameters())
-            if strategy is not None:
-                precision = strategy.precision_plugin
-                contexts.enter_context(getattr(precision, "step_context", precision.forward_context)())
-            yield
+class Policy(InferenceModel):
+    """A module's model as one that generates, with the log-probabilities and rewards of its answers."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -175,7 +133,7 @@ def roll_out(policy: Policy, prompts: PromptBatch, options: Rollouts, size: int,
             "cut off earlier. Lower max_new_tokens, or leave such prompts out (max_prompt_tokens of the data).",
             stacklevel=2,
         )
-    with span("rollouts", prompts=len(prompts.tasks)), policy.drawing(options.whole_weights):
+    with span("rollouts", prompts=len(prompts.tasks)), policy.with_weights(options.whole_weights):
         engine = _engine(policy, prompts.tasks, limits, options, size)
         for task, limit in zip(prompts.tasks, limits, strict=True):
             for sample in range(size):
