@@ -91,8 +91,26 @@ class InitConfig:
         return float(self.std / (num_sublayers if self.scale_residual else 1) ** 0.5)
 
 
+class PlainConfig:
+    """A configuration, a dataclass, that is also plain values."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain nested values for JSON and YAML."""
+        return to_plain(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Make a configuration from the values of :meth:`to_dict`.
+
+        Raises:
+            ConfigurationError: a key is unknown (the message names the nearest one) or missing, or a value is bad.
+        """
+        config: Self = from_plain(cls, values)
+        return config
+
+
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(PlainConfig):
     """Settings of all transformers. The configuration of each family adds its own.
 
     Attributes:
@@ -138,20 +156,6 @@ class ModelConfig:
     def num_sublayers(self) -> int:
         """Number of additions to the residual stream."""
         return 2 * self.num_layers
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain nested values for JSON and YAML."""
-        return to_plain(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Make a configuration from the values of :meth:`to_dict`.
-
-        Raises:
-            ConfigurationError: a key is unknown (the message names the nearest one) or missing, or a value is bad.
-        """
-        config: Self = from_plain(cls, values)
-        return config
 
 
 def to_plain(config: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ Most parameters are one canonical tensor. If a parameter holds several, its modu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol, runtime_checkable
@@ -101,3 +101,15 @@ def canonical_tensors(model: nn.Module) -> dict[str, Tensor]:
             if buffer is not None and local not in module._non_persistent_buffers_set:
                 views[joined(path, local)] = buffer
     return views
+
+
+def section_parts(
+    sections: Sequence[Section] | None, path: str, local: str, shape: tuple[int, ...]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield full name and shape of each section of a fused parameter; None: it is not fused."""
+    if sections is None:
+        yield joined(path, local), shape
+    for section in sections or ():
+        # Weights keep the names of layers that are not fused (`q`, `k`, `v`), so fused and separate models share
+        # checkpoints.
+        yield joined(path.rpartition(".")[0], section.name, local), (section.size, *shape[1:])

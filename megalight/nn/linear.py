@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megalight.attachments import GATHER_HOOK
-from megalight.nn.canonical import Section, joined
+from megalight.nn.canonical import Section, section_parts
 from megalight.nn.init import ConstantInit, Initializer, Normal
 from megalight.ops.linear import linear
 from megalight.ops.linear.low_precision import precision_of
@@ -57,13 +57,7 @@ class Linear(nn.Module):
 
     def canonical_parts(self, path: str, local: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the sections; each name replaces the layer's name. See :mod:`megalight.nn.canonical`."""
-        shape = tuple(getattr(self, local).shape)
-        if self.sections is None:
-            yield joined(path, local), shape
-        for section in self.sections or ():
-            # Weights keep the names of layers that are not fused (`q`, `k`, `v`), so fused and separate models share
-            # checkpoints.
-            yield joined(path.rpartition(".")[0], section.name, local), (section.size, *shape[1:])
+        return section_parts(self.sections, path, local, tuple(getattr(self, local).shape))
 
     def extra_repr(self) -> str:
         """Return shape and sections, for printing."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megalight.errors import LayoutError
-from megalight.nn.canonical import Section, joined
+from megalight.nn.canonical import Section, section_parts
 from megalight.nn.context import LayerContext
 from megalight.nn.init import Initializer, Normal
 from megalight.nn.linear import Linear
@@ -93,11 +93,7 @@ class CausalConv(nn.Module):
 
     def canonical_parts(self, path: str, local: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the sections; each name replaces the module's name. See :mod:`megalight.nn.canonical`."""
-        shape = tuple(getattr(self, local).shape)
-        if self.sections is None:
-            yield joined(path, local), shape
-        for section in self.sections or ():
-            yield joined(path.rpartition(".")[0], section.name, local), (section.size, *shape[1:])
+        return section_parts(self.sections, path, local, tuple(getattr(self, local).shape))
 
     def extra_repr(self) -> str:
         """Return channels and width, for printing."""

@@ -104,9 +104,7 @@ def estimate(
     shards = ranks // options.replicate
     holders = 1 if options.level == "no_shard" else shards if options.advanced.replicate_optimizer else ranks
     bytes_of = _bytes_of(options, dtype)
-    inside, outside = _elements(
-        model, units, _may_be_quantized(options), dtype.itemsize < 4 or (level.state and shards > 1)
-    )
+    inside, outside = _elements(model, units, options.may_quantize, dtype.itemsize < 4 or (level.state and shards > 1))
 
     turns = PassOrder().turns(units, (1 if options.prefetch is None else options.prefetch) + 1)
     gradient_turns = PassOrder().turns(units, GRADIENT_BUFFERS, backward_only=True)
@@ -158,14 +156,6 @@ def _bytes_of(options: DataParallelOptions, dtype: torch.dtype) -> _Bytes:
     # Masters in the parameters' own dtype lie in the parameters' memory.
     master = 0 if dtype.itemsize >= 4 or wanted == dtype else (wanted or torch.float32).itemsize
     return _Bytes(gradient.itemsize, summed.itemsize, master)
-
-
-def _may_be_quantized(options: DataParallelOptions) -> bool:
-    """Whether codes may be kept: they are cast from masters on the device that hold what the parameters hold."""
-    alone = level_of(options.level).state and options.replicate > 1 and not options.advanced.replicate_optimizer
-    wanted = DTYPES.get(options.master_dtype or "")
-    narrow = wanted is not None and wanted.itemsize < 4
-    return not (alone or options.optimizer_offload_fraction or narrow)
 
 
 def _elements(

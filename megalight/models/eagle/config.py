@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import Literal
 
 from megalight.errors import ConfigurationError
-from megalight.models.config import from_plain, require, require_choice, to_plain
+from megalight.models.config import PlainConfig, require, require_choice
 from megalight.models.gpt import GPTConfig, LatentConfig, NormConfig, PositionConfig
 from megalight.ops.rotary import RotaryScaling
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleConfig:
+class EagleConfig(PlainConfig):
     """A draft model: one layer like Llama's, or like Kimi's. 0 and empty mean what the base model has.
 
     Attributes:
@@ -147,16 +146,6 @@ class EagleConfig:
             mixer_pattern=("attention" if self.latent is None else "latent_attention",),
             latent=self.latent,
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON and YAML."""
-        return to_plain(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Make a configuration from the values of :meth:`to_dict`."""
-        config: Self = from_plain(cls, values)
-        return config
 
 
 def usual_layers(num_layers: int) -> tuple[int, ...]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Literal
 
-from megalight.models.config import InitConfig, from_plain, require, require_choice, to_plain
+from megalight.models.config import InitConfig, PlainConfig, require, require_choice
 from megalight.models.gpt.config import GPTConfig
 from megalight.models.gpt.mixer_config import PositionConfig
 from megalight.models.vision.config import VisionConfig
@@ -65,7 +64,7 @@ class ProjectorConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VLMConfig:
+class VLMConfig(PlainConfig):
     """A language model that reads images.
 
     Attributes:
@@ -242,17 +241,3 @@ class VLMConfig:
     def position(self) -> PositionConfig:
         """How the language model knows the places of tokens."""
         return self.language.position
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain nested values for JSON and YAML."""
-        return to_plain(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Make a configuration from the values of :meth:`to_dict`.
-
-        Raises:
-            ConfigurationError: a key is unknown or missing, or a value is bad.
-        """
-        config: Self = from_plain(cls, values)
-        return config

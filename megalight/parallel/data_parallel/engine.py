@@ -280,11 +280,8 @@ class DataParallelEngine:
         self.unit_memory = UnitMemory(1, True, {})
         advanced, reduce_dtype = options.advanced, _dtype(options.reduce_dtype)
         master_dtype = _dtype(options.master_dtype)
-        divides = self.level.state and options.replicate > 1 and not advanced.replicate_optimizer
-        # Codes are cast from masters on the device that hold at least what the parameters hold.
-        narrow = master_dtype is not None and master_dtype.itemsize < 4
-        may_be_quantized = not (divides or options.optimizer_offload_fraction or narrow)
-        self._kinds = BucketKeys(mesh, self.level, options.replicate, divides, may_be_quantized)
+        divides, may_quantize = options.divides_optimizer, options.may_quantize
+        self._kinds = BucketKeys(mesh, self.level, options.replicate, divides, may_quantize)
         device = self.infos[0].parameter.device if self.infos else device or torch.device("cpu")
         self._route, self._units = route or PassOrder(), units
         nccl_ub = advanced.nccl_ub

@@ -168,6 +168,17 @@ class DataParallelOptions:
         """Whether parameters of units are sharded, too."""
         return level_of(self.level).parameters
 
+    @property
+    def divides_optimizer(self) -> bool:
+        """Whether groups of replicas divide masters and optimizer state."""
+        return level_of(self.level).state and self.replicate > 1 and not self.advanced.replicate_optimizer
+
+    @property
+    def may_quantize(self) -> bool:
+        """Whether weights may be stored as codes: casts of masters on the device that hold at least as much."""
+        narrow = self.master_dtype is not None and DTYPES[self.master_dtype].itemsize < 4
+        return not (self.divides_optimizer or self.optimizer_offload_fraction or narrow)
+
     def finding_unused(self, usual: bool) -> DataParallelOptions:
         """Return these options with ``usual`` for ``find_unused_parameters`` if it is None."""
         return replace(self, find_unused_parameters=usual) if self.find_unused_parameters is None else self
