@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megalight.parallel.graphs.static import tensors_of
+
 HOST_READS = {
     "_local_scalar_dense": "reads a value of a tensor (.item(), int(), float(), if)",
     "is_nonzero": "reads a value of a tensor (if)",
@@ -59,7 +61,7 @@ class Inspection(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        inputs = list(_tensors((args, kwargs)))
+        inputs = tensors_of((args, kwargs))
         for tensor in inputs:
             # A graph records addresses, not tensors: memory that the step did not make must outlive the recording.
             if tensor.device.type == self.device.type and _key(tensor) not in self._made:
@@ -67,7 +69,7 @@ class Inspection(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.numbers.append((func._schema.name, place(), tuple(_numbers((args, kwargs)))))
         self._look(func, args, kwargs, inputs)
         result = func(*args, **kwargs)
-        outputs = list(_tensors(result))
+        outputs = tensors_of(result)
         for tensor in outputs:
             if _key(tensor) not in self.external:
                 self._made.add(_key(tensor))
@@ -127,17 +129,6 @@ class Inspection(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 COPIES = ("_to_copy", "copy_", "copy", "_foreach_copy_")
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
 
 
 def _numbers(value: Any) -> Iterator[bool | int | float | str]:
