@@ -214,20 +214,20 @@ class Boxed(WithData):
         return super().auxiliary_counts(batch["rows"])
 
 
-def _cut_by_the_task(context_parallel: int) -> list[float]:
+def _by_a_module(layout: dict[str, Any]) -> list[float]:
     with torch.device("meta"):
         root = GPT(BASE)
-    layout = megalight.Layout(context_parallel=context_parallel)
-    model = megalight.parallelize(root, layout, dtype=torch.float64)
+    model = megalight.parallelize(root, megalight.Layout(**layout), dtype=torch.float64)
     training = megalight.Training(model, torch.optim.SGD(model.parameters(), lr=0.1), Boxed(BASE))
-    outcome = training.forward_backward([{"rows": rows} for rows in global_batch(0).split(2)])
+    outcome = training.forward_backward([{"rows": rows} for rows in global_batch(0, length=5).split(1)])
     return [float(outcome.loss), float(outcome.num_tokens), float(training.clip_grad_norm(1.0))]
 
 
-def test_a_task_may_cut_batches_itself() -> None:
-    (expected,) = run(_cut_by_the_task, 1, 1)
-    for found in run(_cut_by_the_task, 2, 2):
-        assert found == pytest.approx(expected, rel=1e-9)
+def test_a_module_is_a_task_that_cuts_and_pads_batches() -> None:
+    (expected,) = run(_by_a_module, 1, {})
+    for layout in ({"context_parallel": 2}, {"tensor_parallel": 2, "sequence_parallel": True}):
+        for found in run(_by_a_module, 2, layout):
+            assert found == pytest.approx(expected, rel=1e-9)
 
 
 def _other_batches() -> None:

@@ -172,7 +172,8 @@ class TrainingTask(Protocol):
         A task may also have ``auxiliary_counts(batch)``, which does the same for its auxiliary losses and
         for those of layers that give a count, by name; and ``context_share(batch, rank, size)``, which returns share
         ``rank`` of ``size`` of every sequence, for context parallelism. Without it, batches have
-        :func:`share_of_batch`'s method.
+        :func:`share_of_batch`'s method. An attribute ``token_multiple`` is set to the number of which token counts must
+        be multiples, for sequence parallelism.
         """
 
 
@@ -301,6 +302,8 @@ class StepDriver:
     ) -> None:
         self.model = model
         self.task = task
+        if hasattr(task, "token_multiple"):
+            task.token_multiple = model.token_multiple
         self.context = context
         self.around = around
         self.around_empty = around_empty

@@ -104,7 +104,6 @@ def _split(strategy: MeshStrategy, module: pl.LightningModule, root: nn.Module) 
         apply_transforms(root, module.transforms)
         module.check_model(root)
         root = module.model = strategy.take(root)
-        module.token_multiple = strategy.part_layout.token_multiple(strategy.mesh)
     else:
         # Each process may have built its layers from another random state.
         broadcast_values(root, strategy.root_device)
