@@ -163,7 +163,7 @@ def products(out: int, width: int, x: Tensor, grad_y: Tensor, weight: Tensor, sw
     for name, tile in tiles() if sweep else ():
 
         def run_tile(tile: dict[str, int] = tile) -> None:
-            module = importlib.import_module("megalight.ops.scaled_accumulate.triton")
+            module = importlib.import_module("megalight.ops.scaled_accumulate")
             with setting(module, {"TILE": tile}):
                 try:
                     scaled_accumulate(main, g_t, x_t, backend="triton")

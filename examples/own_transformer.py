@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from megalight.models.batches import pack
 from megalight.models.module import Carry, MegalightModule
-from megalight.models.packing import pack
 from megalight.nn import InnerAttention, Linear, LMHead
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import Column, ContextRegion, Row, SequenceRegion, Vocab, VocabHeadStyle

@@ -22,9 +22,9 @@ from megalight import __version__
 from megalight.checkpoint import json_values
 from megalight.checkpoint.boxes import as_bytes, dtype_name, host_buffer, host_memory
 from megalight.checkpoint.disk import manifest, publish
-from megalight.checkpoint.disk.files import PathLike, blocks, checked_name
+from megalight.checkpoint.disk.files import PathLike, WrittenBox, blocks, checked_name
 from megalight.checkpoint.disk.manifest import FULLY_RESHARDABLE
-from megalight.checkpoint.disk.rank_files import RankFiles, Seal, WrittenBox, WrittenFiles, write_part
+from megalight.checkpoint.disk.rank_files import RankFiles, Seal, WrittenFiles, write_part
 from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.view import Box, View, elements
 from megalight.errors import CheckpointError

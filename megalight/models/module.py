@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from megalight.errors import ConfigurationError
-from megalight.models.batch_size import loaded, split_batch
+from megalight.models.batches import loaded, split_batch
 from megalight.nn.aux_losses import KeptAuxLosses, collecting, end_step
 from megalight.nn.init import initialize
 from megalight.parallel.frozen_model import FrozenModel
@@ -245,7 +245,7 @@ class MegalightModule(pl.LightningModule):
     def split_batch(self, batch: Any, size: int) -> Sequence[Any]:
         """Divide one rank's share of a global batch into micro-batches of ``size`` samples.
 
-        Default: :func:`~megalight.models.batch_size.split_batch`.
+        Default: :func:`~megalight.models.batches.split_batch`.
 
         Raises:
             ConfigurationError: it is not certain which dim or list is the samples, or an object cannot be cut.

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from megalight.ops.quantize import Cast, Scheme
+from megalight.ops.quantize.formats import Cast, Scheme
 
 
 class Casts(NamedTuple):
@@ -75,9 +74,9 @@ def annotate(x: Tensor) -> Note:
     return note
 
 
-QuantizedCasts: TypeAlias = "tuple[Cast, Tensor]"
+QuantizedCasts: TypeAlias = tuple[Cast, Tensor]
 """Casts of a tensor and of its transpose, and magnitudes (float32) of which the largest is the tensor's."""
-ElidedOutput: TypeAlias = "Callable[[Scheme | None, Scheme | None, Tensor], QuantizedCasts]"
+ElidedOutput: TypeAlias = Callable[[Scheme | None, Scheme | None, Tensor], QuantizedCasts]
 """``(scheme, scheme of the transpose, magnitude that scales must cover)`` -> casts, and the magnitudes met."""
 
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from megalight.data.chat.dataset import best_fit
 from megalight.errors import ConfigurationError, DataError
+from megalight.models.batches import masked_sum
 from megalight.models.config import require_choice
 from megalight.models.gpt.config import GPTConfig
 from megalight.models.gpt.module import GPTModule
 from megalight.models.module import Carry
-from megalight.models.packing import masked_sum
 from megalight.models.saved import Keys
 from megalight.optim import AdamConfig
 from megalight.parallel.coupling import contents, emptied, is_empty

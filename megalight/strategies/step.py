@@ -20,7 +20,7 @@ from torchmetrics import Metric
 
 from megalight.attachments import overridden
 from megalight.errors import ConfigurationError
-from megalight.models.batch_size import Loaded, count_samples, loaded, split_batch, weights
+from megalight.models.batches import Loaded, count_samples, loaded, split_batch, weights
 from megalight.models.module import MegalightModule
 from megalight.parallel.coupling import contents, emptied, is_empty
 from megalight.parallel.data_parallel import DataParallelEngine

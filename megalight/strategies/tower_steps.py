@@ -12,8 +12,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from megalight.errors import ConfigurationError, DataError
-from megalight.models.batch_size import count_samples
-from megalight.models.packing import skips
+from megalight.models.batches import count_samples, skips
 from megalight.models.vlm.module import VLMModule
 from megalight.models.vlm.task import check_images
 from megalight.parallel.bridge import BridgeCommunicator

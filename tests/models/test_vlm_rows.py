@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megalight.data.multimodal.batch import ImageTextBatch
+from megalight.models.batches import skips
 from megalight.models.gpt import AttentionConfig
-from megalight.models.packing import skips
 from megalight.models.vlm import VLMConfig
 from megalight.models.vlm.module import VLMModule, flops_of_losses
 from megalight.nn.moe import MoEConfig

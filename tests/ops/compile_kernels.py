@@ -96,6 +96,7 @@ def main() -> None:
     from megalight.ops import gated_norm as gated_norms
     from megalight.ops import latent_heads
     from megalight.ops import quantized_weight as stored
+    from megalight.ops import scaled_accumulate as sums
     from megalight.ops import sum_rows as row_sums
     from megalight.ops import sum_terms as terms
     from megalight.ops.activation import KINDS
@@ -114,7 +115,6 @@ def main() -> None:
     from megalight.ops.quantize import triton as casts
     from megalight.ops.quantized_weight import QuantizedWeight
     from megalight.ops.rotary import triton as rotary
-    from megalight.ops.scaled_accumulate import triton as sums
     from megalight.ops.ssd import triton as scans
     from megalight.types import PackedSequences
 
@@ -199,7 +199,7 @@ def main() -> None:
     casts.transpose(torch.randn(512, 256).to(torch.float8_e4m3fn))
     for form, zero in (("e4m3", True), ("e5m2", False)):
         a, b = (quantize(torch.randn(64, 4096), Scheme(kind)) for kind in (form, "e4m3"))
-        sums.accumulate(torch.zeros(64, 64), a, b, zero)
+        sums.triton_accumulate(torch.zeros(64, 64), a, b, zero)
     mixture_of_experts()
     for channels, taps, dtype in ((10240, 4, HALF), (70, 2, HALF), (2048, 3, torch.float32)):
         rows_of = leaf(256, channels, dtype=dtype), leaf(channels, taps, dtype=dtype), leaf(channels, dtype=dtype)

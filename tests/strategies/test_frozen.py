@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from megalight.errors import ConfigurationError, LayoutError
+from megalight.models.batches import pack
 from megalight.models.gpt import GPT
 from megalight.models.gpt.module import GPTModule
 from megalight.models.module import Carry
-from megalight.models.packing import pack
 from megalight.nn.init import initialize
 from megalight.parallel.frozen_model import FrozenModel
 from megalight.parallel.layout import Layout

@@ -17,8 +17,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("PIL.Image")
 from megalight.data.multimodal.batch import ImageTextBatch
 from megalight.inference import ParallelGPT
+from megalight.models.batches import pack
 from megalight.models.hugging_face.export import export
-from megalight.models.packing import pack
 from megalight.models.stored import open_model
 from megalight.models.vlm.config import VLMConfig
 from megalight.models.vlm.module import VLMModule

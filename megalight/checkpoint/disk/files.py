@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeAlias
 
 import numpy as np
 
@@ -174,6 +174,33 @@ class TensorEntry:
     def nbytes(self) -> int:
         """Bytes of the tensor."""
         return prod(self.shape) * CODES[self.dtype][1]
+
+
+@dataclass(frozen=True)
+class WrittenBox:
+    """A box of a canonical tensor that a rank writes.
+
+    Attributes:
+        name, shape, dtype: of the whole tensor.
+        offset, size: the box, per dim.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def entry(self) -> TensorEntry:
+        """Its place in a file: a whole tensor goes by its own name, a part by name and offset."""
+        # Parts of a tensor go by their offset, as one file may hold several.
+        key = self.name if self.size == self.shape else f"{self.name}@{','.join(map(str, self.offset))}"
+        return TensorEntry(key, self.dtype, self.size)
+
+
+TorchArchive: TypeAlias = tuple[str, tuple[int, ...], str, int, int]
+"""Of a tensor inside an archive of torch: name, offset of the box, file, first byte of the archive, bytes."""
 
 
 def checked_name(name: str) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from megalight.checkpoint.disk import index, publish
 from megalight.checkpoint.disk import manifest as manifests
@@ -23,6 +23,8 @@ from megalight.checkpoint.disk.files import (
     FileRecord,
     PathLike,
     TensorEntry,
+    TorchArchive,
+    WrittenBox,
     checksum,
     created,
     dump_json,
@@ -35,29 +37,6 @@ from megalight.errors import CheckpointError
 
 MAX_FILE = 4 << 30
 """A rank starts another data file rather than let one grow beyond this many bytes."""
-
-
-@dataclass(frozen=True)
-class WrittenBox:
-    """A box of a canonical tensor that a rank writes.
-
-    Attributes:
-        name, shape, dtype: of the whole tensor.
-        offset, size: the box, per dim.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
-
-    @property
-    def entry(self) -> TensorEntry:
-        """Its place in a file: a whole tensor goes by its own name, a part by name and offset."""
-        # Parts of a tensor go by their offset, as one file may hold several.
-        key = self.name if self.size == self.shape else f"{self.name}@{','.join(map(str, self.offset))}"
-        return TensorEntry(key, self.dtype, self.size)
 
 
 @dataclass(frozen=True)
@@ -77,17 +56,13 @@ class RankFiles:
     small: Mapping[str, bytes | Path]
 
 
-Archive: TypeAlias = tuple[str, tuple[int, ...], str, int, int]
-"""Of a tensor inside an archive of torch: name, offset of the box, file, first byte of the archive, bytes."""
-
-
 @dataclass(frozen=True)
 class WrittenFiles:
     """What a rank has written: its files, its chunks of tensors, and torch's archives around them, if any."""
 
     records: dict[str, FileRecord]
     tensors: tuple[TensorInfo, ...]
-    archives: tuple[Archive, ...] = ()
+    archives: tuple[TorchArchive, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -144,7 +119,7 @@ def write_part(folder: PathLike, part: RankFiles, blocks: Iterable[Iterable[memo
     """
     records: dict[str, FileRecord] = {}
     tensors: list[TensorInfo] = []
-    archives: list[Archive] = []
+    archives: list[TorchArchive] = []
     # One iterator for all files: blocks are made in the order in which they are written.
     remaining = iter(blocks)
     for number, pieces in enumerate(_batches(part.pieces)):

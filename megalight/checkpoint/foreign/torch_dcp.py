@@ -35,7 +35,9 @@ from megalight.checkpoint.disk.files import (
     TORCH_METADATA,
     FileRecord,
     PathLike,
+    TorchArchive,
     Write,
+    WrittenBox,
     checked_count,
     checked_shape,
     checksum,
@@ -44,8 +46,6 @@ from megalight.checkpoint.disk.files import (
     write_file,
 )
 from megalight.checkpoint.disk.index import Chunk, TensorInfo
-from megalight.checkpoint.disk.rank_files import Archive as TorchArchive
-from megalight.checkpoint.disk.rank_files import WrittenBox
 from megalight.checkpoint.foreign import pickles
 from megalight.errors import CheckpointError
 

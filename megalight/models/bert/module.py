@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from megalight.data.bert.batch import BertBatch
 from megalight.errors import ConfigurationError
+from megalight.models.batches import IGNORED, pack
 from megalight.models.bert.config import BertConfig, flops_per_token
 from megalight.models.family.module import FamilyModule
 from megalight.models.module import Carry
-from megalight.models.packing import IGNORED, pack
 from megalight.models.saved import Keys
 from megalight.optim import AdamConfig
 from megalight.types import Loss

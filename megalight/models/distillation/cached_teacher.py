@@ -15,9 +15,9 @@ from megalight.data.cached_outputs import CachedLogits
 from megalight.data.tokenizer import FILE as TOKENIZER
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError
+from megalight.models.batches import masked_sum
 from megalight.models.distillation.loss import DistillationLoss
 from megalight.models.gpt.config import GPTConfig
-from megalight.models.packing import masked_sum
 from megalight.nn import DistillationTarget
 from megalight.ops.divergence import TOP_KINDS
 from megalight.parallel.frozen_model import FrozenModel

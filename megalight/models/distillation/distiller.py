@@ -15,12 +15,12 @@ from megalight.checkpoint.disk.latest_checkpoint import newest_in
 from megalight.data.tokenizer import FILE as TOKENIZER
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError, nearest
+from megalight.models.batches import masked_sum
 from megalight.models.distillation.loss import DistillationLoss, LayerPair
 from megalight.models.distillation.teacher import HEAD, OutputLayer, Teacher
 from megalight.models.family import family
 from megalight.models.gpt.config import GPTConfig
 from megalight.models.hidden import KEPT, places_of
-from megalight.models.packing import masked_sum
 from megalight.models.stored import open_model
 from megalight.models.transforms import HiddenStateComparison
 from megalight.nn import DistillationTarget, StateComparison

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megalight.models.batches import pack
 from megalight.models.family import Family
 from megalight.models.hidden import keeping
-from megalight.models.packing import pack
 from megalight.nn import Linear
 from megalight.parallel.pipeline.carry import Carry
 from megalight.parallel.plan import ParallelizePlan

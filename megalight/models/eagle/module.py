@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from megalight.checkpoint.sources.combine import Lenient, Overlaid
 from megalight.errors import ConfigurationError
+from megalight.models.batches import IGNORED, pack
 from megalight.models.distillation import share_of
 from megalight.models.eagle.architecture import read_architecture, read_vocabulary
 from megalight.models.eagle.base import BASE, Base, BaseModel, serve
 from megalight.models.eagle.config import EagleConfig
 from megalight.models.family.module import FamilyModule
 from megalight.models.module import Carry
-from megalight.models.packing import IGNORED, pack
 from megalight.models.saved import Keys
 from megalight.nn import DistillationTarget
 from megalight.ops.divergence import Projection

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
+from megalight.models.batches import IGNORED, masked_sum, pack, skips
 from megalight.models.distillation import TEACHER, CachedTeacher, Distiller
 from megalight.models.family.module import FamilyModule
 from megalight.models.gpt.config import GPTConfig
@@ -16,7 +17,6 @@ from megalight.models.gpt.flops import flops_per_token, weights_of_losses
 from megalight.models.gpt.model import MultiTokenTarget
 from megalight.models.hidden import keeping
 from megalight.models.module import Carry
-from megalight.models.packing import IGNORED, masked_sum, pack, skips
 from megalight.models.saved import Keys
 from megalight.nn.moe import balance
 from megalight.ops.row_indexing import put_rows

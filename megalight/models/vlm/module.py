@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from megalight.data.multimodal.batch import ImageTextBatch
+from megalight.models.batches import skips
 from megalight.models.family.module import FamilyModule
 from megalight.models.gpt.flops import flops_per_token as flops_of_text
 from megalight.models.gpt.flops import weights_of_losses
 from megalight.models.module import CANONICAL_PREFIX, Carry
-from megalight.models.packing import skips
 from megalight.models.saved import Keys
 from megalight.models.vision import config as tower
 from megalight.models.vision.config import Passes

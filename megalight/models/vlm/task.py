@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from megalight.data.multimodal.batch import ImageTextBatch
 from megalight.data.multimodal.patches import Images
 from megalight.errors import ConfigurationError, DataError, nearest_pattern
-from megalight.models.packing import IGNORED, masked_sum, pack, skips
+from megalight.models.batches import IGNORED, masked_sum, pack, skips
 from megalight.models.vision.model import PackedImages, normalized
 from megalight.models.vlm.config import VLMConfig
 from megalight.models.vlm.model import Arrived

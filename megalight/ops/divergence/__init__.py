@@ -14,6 +14,7 @@ from megalight.ops.cross_entropy.chunked import Combine
 from megalight.ops.divergence import chunked, top_k
 from megalight.ops.divergence.spec import KINDS as KINDS
 from megalight.ops.divergence.spec import DivergenceKernels, Measure
+from megalight.ops.divergence.spec import Projection as Projection
 from megalight.registry import Backend, BackendRegistry, remembered
 from megalight.types import TopTokens
 
@@ -50,22 +51,6 @@ DIVERGENCE.register(Backend("reference", partial(chunked.linear_divergence, _TOR
 @remembered
 def _choose(spec: DivergenceSpec, backend: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     return DIVERGENCE.select(spec, backend).fn
-
-
-class Projection(NamedTuple):
-    """Logits that are not computed yet: ``softcap * tanh((hidden W^T + b) / softcap)``.
-
-    Attributes:
-        hidden: ``[T, h]``; teacher and student may have different ``h``.
-        weight: ``[V, h]``: rows ``first_row`` to ``first_row + V`` of the vocabulary.
-        bias: ``[V]``.
-        softcap: None: no cap.
-    """
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None = None
-    softcap: float | None = None
 
 
 def linear_divergence(

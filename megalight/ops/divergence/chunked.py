@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +12,7 @@ from torch import Tensor
 from megalight.ops import cross_entropy
 from megalight.ops.common import once_differentiable, wide
 from megalight.ops.cross_entropy.chunked import SHARE, Combine, cut, logits_of, memory_of, propagate
-from megalight.ops.divergence.spec import KINDS, DivergenceKernels, Measure
-
-if TYPE_CHECKING:
-    from megalight.ops.divergence import Projection
+from megalight.ops.divergence.spec import KINDS, DivergenceKernels, Measure, Projection
 
 
 def _capped(logits: Tensor, softcap: float | None) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -51,6 +51,22 @@ KINDS: dict[str, Kind] = {
     "cross_entropy": cross_entropy,
 }
 """Name -> divergence."""
+
+
+class Projection(NamedTuple):
+    """Logits that are not computed yet: ``softcap * tanh((hidden W^T + b) / softcap)``.
+
+    Attributes:
+        hidden: ``[T, h]``; teacher and student may have different ``h``.
+        weight: ``[V, h]``: rows ``first_row`` to ``first_row + V`` of the vocabulary.
+        bias: ``[V]``.
+        softcap: None: no cap.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    softcap: float | None = None
 
 
 @dataclass(frozen=True)

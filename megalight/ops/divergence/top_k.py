@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +13,8 @@ from megalight.ops import cross_entropy
 from megalight.ops.common import once_differentiable, wide
 from megalight.ops.cross_entropy import statistics
 from megalight.ops.cross_entropy.chunked import SHARE, Combine, cut, logits_of, memory_of, propagate
+from megalight.ops.divergence.spec import Projection
 from megalight.types import TopTokens
-
-if TYPE_CHECKING:
-    from megalight.ops.divergence import Projection
-
 
 NOTHING = -1e30
 """Stands for a log-sum-exp of ``-inf``: finite, so that a probability of 0 times it is 0."""

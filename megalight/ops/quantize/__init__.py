@@ -22,6 +22,7 @@ from megalight.ops.quantize.formats import (
     to_e8m0,
     to_fp8,
 )
+from megalight.ops.quantize.formats import Cast as Cast
 from megalight.ops.quantize.formats import Quantized as Quantized
 from megalight.ops.quantize.formats import Scheme as Scheme
 from megalight.registry import Backend, BackendRegistry, remembered
@@ -141,9 +142,6 @@ def _nvfp4(x: Tensor, scheme: Scheme, generator: torch.Generator | None) -> Quan
     else:
         codes = e2m1_codes(scaled)
     return Quantized(pack_e2m1(codes), scale, scheme, decode)
-
-
-Cast: TypeAlias = tuple[Quantized | None, Quantized | None]
 
 
 class QuantizeSpec(NamedTuple):

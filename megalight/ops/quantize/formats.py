@@ -185,6 +185,9 @@ class Quantized:
         return (codes.to(torch.float64) * spread(scale, self.scheme.tile, rows, columns)).to(dtype)
 
 
+Cast: TypeAlias = tuple[Quantized | None, Quantized | None]
+
+
 def spread(scale: Tensor, tile: tuple[int, int], rows: int, columns: int) -> Tensor:
     """Expand one scale per tile to one per element, ``[rows, columns]`` (or broadcastable to it)."""
     for dim, (size, length) in enumerate(zip(tile, (rows, columns), strict=True)):

@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from megalight import checkpoint
 from megalight.checkpoint import View
-from megalight.checkpoint.disk.files import BLOCK, blocks
-from megalight.checkpoint.disk.rank_files import WrittenBox
+from megalight.checkpoint.disk.files import BLOCK, WrittenBox, blocks
 from megalight.checkpoint.foreign.torch_dcp import torch_path, write_data
 from megalight.checkpoint.inspection.verify import verify
 from megalight.errors import CheckpointError

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from megalight.errors import ConfigurationError
-from megalight.models.batch_size import Loaded, count_samples, loaded, split_batch
+from megalight.models.batches import Loaded, count_samples, loaded, split_batch
 
 TOKENS = torch.arange(96).reshape(8, 12)
 BOXES = tuple({"boxes": torch.full((k + 1, 4), k)} for k in range(8))

@@ -1,4 +1,4 @@
-"""Samples of a batch of any form: how many there are, and how the batch is cut into micro-batches."""
+"""Batches of a model: their samples, cut into micro-batches, and packed to sequences of tokens."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
 
 from megalight.errors import ConfigurationError
+from megalight.types import PackedSequences, TokenBatch
 
 SCALARS = (str, bytes, int, float)
 
@@ -239,3 +241,28 @@ def _refuse(size: int, places: Sequence[_Length], batch: Any) -> NoReturn:
         "Return a dict or tuple of tensors from collate_fn, or a list of samples with collate_fn=list; or set "
         "micro_batch_size=None; or define split_batch(batch, size) in the LightningModule."
     )
+
+
+IGNORED = -100
+"""Label of a token without a loss."""
+
+
+def masked_sum(losses: Tensor, mask: Tensor) -> Tensor:
+    """Return the sum of the losses ``[T]`` of the tokens of a mask. Losses behind it belong to padding."""
+    weights = mask.reshape(-1)
+    return (losses[: weights.numel()] * weights).sum()
+
+
+def skips(batch: TokenBatch, multiple: int) -> bool:
+    """Return whether the last layer and the head skip tokens without a loss.
+
+    They need all tokens of the micro-batch on each rank: numbers of tokens are multiples of 1 then.
+    """
+    return batch.rows is not None and multiple == 1
+
+
+def pack(rows: Tensor, sequences: PackedSequences, filler: int) -> Tensor:
+    """Flatten rows ``[b, s]``, or packed ``[tokens]``, to ``[T]``, with ``filler`` in the dummy sequence of padding."""
+    flat = rows.reshape(-1)
+    missing = sequences.num_tokens - len(flat)
+    return F.pad(flat, (0, missing), value=filler) if missing else flat
