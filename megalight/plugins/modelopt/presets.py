@@ -148,20 +148,10 @@ class Preset:
         return enabled
 
 
-def check_known(name: str, known: Collection[str]) -> None:
-    """Refuse a name that no preset has.
-
-    Args:
-        name: the name.
-        known: the names of all presets.
-
-    Raises:
-        ConfigurationError: no preset has it.
-    """
-    if name not in known:
-        raise ConfigurationError(
-            f"ModelOpt has no preset {name!r}.{nearest(name, known)} It has {', '.join(sorted(known))}."
-        )
+def _unknown(name: str, known: Collection[str]) -> ConfigurationError:
+    return ConfigurationError(
+        f"ModelOpt has no preset {name!r}.{nearest(name, known)} It has {', '.join(sorted(known))}."
+    )
 
 
 def _rules(name: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -169,8 +159,12 @@ def _rules(name: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     if "/" in name:
         config = _recipe(name)
     else:
+        # All of its presets end so. What is none of them needs no package, whose import takes seconds.
+        if not name.endswith(("_CFG", "_CONFIG")):
+            raise _unknown(name, (*SERVED, *KV_SERVED))
         package = modelopt()
-        check_known(name, package.config.choices)
+        if name not in package.config.choices:
+            raise _unknown(name, package.config.choices)
         config = getattr(package, name)
     algorithm = config.get("algorithm")
     algorithm = dict(algorithm) if isinstance(algorithm, Mapping) else {"method": algorithm}
