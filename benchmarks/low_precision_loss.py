@@ -5,7 +5,7 @@
 The text is this repository's own documentation and source as bytes. Batches and initial values are the same in every
 run, and the learning rate decays to zero. A recipe passes if its mean loss over the last tenth of the steps is within
 ``--bound`` of bf16's. The run ``bf16 nudged`` starts with one weight changed by 0.01; its difference from bf16 shows
-how much is chance. A recipe with ``+primary`` stores its weights as codes; with ``+attention``, attention multiplies in
+how much is chance. A recipe with ``+primary`` stores its weights in FP8; with ``+attention``, attention multiplies in
 8 bits, too. A recipe that the device does not support is emulated: its products are computed in float64 from the codes.
 So are all on a CPU: `--size medium` takes minutes there, `--size small` only shows that it works. A recipe that cannot
 be emulated either is reported and not run.

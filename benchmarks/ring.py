@@ -109,7 +109,7 @@ def no_messages() -> Iterator[None]:
 
 
 def urgent_group() -> ProcessGroup:
-    """Make a group of all ranks whose messages have priority over computation that waits for multiprocessors."""
+    """Make a group of all ranks whose messages have priority over computation that waits for SMs."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     return dist.new_group(pg_options=options)  # type: ignore[no-any-return]
 

@@ -19,7 +19,7 @@ class Step:
     and ``messages`` belong to the pipeline; with ``halves``, its layout counts attention and MLP as layers of their
     own. ``kind`` is the kind of context parallelism. ``overlap`` belongs to tensor parallelism; ``keep`` then stores
     gathered inputs. ``recompute`` names modules inside every layer, and ``offload`` those whose activations wait in
-    host memory. ``recipe`` is for FP8: ``+primary`` after it stores weights as codes, ``+wide`` never does, and
+    host memory. ``recipe`` is for FP8: ``+primary`` after it stores quantized weights, ``+wide`` never does, and
     ``+transformer_engine`` uses that package. ``backends`` are named by op (``attention:cudnn``). ``graph`` runs steps
     as CUDA graphs. With ``experts``, every layer has as many of width ``ffn``, divided over ``ep`` ranks; a token
     passes through ``topk`` of them. Random numbers choose them, so that all are equally busy, unless ``natural``.

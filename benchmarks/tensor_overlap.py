@@ -188,7 +188,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192, help="of one micro-batch, over all ranks")
     parser.add_argument("--ways", nargs="+", default=["plain", "pipelined", "symmetric"])
     parser.add_argument("--pieces", type=int, nargs="+", default=[None], help="instead of those by size")
-    parser.add_argument("--ctas", type=int, nargs="+", default=[None], help="multiprocessors for pipelined messages")
+    parser.add_argument("--ctas", type=int, nargs="+", default=[None], help="SMs for pipelined communication")
     parser.add_argument("--keep", action="store_true", help="also with gathered inputs kept")
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--ffn", type=int, default=14336)

@@ -260,7 +260,7 @@ def train(
 
 
 def transforms_of(step: Step) -> list[ModelTransform]:
-    """Return what trains adapters alone and stores frozen weights as codes, if the step asks for that."""
+    """Return what trains adapters alone and stores frozen weights quantized, if the step asks for that."""
     return [*([LoRA(step.rank)] if step.rank else []), *([QuantizedBase(step.base)] if step.base else [])]
 
 

@@ -76,12 +76,12 @@ class Adapters(pl.Callback):
         self.stored: QuantizedBase | None = None
         self.save_base = save_base
         if base is None and block is not None:
-            raise ConfigurationError(f"block={block} is of weights that are stored as codes; set base, too.")
+            raise ConfigurationError(f"block={block} is of weights that are stored quantized; set base, too.")
         if base is not None:
             self.stored = QuantizedBase(base, block)
             if save_base:
                 raise ConfigurationError(
-                    f"base={base!r} keeps codes of the frozen weights, not the weights, so checkpoints cannot hold "
+                    f"base={base!r} keeps the frozen weights quantized, so checkpoints cannot hold "
                     "them. Set save_base=False: they then hold the adapters alone."
                 )
 

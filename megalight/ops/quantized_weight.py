@@ -246,8 +246,8 @@ class QuantizedWeight:
         """
         if self.away:
             raise MegalightError(
-                f"a weight {tuple(self.shape)} that is stored as {self.form} codes was read while only shards of them "
-                "are here. Its unit gathers them when it computes; elsewhere read it inside full_parameters()."
+                f"a weight {tuple(self.shape)} that is stored quantized ({self.form}) was read while only shards "
+                "of it are here. Its unit gathers them when it computes; elsewhere read it inside full_parameters()."
             )
         found = decode(self.data, self._steps, self.form, self.dtype).view(self.shape)
         return found if dtype is None else found.to(dtype)

@@ -106,7 +106,7 @@ def check_max_ctas(name: str, value: int | None, backend: str) -> None:
     """
     if value is not None and not uses_backend("nccl", backend):
         raise ConfigurationError(
-            f"{name}={value} limits the GPU multiprocessors of NCCL's messages, but the backend here is {backend}. "
+            f"{name}={value} limits the SMs of NCCL's communication, but the backend here is {backend}. "
             "Remove it, or train on GPUs with the backend nccl."
         )
 

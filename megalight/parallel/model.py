@@ -335,7 +335,7 @@ class ParallelModel:
         stored = [name for name, parameter in self.root.named_parameters() if stored_of(parameter) is not None]
         if stored:
             raise ConfigurationError(
-                f"{stored[0]} and {len(stored) - 1} more weights are stored as codes, and cannot be read again. Load "
+                f"{stored[0]} and {len(stored) - 1} more weights are stored quantized, and cannot be read again. Load "
                 "into a new module."
             )
         self.allocate()
@@ -432,7 +432,7 @@ class ParallelModel:
                 f"{type(replacing[0]).__name__} changes the values of whole parameters, and these are sharded by "
                 "data_parallel.level='optim_grads_params'. Use level 'optim_grads' with it."
             )
-        # What stores weights as codes comes first: the others read the weights that compute (lengths of rows, DoRA).
+        # What stores quantized weights comes first: the others read the weights that compute (lengths of rows, DoRA).
         for transform in sorted(acting, key=lambda each: not each.by_units):
             with nullcontext() if transform.by_units else self.full_parameters():
                 transform.with_values(self)

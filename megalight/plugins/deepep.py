@@ -92,7 +92,7 @@ class PackageDispatcher(Dispatcher):
 
     @property
     def occupied(self) -> int:
-        """Number of multiprocessors for messages."""
+        """Number of SMs for communication."""
         chosen = self.shared.expert.num_sms
         return self.num_sms if chosen is None else chosen
 

@@ -326,7 +326,7 @@ def check(
     method ``attach(module)`` can change the model that the module will build.
 
     Raises:
-        ConfigurationError: processes cannot meet at MASTER_PORT; there is a limit on multiprocessors, but messages are
+        ConfigurationError: processes cannot meet at MASTER_PORT; there is a limit on SMs, but communication is
             not sent with NCCL; no plan says how to split the module; or a callback would prune layers that it cannot
             see whole.
         LayoutError: the model or the batch does not divide over the ranks.

@@ -177,6 +177,6 @@ def check_no_codes(root: nn.Module) -> None:
     for name, parameter in root.named_parameters():
         if parameter.is_floating_point() and parameter.element_size() == 1:
             raise ConfigurationError(
-                f"{name} is held as {parameter.dtype} codes, left by a run with primary_weights that did not come to "
-                "its end. Load a checkpoint into a new module."
+                f"{name} is held as {parameter.dtype}, quantized, left by a run with primary_weights that did not come "
+                "to its end. Load a checkpoint into a new module."
             )

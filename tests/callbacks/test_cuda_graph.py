@@ -146,7 +146,7 @@ RUNS: dict[str, tuple[int, Any, dict[str, Any], int, int]] = {
         1,
     ),
     "experts, ep": (2, EXPERTS, EP2, STEPS - 2, 1),
-    "weights as codes": (2, WIDE, low_precision("tensorwise", primary_weights=True), STEPS - 2, 1),
+    "FP8 weights": (2, WIDE, low_precision("tensorwise", primary_weights=True), STEPS - 2, 1),
 }
 
 
@@ -225,7 +225,7 @@ PARTS: dict[str, tuple[str, int, Any, dict[str, Any], int, int]] = {
     "layer, recompute": ("layer", 1, BASE, {"micro_batch_size": 2, "recompute": SELECTIVE}, 2 * 2, 2 * 2),
     "layer, delayed scales": ("layer", 1, WIDE, low_precision("delayed"), 2 * 2, 2 * 2),
     "layer, vpp, first layer in bf16": ("layer", 2, replace(WIDE, num_layers=4), MIXED, 2 * 2, 0),
-    "layer, weights as codes": (
+    "layer, FP8 weights": (
         "layer",
         2,
         WIDE,

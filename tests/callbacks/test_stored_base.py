@@ -326,9 +326,12 @@ def test_adapters_go_on_and_are_merged_with_the_plain_base(base: str, one: dict[
 CASES = {
     "saved": (lambda: Adapters(2, base="int8"), "checkpoints cannot hold them. Set save_base=False"),
     "format": (lambda: Adapters(2, base="int7", save_base=False), "no format 'int7' of stored weights"),
-    "alone": (lambda: Adapters(2, block=32), "block=32 is of weights that are stored as codes; set base, too"),
+    "alone": (lambda: Adapters(2, block=32), "block=32 is of weights that are stored quantized; set base, too"),
     "odd": (lambda: Adapters(2, base="int8", block=5, save_base=False), "^block=5 must be even and at least 2"),
-    "trained": (lambda: QuantizedBase().change(GPT(CONFIGS["gqa"])), "is trained, and codes have no gradient"),
+    "trained": (
+        lambda: QuantizedBase().change(GPT(CONFIGS["gqa"])),
+        "is trained, and quantized weights have no gradient",
+    ),
     "experts": (
         lambda: _change(replace(CONFIGS["gqa"], moe=MoEConfig(num_experts=2, ffn_hidden_size=6))),
         "layers.0.mlp.experts: rows of 6 features cannot be cut into blocks of 4",

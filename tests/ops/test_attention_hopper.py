@@ -106,9 +106,9 @@ def test_small_blocks_of_a_window_are_divided_where_that_is_even(monkeypatch: py
     assert len({(row[4], row[6], row[9]) for row in divided}) == found.split
     assert programs.programs((8192,), (8192,), True, None, 8, 4, cpu).parts == 1
     assert programs.programs((8192,), (8192,), True, 2047, 8, 1, cpu).parts == 1
-    # More turns of all multiprocessors even themselves out.
+    # More waves of all SMs even themselves out.
     assert programs.programs((65536,), (65536,), True, 2047, 8, 4, cpu).parts == 1
-    # Four programs on two multiprocessors, then one.
+    # Four programs on two SMs, then one.
     assert programs.fullest([5.0] * 4 + [7.0], 2) == 17
     # The longest of them, or the mean, is all that must be known.
     assert programs.fullest([5.0] * 4 + [7.0], 2, 7.0) == 13.5

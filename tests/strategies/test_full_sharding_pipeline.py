@@ -118,7 +118,7 @@ def _with_both_levels(what: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("what", ["adapters", *(pytest.param(w, marks=pytest.mark.full) for w in list(BESIDE)[::2])])
 def test_what_runs_beside_is_as_on_level_optim(what: str) -> None:
-    """Steps of several batches with evaluation between them, adapters on frozen weights, weights as codes."""
+    """Steps of several batches with evaluation between them, adapters on frozen weights, FP8 weights."""
     for expected, found in run(_with_both_levels, 4, what):
         for name in ("losses", "norms"):
             assert found[name]

@@ -97,7 +97,7 @@ CASES: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[], dict[str, Any]
         dict, lambda: {**EP, "expert": ExpertOptions("symmetric")}, "dispatcher='symmetric' cannot serve.*all_to_all",
     ),
     "no dispatcher": (dict, lambda: {"expert": ExpertOptions("flex")}, "'flex'.*all_to_all"),
-    "multiprocessors of nobody": (
+    "SMs of nobody": (
         dict, lambda: {"expert": ExpertOptions(num_sms=20)}, "num_sms=20 with dispatcher='all_to_all'",
     ),
     "shared experts beside messages that block": (

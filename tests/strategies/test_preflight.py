@@ -227,7 +227,7 @@ def test_a_plain_module_that_was_trained_on_one_device_is_refused_before_there_a
 
 
 def limited(ctas: int | None, device: str, backend: str | None = None) -> list[MegatronStrategy]:
-    """Strategies with a limit on messages' multiprocessors: of data parallelism, and of tensor parallelism."""
+    """Strategies with a limit on the SMs of communication: of data parallelism, and of tensor parallelism."""
     where = {"parallel_devices": [torch.device(device)] * 2, "process_group_backend": backend}
     where["cluster_environment"] = LightningEnvironment()
     return [
@@ -243,7 +243,7 @@ def look(strategy: MegatronStrategy) -> None:
 
 
 @pytest.mark.parametrize(("device", "backend"), [("cpu", None), ("cuda", "gloo")])
-def test_limits_on_multiprocessors_need_nccl(device: str, backend: str | None) -> None:
+def test_limits_on_sms_need_nccl(device: str, backend: str | None) -> None:
     carrier = backend or "gloo"
     for strategy, name in zip(limited(4, device, backend), ("data_parallel.advanced", "TensorOptions"), strict=True):
         message = rf"^{name}\.max_ctas=4 limits.*the backend here is {carrier}\. Remove it, or train on GPUs"
@@ -258,7 +258,7 @@ def test_limits_on_multiprocessors_need_nccl(device: str, backend: str | None) -
         (4, "cuda", "cpu:gloo,cuda:nccl"),
     ],
 )
-def test_limits_on_multiprocessors_that_act(ctas: int | None, device: str, backend: str | None) -> None:
+def test_limits_on_sms_that_act(ctas: int | None, device: str, backend: str | None) -> None:
     for strategy in limited(ctas, device, backend):
         look(strategy)
 

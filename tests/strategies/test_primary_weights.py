@@ -364,7 +364,7 @@ def test_moving_averages_are_swapped_in_and_out() -> None:
 def test_recipes_with_two_sets_of_codes_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="'rowwise' needs two"):
         LowPrecisionOptions(recipe="rowwise", primary_weights=True)
-    with pytest.raises(ConfigurationError, match="one set of codes"):
+    with pytest.raises(ConfigurationError, match="one quantized weight"):
         LowPrecision(recipe("mxfp8"), Session(), primary=True)
 
 

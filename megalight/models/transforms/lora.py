@@ -224,7 +224,7 @@ def merge(model: nn.Module) -> int:
 def _check_plain(*weights: Tensor) -> None:
     if any(stored_of(weight) is not None for weight in weights):
         raise ConfigurationError(
-            "the weights are stored as codes, which lack bits for the sum. Merge the checkpoint of the adapters with "
+            "the weights are stored quantized, which lacks bits for the sum. Merge the checkpoint of the adapters with "
             "its base instead (megalight merge)."
         )
 

@@ -69,18 +69,19 @@ class QuantizedBase(ModelTransform):
         """
         found = [path for path, sections in linear_layers(model) if any(matches(each, LAYERS) for each in sections)]
         if not found:
-            raise ConfigurationError(f"{type(model).__name__} has no linear layers under {LAYERS!r} to store as codes.")
+            raise ConfigurationError(f"{type(model).__name__} has no linear layers under {LAYERS!r} to quantize.")
         for path in found:
             layer = model.get_submodule(path)
             if not isinstance(layer, Linear | Experts):
                 raise ConfigurationError(
-                    f"{path} is a {type(layer).__name__}, whose product does not decode codes; only layers of "
-                    "Megalight's models can be stored as codes."
+                    f"{path} is a {type(layer).__name__}, whose GEMM does not dequantize; only layers of "
+                    "Megalight's models can be quantized."
                 )
             for weight in weights_of(layer):
                 if weight.requires_grad:
                     raise ConfigurationError(
-                        f"{path} is trained, and codes have no gradient. Add adapters first, which freeze the model."
+                        f"{path} is trained, and quantized weights have no gradient. Add adapters first, which "
+                        "freeze the model."
                     )
                 self._check(path, weight.shape[-1])
 
@@ -105,7 +106,7 @@ class QuantizedBase(ModelTransform):
                 if precision_of(weight) is not None or stack_precision_of(weight) is not None:
                     raise ConfigurationError(
                         f"{path} multiplies in 8 or 4 bits by the Trainer's precision, and its weight is to be stored "
-                        f"as {self.form} codes. Use one of the two."
+                        f"quantized ({self.form}). Use one of the two."
                     )
                 if stored_of(weight) is None:
                     weights.append(weight)

@@ -401,7 +401,7 @@ def adam_step(
         ConfigurationError: both ``out`` and ``coded`` are given.
     """
     if coded is not None and out is not None:
-        raise ConfigurationError("adam_step writes out or coded: a copy of the new parameters, or codes. Give one.")
+        raise ConfigurationError("adam_step writes out or coded: a copy of the new parameters, or quantized. Give one.")
     tensors = (param, grad, exp_avg, exp_avg_sq) if out is None else (param, grad, exp_avg, exp_avg_sq, out)
     spec = AdamSpec(
         param.device.type,

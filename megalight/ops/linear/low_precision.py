@@ -203,7 +203,8 @@ class LowPrecision(WeightCast):
         if primary and not recipe.one_scale:
             raise ConfigurationError(
                 f"primary_weights: recipe {recipe.name!r} casts a weight and its transpose with different scales, so "
-                "that one set of codes cannot be kept; choose 'tensorwise' or 'delayed', or leave primary_weights out."
+                "that one quantized weight cannot be kept; choose 'tensorwise' or 'delayed', or leave "
+                "primary_weights out."
             )
         self.primary = primary
         self.scale: Tensor | None = None
@@ -388,7 +389,7 @@ class LowPrecision(WeightCast):
         """Return the weight if it is quantized, else None."""
         if weight.dtype != DTYPES[self.recipe.weight.format]:
             return None
-        assert self.scale is not None, "code that stores a weight as codes must set their scale"
+        assert self.scale is not None, "code that stores a quantized weight must set their scale"
         self.met |= self.session.inside
         codes = weight.detach()
         if (weight.shape[0] | weight.shape[1]) % self.multiple:

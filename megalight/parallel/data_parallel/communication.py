@@ -65,7 +65,7 @@ class TransportChoice:
         """
         if reasons:
             return f"by collectives, for some ranks at least: {reasons[0]}"
-        return "by copy engines, which leave all multiprocessors to products: the GPUs reach each other's memory"
+        return "by copy engines, which leave all SMs to GEMMs: the GPUs reach each other's memory"
 
     def _judge(self, reason: str | None) -> str | None:
         if reason is not None and self.way == "symmetric":

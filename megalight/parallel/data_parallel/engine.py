@@ -98,7 +98,7 @@ class BucketKeys:
             kind = replace(kind, codes=storage_format_of(info.parameter, spared))
         if kind.codes is not None and self.divide_replicas:
             raise ConfigurationError(
-                f"{info.name} is stored as 8-bit codes (primary_weights), which each group of replicas casts from "
+                f"{info.name} is stored in FP8 (primary_weights), which each group of replicas casts from "
                 "masters of its own; leave primary_weights out, or use advanced.replicate_optimizer=True."
             )
         # A single rank holds all shards. Gathers would only copy.
@@ -373,7 +373,7 @@ class DataParallelEngine:
         if any(layouts[index].kind.codes is not None for index in on_host):
             raise ConfigurationError(
                 f"data_parallel.optimizer_offload_fraction={options.optimizer_offload_fraction} with weights "
-                "stored as 8-bit codes (primary_weights), which are cast from masters on the device; leave one of the "
+                "stored in FP8 (primary_weights), which are cast from masters on the device; leave one of the "
                 "two out."
             )
         return [

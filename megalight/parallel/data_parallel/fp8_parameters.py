@@ -226,7 +226,7 @@ class FlatQuantized:
         size = 0
         for info in infos:
             codes = stored_of(info.parameter)
-            assert codes is not None, "these weights are stored as codes"
+            assert codes is not None, "these weights are stored quantized"
             places = {}
             for name, part in codes.parts().items():
                 start = align(size, PART_ALIGNMENT)

@@ -38,7 +38,7 @@ def check_masters(kinds: Sequence[BucketKey], wanted: torch.dtype | None) -> Non
     name = str(wanted).removeprefix("torch.")
     if wanted.itemsize < 4 and any(kind.codes is not None for kind in kinds):
         raise ConfigurationError(
-            f"data_parallel.master_dtype={name!r} with weights stored as 8-bit codes (primary_weights), which are cast "
+            f"data_parallel.master_dtype={name!r} with weights stored in FP8 (primary_weights), which are cast "
             "from float32 masters; leave one of the two out."
         )
     if not any(_holds(wanted, kind) for kind in kinds):

@@ -92,8 +92,8 @@ class LowPrecisionOptions:
             raise ConfigurationError(f"reduce_amax does nothing for recipe {self.recipe!r}; leave it out.")
         if self.primary_weights and not schemes.one_scale:
             raise ConfigurationError(
-                f"primary_weights=True keeps one set of codes of each weight, and recipe {self.recipe!r} needs two, as "
-                "a weight and its transpose have different scales; choose 'tensorwise' or 'delayed', or leave it out."
+                f"primary_weights=True keeps each weight quantized once, and recipe {self.recipe!r} needs two, as a "
+                "weight and its transpose have different scales; choose 'tensorwise' or 'delayed', or leave it out."
             )
         if self.fp8_attention and self.reduce_amax:
             raise ConfigurationError(

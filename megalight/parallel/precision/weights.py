@@ -143,8 +143,8 @@ def check_names(names: Mapping[str, bool], options: LowPrecisionOptions) -> None
     experts = [name for name in names if names[name] and name in chosen]
     if options.primary_weights and experts:
         raise ConfigurationError(
-            f"primary_weights=True stores a weight as codes with one scale, and {', '.join(experts)} have one for each "
-            "expert. Leave the experts out with modules=..., or leave out primary_weights."
+            f"primary_weights=True stores a weight quantized with one scale, and {', '.join(experts)} have one for "
+            "each expert. Leave the experts out with modules=..., or leave out primary_weights."
         )
     for option in ("router_padding_for_quantization", "experts_together"):
         if getattr(options, option) and not experts:

@@ -109,7 +109,7 @@ def gated(x: Tensor, kind: str) -> Tensor:
 
 NORM_MINIMUM = "2.1"
 NO_MARGIN, NOT_CENTERED = 0, False
-"""Use all multiprocessors, and a weight that is the factor itself, not the factor minus one."""
+"""Use all SMs, and a weight that is the factor itself, not the factor minus one."""
 
 
 def _norm_why_not(spec: NormSpec, kind: str) -> str | None:

@@ -74,7 +74,7 @@ def _edges_and_limits() -> list[int]:
     return [sum(slot.numel for slot in bucket.layout.slots) for bucket in engine.buckets]
 
 
-def test_small_buckets_at_the_edge_and_a_limit_on_multiprocessors() -> None:
+def test_small_buckets_at_the_edge_and_a_limit_on_sms() -> None:
     """Weights of 35, 7, 7, 7, 21 and 3 elements, last first: 80 in all, 56 of them at the edge."""
     assert run(_edges_and_limits, 2) == [[24, 14, 42]] * 2
 
@@ -86,7 +86,7 @@ def _limited_without_nccl() -> None:
         )
 
 
-def test_a_limit_on_multiprocessors_needs_nccl() -> None:
+def test_a_limit_on_sms_needs_nccl() -> None:
     run(_limited_without_nccl, 2)
 
 

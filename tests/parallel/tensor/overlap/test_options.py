@@ -148,7 +148,7 @@ def per_layer(limit: int | None) -> tuple[list[str], list[int | None]]:
     return [type(way).__name__ for way in ways], asked
 
 
-def test_patterns_and_the_limit_on_multiprocessors_act() -> None:
+def test_patterns_and_the_limit_on_sms_act() -> None:
     for limit, given in ((5, 5), (None, MAX_CTAS)):
         assert run(per_layer, 2, limit) == [(["Pipelined", "NoOverlap", "NoOverlap", "Pipelined"], [given])] * 2
 
@@ -161,7 +161,7 @@ def limited(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["plain", "pipelined"])
-def test_a_limit_on_multiprocessors_needs_nccl(way: str) -> None:
+def test_a_limit_on_sms_needs_nccl(way: str) -> None:
     run(limited, 2, way)
 
 

@@ -150,5 +150,5 @@ def test_graphs_record_copies_and_flags(world: int) -> None:
     runs_of(jobs, world).outcome(("symmetric",))
 
 
-def test_a_group_of_few_multiprocessors() -> None:
+def test_a_group_of_few_sms() -> None:
     runs_of(jobs, 2).outcome((3,))
