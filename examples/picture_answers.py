@@ -13,7 +13,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from megalight.checkpoint.disk.latest_checkpoint import newest_in
+from megalight.checkpoint.disk.latest_checkpoint import latest_checkpoint
 from megalight.data.chat.template import ChatTemplate
 from megalight.inference import TextGenerator
 
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("pictures", type=Path, help="the folder that examples/pictures.py wrote")
     parser.add_argument("--at-least", type=float, default=0.0, help="fail below this share of right answers")
     arguments = parser.parse_args()
-    path = newest_in(arguments.checkpoint)
+    path = latest_checkpoint(arguments.checkpoint)
     found = answers(TextGenerator.from_checkpoint(path), arguments.pictures)
     wrong = Counter((right, answer) for right, answer in found if right != answer)
     for (right, answer), count in wrong.most_common(10):

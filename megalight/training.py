@@ -34,7 +34,7 @@ from megalight.parallel.model import ParallelModel
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.run_engine import engine_over
 from megalight.parallel.source import Source
-from megalight.parallel.step import Outcome, StepDriver, TrainingTask
+from megalight.parallel.step import StepDriver, StepOutcome, TrainingTask
 from megalight.types import mean
 
 
@@ -131,7 +131,7 @@ class Training(PlainRun):
         self.step.build_frozen(frozen or {})
         self._fresh = True
 
-    def forward_backward(self, micro_batches: Sequence[Any], *, scale: float = 1.0, sync: bool = True) -> Outcome:
+    def forward_backward(self, micro_batches: Sequence[Any], *, scale: float = 1.0, sync: bool = True) -> StepOutcome:
         """Forward and backward of this replica's micro-batches of one global batch; gradients are reduced.
 
         The gradient is that of the mean loss over all tokens of the global batch. All ranks of a replica

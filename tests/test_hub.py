@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants, file_download
 
-from megalight.checkpoint.disk.latest_checkpoint import newest_in
+from megalight.checkpoint.disk.latest_checkpoint import latest_checkpoint
 from megalight.data.text_files import find
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import HubError, MissingPackageError
@@ -69,7 +69,7 @@ def test_only_needed_files_are_downloaded_once(hub: Hub) -> None:
     assert {name: (folder / name).read_bytes() for name in parts} == parts
     hub.served.clear()
     assert Path(local(NAME)) == folder
-    assert newest_in(NAME) == folder
+    assert latest_checkpoint(NAME) == folder
     assert not hub.served
 
 

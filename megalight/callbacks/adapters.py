@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import lightning.pytorch as pl
 
 from megalight import checkpoint
-from megalight.checkpoint.disk.latest_checkpoint import newest_in
+from megalight.checkpoint.disk.latest_checkpoint import latest_checkpoint
 from megalight.errors import ConfigurationError, nearest
 from megalight.models.family.module import FamilyModule
 from megalight.models.module import MegalightModule
@@ -72,7 +72,7 @@ class Adapters(pl.Callback):
         self.name = name
         self.lora = None if rank is None else lora
         # Once: a run may still be saving there.
-        self.weights = None if weights is None else newest_in(weights)
+        self.weights = None if weights is None else latest_checkpoint(weights)
         self.stored: QuantizedBase | None = None
         self.save_base = save_base
         if base is None and block is not None:

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megalight.checkpoint.async_save.saves import Background
+    from megalight.checkpoint.async_save.saves import AsyncSaver
     from megalight.checkpoint.disk.index import TensorInfo
     from megalight.checkpoint.disk.publish import finished, is_complete, latest, remove
     from megalight.checkpoint.loading import Checkpoint, open
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _MEMBERS = {
     "SCHEMES": "scheme",
-    "Background": "async_save.saves",
+    "AsyncSaver": "async_save.saves",
     "Box": "view",
     "Checkpoint": "loading",
     "Contents": "scheme",
@@ -44,7 +44,7 @@ _MEMBERS = {
 
 __all__ = [
     "SCHEMES",
-    "Background",
+    "AsyncSaver",
     "Box",
     "Checkpoint",
     "Contents",

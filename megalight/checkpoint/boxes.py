@@ -96,7 +96,7 @@ def hull(size: Sequence[int], offset: Sequence[int], lengths: Sequence[int]) -> 
     return first, first + 1 + sum((n - 1) * s for n, s in zip(lengths, steps, strict=True))
 
 
-def meeting(
+def intersection(
     first: Sequence[int], size: Sequence[int], second: Sequence[int], extent: Sequence[int]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
     """Return where two boxes meet, as places in the first and in the second; None if they do not."""

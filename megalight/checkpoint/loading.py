@@ -39,12 +39,12 @@ from megalight.checkpoint.disk import index, manifest, publish
 from megalight.checkpoint.disk.datafile import DataFile, Pinned
 from megalight.checkpoint.disk.files import CODES, FileRecord, PathLike, blocks, parse_json, read_file
 from megalight.checkpoint.disk.index import TensorInfo
-from megalight.checkpoint.disk.latest_checkpoint import another
+from megalight.checkpoint.disk.latest_checkpoint import suggest_other
 from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.scheme import SCHEMES
 from megalight.checkpoint.view import views_to_fill
 from megalight.errors import CheckpointError, MissingCheckpointError, nearest
-from megalight.parallel.source import Filled, Source, Target, TensorMetadata
+from megalight.parallel.source import FillReport, Source, Target, TensorMetadata
 
 SHOWN = 5
 """Tensors that a message names."""
@@ -189,7 +189,7 @@ class Checkpoint:
         strict: bool = True,
         prefix: str = "",
         process_group: ProcessGroup | None = None,
-    ) -> Filled:
+    ) -> FillReport:
         """Read this rank's boxes, whatever layout saved them; see :meth:`megalight.parallel.source.Source.fill`.
 
         Every block that any rank will read is verified before any memory changes.
@@ -232,7 +232,7 @@ def compare(
     label: Callable[[str], str] = repr,
     lenient: str = "strict=False",
     remedy: str = "",
-) -> Filled:
+) -> FillReport:
     """Check that names and shapes agree; see :meth:`megalight.parallel.source.Source.fill`.
 
     Args:
@@ -287,7 +287,7 @@ def compare(
             f"{advice('ignores such tensors')}"
         )
     # Missing ones are a rank's own; unexpected ones are known of all ranks only.
-    return Filled(tuple(sorted(asked.keys() - stored.keys())), unexpected)
+    return FillReport(tuple(sorted(asked.keys() - stored.keys())), unexpected)
 
 
 class CheckpointReader(StorageReader):
@@ -413,4 +413,4 @@ def _naming_another(path: PathLike) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        raise type(error)(f"{error}{another(path)}") from error
+        raise type(error)(f"{error}{suggest_other(path)}") from error

@@ -13,7 +13,7 @@ import yaml
 
 from megalight.checkpoint.disk import manifest, publish
 from megalight.checkpoint.disk.files import PathLike
-from megalight.checkpoint.disk.latest_checkpoint import another, newest_first, newest_in
+from megalight.checkpoint.disk.latest_checkpoint import checkpoints_in, latest_checkpoint, suggest_other
 from megalight.checkpoint.inspection.verify import verify
 from megalight.cli.report import launched
 from megalight.data.blend import Mixture
@@ -42,7 +42,7 @@ def resolve(wanted: str | None, verb: str, folders: Iterable[str | os.PathLike[s
     if wanted in (None, *LIGHTNINGS):
         return wanted
     if wanted != "last" and (wanted != "auto" or verb != "fit"):
-        held = newest_in(wanted)
+        held = latest_checkpoint(wanted)
         if held != publish.place(wanted):
             _log(f"--ckpt_path={wanted}: the newest checkpoint in it is {held}")
         return str(held)
@@ -63,16 +63,16 @@ def check_is_one(path: PathLike) -> None:
     try:
         manifest.read(publish.resolve(path))
     except CheckpointError as error:
-        raise type(error)(f"{error}{another(path)}") from error
+        raise type(error)(f"{error}{suggest_other(path)}") from error
 
 
 def existing(path: str | os.PathLike[str]) -> PathLike:
-    """Return what :func:`newest_in` does, for a command that also takes folders of others.
+    """Return what :func:`latest_checkpoint` does, for a command that also takes folders of others.
 
     Raises:
         CheckpointError: nothing is there. This takes no torch.
     """
-    found = newest_in(path)
+    found = latest_checkpoint(path)
     if not publish.resolve(found).exists():
         check_is_one(found)
     return found
@@ -87,7 +87,7 @@ def model_paths(arguments: argparse.Namespace) -> tuple[PathLike, str | Path | N
     Raises:
         CheckpointError: the checkpoint or the base is not there. This takes no torch.
     """
-    path = newest_in(arguments.checkpoint)
+    path = latest_checkpoint(arguments.checkpoint)
     if str(path) != arguments.checkpoint.rstrip("/"):
         # To stderr: the output may be piped.
         print(f"reading {path}", file=sys.stderr)
@@ -119,7 +119,7 @@ def _newest_undamaged(places: Iterable[PathLike]) -> PathLike | None:
         return _newest(places) if not chooser else publish.place(path) if path else None
     chosen = None
     # Newest first, so that the search ends with the first one that is good.
-    for found in newest_first(places):
+    for found in checkpoints_in(places):
         damage = verify(found) if found.is_dir() else []
         if not damage:
             chosen = found
@@ -131,7 +131,7 @@ def _newest_undamaged(places: Iterable[PathLike]) -> PathLike | None:
 
 
 def _newest(places: Iterable[PathLike]) -> PathLike | None:
-    return next(iter(newest_first(places)), None)
+    return next(iter(checkpoints_in(places)), None)
 
 
 def _places(folders: Iterable[str | os.PathLike[str]]) -> list[PathLike]:

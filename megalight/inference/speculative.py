@@ -17,7 +17,7 @@ import torch
 from torch import Generator, Tensor
 
 from megalight import checkpoint
-from megalight.checkpoint.disk.latest_checkpoint import newest_in
+from megalight.checkpoint.disk.latest_checkpoint import latest_checkpoint
 from megalight.data.tokenizer import FILE as TOKENIZER
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError, integer
@@ -254,7 +254,7 @@ def load_draft(path: str | os.PathLike[str], base: GPT | ParallelGPT, tokenizer:
         raise ConfigurationError(
             f"{path} is a draft for serving engines; make a checkpoint of it first: megalight convert {path} OUTPUT"
         )
-    path = newest_in(path)
+    path = latest_checkpoint(path)
     opened = checkpoint.open(path)
     if description(opened)["family"] != "eagle":
         raise ConfigurationError(

@@ -12,7 +12,7 @@ import torch
 
 from megalight import checkpoint
 from megalight.checkpoint.disk.files import PathLike
-from megalight.checkpoint.disk.latest_checkpoint import newest_in
+from megalight.checkpoint.disk.latest_checkpoint import latest_checkpoint
 from megalight.checkpoint.foreign.pickles import check_is_archive
 from megalight.checkpoint.foreign.transformers_folder import is_folder, json_object, read_config
 from megalight.data.multimodal.images import Resize
@@ -77,7 +77,7 @@ def load_model(
         CheckpointError: the checkpoint is missing or incomplete, or does not describe its model.
         ConfigurationError: the ``transformers`` model is not supported here, or the model has no such adapter.
     """
-    path = newest_in(path)
+    path = latest_checkpoint(path)
     if path.is_file():
         refuse_keys(keys, path)
         known, model = single_file_model(path, device, dtype)
@@ -108,7 +108,7 @@ def load_divided(
         LayoutError: the model cannot be divided so, or is in a single file.
         CheckpointError, ConfigurationError: see :func:`load_model`.
     """
-    path = newest_in(path)
+    path = latest_checkpoint(path)
     if path.is_file():
         raise LayoutError(f"{path} is a single file, which one process reads; leave out the layout.")
     return ParallelGPT(_found(path, device, dtype, base, mesh, keys, adapter).eval())
@@ -128,7 +128,7 @@ def _found(
     _check_generates(known, path)
     if opened is not None:
         refuse_keys(keys, path)
-        return saved_model(opened, device, dtype, None if base is None else newest_in(base), mesh, adapter)
+        return saved_model(opened, device, dtype, None if base is None else latest_checkpoint(base), mesh, adapter)
     if adapter is not None:
         raise ConfigurationError(f"{path} is a folder of transformers, which has no adapter {adapter!r}; leave it out.")
     return transformers_model(path, device, dtype, mesh, keys)
@@ -194,7 +194,7 @@ class TextGenerator:
             DataError: the tokenizer has more tokens than the model.
         """
         # Before the weights: a missing tokenizer is then found at once.
-        path = newest_in(path)
+        path = latest_checkpoint(path)
         found = Tokenizer.load(tokenizer) if tokenizer else _tokenizer(path)
         options = device, dtype, base, keys, adapter
         model = load_model(path, *options) if mesh is None else load_divided(path, mesh, *options)

@@ -21,7 +21,7 @@ from megalight.checkpoint.foreign.single_file import WEIGHTS, read
 from megalight.checkpoint.foreign.transformers_folder import files_of, header, is_folder, read_config
 from megalight.checkpoint.loading import SavedCheckpoint, compare
 from megalight.checkpoint.ranks import Ranks, alone
-from megalight.checkpoint.sources.combine import FullPrecision, Lenient, Without, report
+from megalight.checkpoint.sources.combine import ExcludingSource, FullPrecision, LenientSource, report
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.config import compare as compare_configs
 from megalight.models.family import Family, WeightConversion, family, family_of_transformers, warn_of_differences
@@ -37,7 +37,7 @@ from megalight.parallel.model import ParallelModel
 from megalight.parallel.pipeline.layout_string import balanced, compose
 from megalight.parallel.pipeline.stages import check_protocol
 from megalight.parallel.plan import ParallelizePlan
-from megalight.parallel.source import Filled, FillRequest, Source, TensorMetadata, Wrapped
+from megalight.parallel.source import FillReport, FillRequest, Source, TensorMetadata, WrappedSource
 from megalight.parallel.transform import ModelTransform, apply_transforms
 
 SEED = 1234
@@ -250,7 +250,7 @@ def initial_source(folder: str | os.PathLike[str], known: Family, config: Any, k
         known: family of the model to fill.
         config: configuration of the model to fill. Differences from the folder's configuration are logged.
         keys: what tensors that only the model or only the folder has mean to a strict fill: ``strict``: an error;
-            ``log`` and ``ignore``: see :class:`~megalight.checkpoint.sources.combine.Lenient`.
+            ``log`` and ``ignore``: see :class:`~megalight.checkpoint.sources.combine.LenientSource`.
 
     Raises:
         CheckpointError: there is no such folder, or its checkpoint has adapters, which must be merged first.
@@ -258,7 +258,9 @@ def initial_source(folder: str | os.PathLike[str], known: Family, config: Any, k
     """
     if not checkpoint.is_complete(folder):
         found = _weights(known).source(folder, config, PREFIX, strict=keys == "strict")
-        return found if keys == "strict" else Lenient(found, str(folder), keys == "log", found.skipped, found.label)
+        return (
+            found if keys == "strict" else LenientSource(found, str(folder), keys == "log", found.skipped, found.label)
+        )
     opened = checkpoint.open(folder)
     described = description(opened)
     # Adapters are modules of their own, which the model to fill does not have.
@@ -267,7 +269,7 @@ def initial_source(folder: str | os.PathLike[str], known: Family, config: Any, k
     differences = compare_configs(config.to_dict(), initial_config(folder, known, type(config)).to_dict(), "the folder")
     warn_of_differences(os.fspath(folder), tuple(differences))
     source = without_training_parts(FullPrecision(opened), described)
-    return source if keys == "strict" else Lenient(source, str(folder), keys == "log")
+    return source if keys == "strict" else LenientSource(source, str(folder), keys == "log")
 
 
 def whole_source(folder: str | os.PathLike[str], known: Family, config: Any, keys: Keys = "strict") -> Source:
@@ -290,7 +292,7 @@ def whole_source(folder: str | os.PathLike[str], known: Family, config: Any, key
     source = initial_source(folder, known, config, keys)
     with torch.device("meta"):
         model = known.model(config)
-    if isinstance(source, Lenient):
+    if isinstance(source, LenientSource):
         return completed(source, model, PREFIX, widest(source), SEED)
     shapes = {PREFIX + name: tuple(tensor.shape) for name, tensor in canonical_tensors(model).items()}
     where, label = str(folder), getattr(source, "label", repr)
@@ -340,7 +342,7 @@ def training_parts(described: Mapping[str, Any]) -> tuple[str, ...]:
 def without_training_parts(source: Source, described: Mapping[str, Any]) -> Source:
     """Return the weights of a described model without tensors that served training alone."""
     beginnings = training_parts(described)
-    return Without(source, beginnings) if beginnings else source
+    return ExcludingSource(source, beginnings) if beginnings else source
 
 
 def companions_of(path: str | os.PathLike[str]) -> dict[str, bytes]:
@@ -435,7 +437,7 @@ class InitialTensor:
 
 
 @dataclass(frozen=True)
-class CompletedSource(Wrapped):
+class CompletedSource(WrappedSource):
     """A source with the names of a model: initial values stand in for what it lacks, and others are not shown.
 
     Attributes:
@@ -455,20 +457,20 @@ class CompletedSource(Wrapped):
         return {**shown, **self.drawn}
 
     def before(self, request: FillRequest) -> FillRequest:
-        """See :meth:`~megalight.parallel.source.Wrapped.before`."""
+        """See :meth:`~megalight.parallel.source.WrappedSource.before`."""
         stored = [target for target in request.targets if target.name not in self.drawn]
         return replace(request, targets=stored, strict=False)
 
-    def after(self, request: FillRequest, passed: FillRequest, filled: Filled) -> Filled:
-        """See :meth:`~megalight.parallel.source.Wrapped.after`."""
+    def after(self, request: FillRequest, passed: FillRequest, filled: FillReport) -> FillReport:
+        """See :meth:`~megalight.parallel.source.WrappedSource.after`."""
         for box in request.targets:
             if box.name in self.drawn:
                 initializer, size = self.drawn[box.name].initializer, tuple(box.data.shape)
                 box.data.copy_(draw(initializer, box.name, box.shape, box.offset, size, self.seed, box.data.device))
-        return Filled(filled.missing, tuple(name for name in filled.unexpected if name not in self.hidden))
+        return FillReport(filled.missing, tuple(name for name in filled.unexpected if name not in self.hidden))
 
 
-def completed(lenient: Lenient, model: nn.Module, prefix: str, dtype: torch.dtype, seed: int) -> Source:
+def completed(lenient: LenientSource, model: nn.Module, prefix: str, dtype: torch.dtype, seed: int) -> Source:
     """Return the weights of a whole model from a source whose names need not be those of the model.
 
     Args:

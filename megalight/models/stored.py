@@ -17,7 +17,7 @@ from megalight.checkpoint.foreign.transformers_folder import describe, is_folder
 from megalight.checkpoint.inspection.diff import Compared, Difference, DiffSource, TensorKind, differences
 from megalight.checkpoint.ranks import alone
 from megalight.checkpoint.run import STATE
-from megalight.checkpoint.sources.combine import Averaged, FullPrecision, Overlaid, TensorSource
+from megalight.checkpoint.sources.combine import AveragedSource, FullPrecision, OverlaySource, TensorSource
 from megalight.checkpoint.sources.flat import canonical
 from megalight.checkpoint.view import views_of_source
 from megalight.errors import CheckpointError, ConfigurationError
@@ -42,7 +42,7 @@ from megalight.models.saved import (
     without_training_parts,
 )
 from megalight.nn.canonical import canonical_tensors
-from megalight.parallel.source import Renamed, Source, Target
+from megalight.parallel.source import RenamedSource, Source, Target
 
 AVERAGE = "ema."
 """Prefix of moving averages in checkpoints."""
@@ -119,7 +119,7 @@ def open_model(
     if ema:
         # Averages are read in place of the weights of the same names. Tensors without an
         # average stay as they are.
-        averages = Renamed(canonical(opened), PREFIX, AVERAGE + PREFIX)
+        averages = RenamedSource(canonical(opened), PREFIX, AVERAGE + PREFIX)
         if not averages.tensors:
             raise CheckpointError(
                 f"checkpoint {opened.path} has no moving averages; train with the callback EMA, and save more than the "
@@ -130,7 +130,7 @@ def open_model(
                 f"the moving averages in checkpoint {opened.path} have not begun: EMA(start_step=...) counts later "
                 "steps. Take a later checkpoint, or the weights."
             )
-        weights = Overlaid(weights, averages)
+        weights = OverlaySource(weights, averages)
     weights = without_training_parts(weights, described)
     return StoredModel(known, config, weights, companions_of(path) | unread_of(path, known, config))
 
@@ -160,7 +160,7 @@ def averaged(models: Sequence[StoredModel]) -> StoredModel:
                 f"models of different configurations cannot be averaged: {'; '.join(differences) or other.family.name}."
             )
     return replace(
-        first, weights=Averaged(first.weights, [model.weights for model in models[1:]]), training={}, unread=""
+        first, weights=AveragedSource(first.weights, [model.weights for model in models[1:]]), training={}, unread=""
     )
 
 

@@ -66,7 +66,7 @@ class AuxLosses(Opaque):
 
     def _collect(self, name: str, value: Tensor, hidden: Tensor, count: int) -> Tensor:
         if value.requires_grad and not in_backward():
-            _tell_lost(name)
+            _warn_lost(name)
         return hidden
 
 
@@ -188,7 +188,7 @@ def current() -> AuxLosses:
 
 
 @cache
-def _tell_lost(name: str) -> None:
+def _warn_lost(name: str) -> None:
     log.warning("the auxiliary loss %r has no effect: call the layers inside megalight.nn.aux_losses.collecting", name)
 
 

@@ -117,18 +117,18 @@ class ModuleCall:
         self._before = before
         # By memory: products save views of weights. The views of sharded weights show other layers by then.
         self._weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
-        self._copied: dict[tuple[object, ...], Away] = {}
+        self._copied: dict[tuple[object, ...], OffloadedTensor] = {}
         # Weak: autograd owns what it saved, and frees it as soon as it was used.
-        self._members: list[weakref.ref[Away]] = []
+        self._members: list[weakref.ref[OffloadedTensor]] = []
         self._leaving: list[Tensor] = []
 
-    def pack(self, tensor: Tensor) -> Tensor | Away:
+    def pack(self, tensor: Tensor) -> Tensor | OffloadedTensor:
         """Start to copy a tensor to the host, unless it should stay."""
         if not self._moves(tensor):
             return tensor
         key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version
         if key not in self._copied:
-            self._copied[key] = Away(self, tensor)
+            self._copied[key] = OffloadedTensor(self, tensor)
             self._members.append(weakref.ref(self._copied[key]))
             self._leaving.append(tensor)
         return self._copied[key]
@@ -158,7 +158,7 @@ class ModuleCall:
         )
 
 
-class Away:
+class OffloadedTensor:
     """A tensor that is in host memory until its call is fetched."""
 
     def __init__(self, call: ModuleCall, tensor: Tensor) -> None:
@@ -216,8 +216,8 @@ class Away:
                 self._arrived()
 
 
-def _unpack(saved: Tensor | Away) -> Tensor:
-    return saved.take() if isinstance(saved, Away) else saved
+def _unpack(saved: Tensor | OffloadedTensor) -> Tensor:
+    return saved.take() if isinstance(saved, OffloadedTensor) else saved
 
 
 def chosen(chunk: nn.Module, patterns: Sequence[str], last: bool = True) -> list[nn.Module]:

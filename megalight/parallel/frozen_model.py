@@ -27,7 +27,7 @@ from megalight.parallel.pipeline.executor import Executor
 from megalight.parallel.pipeline.rank_schedule import Timetable
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.random import RandomStreams
-from megalight.parallel.source import Renamed, Source
+from megalight.parallel.source import RenamedSource, Source
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class FrozenModel:
             root = self.task.build_model()
         source = self.source
         if source is not None and self.saved_as != name:
-            source = Renamed(source, f"{name}.", f"{self.saved_as}.")
+            source = RenamedSource(source, f"{name}.", f"{self.saved_as}.")
         model = freeze(
             ParallelModel.build(
                 root,

@@ -29,7 +29,7 @@ import torch
 FIRST, SECOND = 0, 1
 
 
-class Abandoned(BaseException):
+class PassAborted(BaseException):
     """Ends a pass, in its pause, because the other one has failed."""
 
 
@@ -76,7 +76,7 @@ class PassInterleaver:
                 # that would never come.
                 pair.end(FIRST)
                 wait([future])
-        except Abandoned:
+        except PassAborted:
             pass  # the second pass has failed, with the error that comes now
         finally:
             _pairs.pop()
@@ -127,7 +127,7 @@ class _PassPair:
         if me == SECOND:
             self.fill()
         if self.broken:  # the first pass was interrupted while it waited
-            raise Abandoned
+            raise PassAborted
         # A pass that has ended never pauses again, and would not give the turn back.
         if not self._ended[other]:
             self._give(other)
@@ -136,7 +136,7 @@ class _PassPair:
     def wait(self, who: int) -> None:
         self._batons[who].acquire()
         if self.broken:
-            raise Abandoned
+            raise PassAborted
 
     def end(self, who: int) -> None:
         self._ended[who] = True

@@ -46,7 +46,7 @@ from megalight.parallel.pipeline.layout import Stage
 from megalight.parallel.pipeline.stages import cut
 from megalight.parallel.recompute import RecomputeOptions, apply_recompute
 from megalight.parallel.shard import ShardSpec
-from megalight.parallel.source import Filled, Source, Target, clear_outside, parameter_targets, shard_targets
+from megalight.parallel.source import FillReport, Source, Target, clear_outside, parameter_targets, shard_targets
 from megalight.parallel.transform import ModelTransform, apply_transforms, unknown_to
 
 log = logging.getLogger(__name__)
@@ -319,7 +319,7 @@ class ParallelModel:
         strict: bool = True,
         only_added: bool = False,
         process_group: dist.ProcessGroup | None = None,
-    ) -> Filled:
+    ) -> FillReport:
         """Fill the parameters and persistent buffers from a source; all ranks of the mesh call this together.
 
         Args:

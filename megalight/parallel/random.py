@@ -67,7 +67,7 @@ class RandomStreams:
         """Draw from this model's own generators inside the context, so that the draws of other models do not change."""
         with ExitStack() as stack:
             for generator in self._apart:
-                stack.callback(lend(_default_generator(generator.device), generator))
+                stack.callback(swap_state(_default_generator(generator.device), generator))
             yield
 
     @property
@@ -92,7 +92,7 @@ class RandomStreams:
         default = _default_generator(torch.device(device))
         # A persistent stream goes on where its last fork ended. A graph that is replayed continues it as well.
         if name in self.persistent and self.persistent[name].device.type == default.device.type:
-            back = lend(default, self.persistent[name])
+            back = swap_state(default, self.persistent[name])
             try:
                 yield
             finally:
@@ -146,7 +146,7 @@ class RandomStreams:
             torch.cuda.set_rng_state(states["cuda"])
 
 
-def lend(default: torch.Generator, own: torch.Generator) -> Callable[[], object]:
+def swap_state(default: torch.Generator, own: torch.Generator) -> Callable[[], object]:
     """Let ``default`` draw from ``own``; return a function that ends this. On a GPU, a graph may capture both."""
     if default.device.type == "cuda":
         # The state object itself changes hands, not its bytes: a captured graph advances the object

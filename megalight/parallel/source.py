@@ -37,7 +37,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Filled:
+class FillReport:
     """Names that a non-strict fill skipped.
 
     Attributes:
@@ -75,7 +75,7 @@ class Source(Protocol):
         strict: bool = True,
         prefix: str = "",
         process_group: ProcessGroup | None = None,
-    ) -> Filled:
+    ) -> FillReport:
         """Read this rank's boxes, converted to the dtypes of their memory. All ranks of the group call it together.
 
         Args:
@@ -100,13 +100,13 @@ class FillRequest:
     prefix: str = ""
     process_group: ProcessGroup | None = None
 
-    def to(self, source: Source) -> Filled:
+    def to(self, source: Source) -> FillReport:
         """Ask a source."""
         return source.fill(self.targets, strict=self.strict, prefix=self.prefix, process_group=self.process_group)
 
 
 @dataclass(frozen=True)
-class Wrapped:
+class WrappedSource:
     """A source made of another one. Subclasses change what is asked of it, and see what it has read.
 
     Attributes:
@@ -127,7 +127,7 @@ class Wrapped:
         strict: bool = True,
         prefix: str = "",
         process_group: ProcessGroup | None = None,
-    ) -> Filled:
+    ) -> FillReport:
         """See :meth:`Source.fill`."""
         request = FillRequest(list(targets), strict, prefix, process_group)
         passed = self.before(request)
@@ -137,11 +137,11 @@ class Wrapped:
         """Return what is asked of the source in place of ``request``."""
         return request
 
-    def read(self, passed: FillRequest) -> Filled:
+    def read(self, passed: FillRequest) -> FillReport:
         """Ask the source."""
         return passed.to(self.source)
 
-    def after(self, request: FillRequest, passed: FillRequest, filled: Filled) -> Filled:
+    def after(self, request: FillRequest, passed: FillRequest, filled: FillReport) -> FillReport:
         """Use what the source has read, and return the names that the caller hears of.
 
         Args:
@@ -153,7 +153,7 @@ class Wrapped:
 
 
 @dataclass(frozen=True)
-class Renamed(Wrapped):
+class RenamedSource(WrappedSource):
     """A source seen under another prefix: a teacher (``teacher.``) is filled from tensors saved as ``model.``.
 
     Tensors whose names do not begin with ``theirs`` are not seen. Errors use the source's own names.
@@ -173,13 +173,13 @@ class Renamed(Wrapped):
         return {self._to_ours(name): stored for name, stored in found if name.startswith(self.theirs)}
 
     def before(self, request: FillRequest) -> FillRequest:
-        """See :meth:`Wrapped.before`."""
+        """See :meth:`WrappedSource.before`."""
         targets = [replace(target, name=self._to_theirs(target.name)) for target in request.targets]
         return replace(request, targets=targets, prefix=self._to_theirs(request.prefix or self.ours))
 
-    def after(self, request: FillRequest, passed: FillRequest, filled: Filled) -> Filled:
-        """See :meth:`Wrapped.after`."""
-        return Filled(tuple(map(self._to_ours, filled.missing)), tuple(map(self._to_ours, filled.unexpected)))
+    def after(self, request: FillRequest, passed: FillRequest, filled: FillReport) -> FillReport:
+        """See :meth:`WrappedSource.after`."""
+        return FillReport(tuple(map(self._to_ours, filled.missing)), tuple(map(self._to_ours, filled.unexpected)))
 
     def _to_ours(self, name: str) -> str:
         return self.ours + name.removeprefix(self.theirs)
@@ -189,7 +189,7 @@ class Renamed(Wrapped):
 
 
 @dataclass(frozen=True)
-class Chosen(Wrapped):
+class SelectedSource(WrappedSource):
     """Some tensors of a source, perhaps under other names: a model's head alone, or all of it except the head.
 
     Tensors that were not chosen are not missed.
@@ -207,7 +207,7 @@ class Chosen(Wrapped):
         return {ours: found[theirs] for ours, theirs in self.names.items() if theirs in found}
 
     def before(self, request: FillRequest) -> FillRequest:
-        """See :meth:`Wrapped.before`."""
+        """See :meth:`WrappedSource.before`."""
         lost = self._lost()
         # Known on all ranks alike, and before any of them waits for others.
         if request.strict and lost:
@@ -219,9 +219,9 @@ class Chosen(Wrapped):
         targets = [replace(target, name=self.names[target.name]) for target in known]
         return replace(request, targets=targets, strict=False, prefix="")
 
-    def after(self, request: FillRequest, passed: FillRequest, filled: Filled) -> Filled:
-        """See :meth:`Wrapped.after`."""
-        return Filled((*self._lost(), *self._others(request)), ())
+    def after(self, request: FillRequest, passed: FillRequest, filled: FillReport) -> FillReport:
+        """See :meth:`WrappedSource.after`."""
+        return FillReport((*self._lost(), *self._others(request)), ())
 
     def _others(self, request: FillRequest) -> tuple[str, ...]:
         return tuple(target.name for target in request.targets if target.name not in self.names)

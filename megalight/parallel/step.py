@@ -32,7 +32,7 @@ from megalight.parallel.pipeline.rank_schedule import Timetable
 from megalight.types import Loss, Totals, WithResults, inverse, mean
 
 
-class Names(NamedTuple):
+class MetricNames(NamedTuple):
     """Names of totals.
 
     Attributes:
@@ -50,7 +50,7 @@ class GlobalTotals:
     def __init__(self, mesh: ParallelMesh, device: torch.device) -> None:
         self.mesh = mesh
         self.device = device
-        self._names: dict[str, Names] = {}
+        self._names: dict[str, MetricNames] = {}
 
     @property
     def data_ranks(self) -> int:
@@ -81,7 +81,7 @@ class GlobalTotals:
         Raises:
             ConfigurationError: names are not the same.
         """
-        names = self._names_of(stage, Names(list(rows[0]) if rows else [], list(aux_losses)))
+        names = self._names_of(stage, MetricNames(list(rows[0]) if rows else [], list(aux_losses)))
         # float64: sums over a global batch of millions of tokens, which float32 would round.
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         # The same zero for all missing values: it is only read.
@@ -118,7 +118,7 @@ class GlobalTotals:
             dist.all_reduce(value, group=group)
         return value
 
-    def _names_of(self, stage: str, here: Names) -> Names:
+    def _names_of(self, stage: str, here: MetricNames) -> MetricNames:
         """Return the names of all totals. Pipeline stages exchange theirs once."""
         group = self.mesh.group("pp")
         # Once per kind of step: an exchange of Python objects makes the host wait.
@@ -142,11 +142,11 @@ class GlobalTotals:
         return known
 
 
-def _joined(stages: Sequence[Names]) -> Names:
+def _joined(stages: Sequence[MetricNames]) -> MetricNames:
     """Join the names of all stages. If a metric and an auxiliary loss share a name, the metric is used."""
     rows = stages[-1].rows
     names = dict.fromkeys(name for stage in stages for name in stage.aux_losses)
-    return Names(rows, [name for name in names if name not in rows])
+    return MetricNames(rows, [name for name in names if name not in rows])
 
 
 class TrainingTask(Protocol):
@@ -178,7 +178,7 @@ class TrainingTask(Protocol):
 
 
 @dataclass(frozen=True)
-class Counts:
+class GlobalCounts:
     """Numbers of the whole step, known before its first forward. Tensors are 0-dim, float64, equal on every rank.
 
     Attributes:
@@ -200,7 +200,7 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepOutcome:
     """The result of the passes of all micro-batches of a step, all on the device.
 
     Attributes:
@@ -217,7 +217,7 @@ class Outcome:
 Passes: TypeAlias = Callable[[Sequence[Any]], Any]
 """Forward, backward and reductions of one training step: from micro-batches on the device to reduced gradients.
 
-The result is an :class:`Outcome`, or that of a user's own ``training_step``.
+The result is an :class:`StepOutcome`, or that of a user's own ``training_step``.
 """
 StepRunner: TypeAlias = Callable[[Hashable, Sequence[Any], Passes], Any]
 """Runs the passes of a step in its own way: ``(a key of what else they depend on, micro_batches, passes)``."""
@@ -351,7 +351,7 @@ class StepDriver:
             self._compared = True
             coupling.check_same(batch, self.model.mesh, self.model.device)
 
-    def train(self, micro_batches: Sequence[Any], scale: float = 1.0, sync: bool = True) -> Outcome:
+    def train(self, micro_batches: Sequence[Any], scale: float = 1.0, sync: bool = True) -> StepOutcome:
         """Run forward and backward of this rank's share of a global batch.
 
         Args:
@@ -361,7 +361,7 @@ class StepDriver:
         """
         passes, joined = partial(self._passes, scale=scale, sync=sync), self.joined(micro_batches)
         # Before the runner: in passes that are replayed, ranks tell each other nothing on the host.
-        done: Outcome = self.runner((scale, sync, self.executor.prepare(joined)), joined, passes)
+        done: StepOutcome = self.runner((scale, sync, self.executor.prepare(joined)), joined, passes)
         return done
 
     def evaluate(self, stage: str, micro_batches: Sequence[Any]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -440,7 +440,7 @@ class StepDriver:
         self.executor.prepare(micro_batches)
         return self.executor.forward(schedule, micro_batches, self._forward_step, self.model.shards)
 
-    def _passes(self, micro_batches: Sequence[Any], scale: float, sync: bool) -> Outcome:
+    def _passes(self, micro_batches: Sequence[Any], scale: float, sync: bool) -> StepOutcome:
         assert self.engine is not None
         with self.around(sync):
             # Before the first forward: each micro-batch is differentiated with its final scale, so no pass over the
@@ -459,7 +459,7 @@ class StepDriver:
         if sync:
             self.engine.finish_grad_sync()
             self.end()
-        return Outcome(means.pop("loss"), counts.tokens, means)
+        return StepOutcome(means.pop("loss"), counts.tokens, means)
 
     def end(self) -> None:
         """End an optimizer step: routers move their biases by the loads of the whole step."""
@@ -487,7 +487,7 @@ class StepDriver:
         """Sum counts of layers over the ranks that see different tokens."""
         return self.totals.sum(counts, *TOKEN_AXES, *["tp"] * (self.token_shares > 1))
 
-    def _count(self, micro_batches: Sequence[Any], scale: float) -> Counts:
+    def _count(self, micro_batches: Sequence[Any], scale: float) -> GlobalCounts:
         """Count with one reduction, and without a wait for the device."""
         device = self.model.device
         real = sum(not coupling.is_empty(micro_batch) for micro_batch in micro_batches)
@@ -502,7 +502,7 @@ class StepDriver:
         numbers = self.totals.sum(numbers)
         scales = inverse(numbers) * scale
         names = list(here)[1:]
-        return Counts(
+        return GlobalCounts(
             numbers[0],
             numbers[-1],
             scales[0],
@@ -528,13 +528,13 @@ class StepDriver:
         # Sorted: the reduction adds place by place, so all ranks need the same order of names.
         return {name: _counted([row[name] for row in rows], micro_batches) for name in sorted(rows[0])} if rows else {}
 
-    def _differentiate(self, micro_batches: Sequence[Any], counts: Counts, sync: bool) -> list[Loss]:
+    def _differentiate(self, micro_batches: Sequence[Any], counts: GlobalCounts, sync: bool) -> list[Loss]:
         assert self.engine is not None
         # The engine counts gradients inside, to send each bucket as soon as it is complete.
         with self.engine.micro_batches(len(micro_batches), sync):
             return self._play(micro_batches, counts)
 
-    def _play(self, micro_batches: Sequence[Any], counts: Counts) -> list[Loss]:
+    def _play(self, micro_batches: Sequence[Any], counts: GlobalCounts) -> list[Loss]:
         def objective(loss: Loss) -> Tensor:
             # The tensor of counts stays on the device: the host never waits to learn how many tokens there are.
             total = loss.sum * counts.token_scale.to(loss.sum.dtype)

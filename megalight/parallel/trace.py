@@ -70,7 +70,7 @@ class Span:
             listener.end(self.name)
 
 
-class Silence:
+class NullSpan:
     """A span without listeners. There is only one such object."""
 
     __slots__ = ()
@@ -82,11 +82,11 @@ class Silence:
         return None
 
 
-SILENCE = Silence()
+SILENCE = NullSpan()
 _listeners: list[Listener] = []
 
 
-def span(name: str, **where: int) -> Span | Silence:
+def span(name: str, **where: int) -> Span | NullSpan:
     """Return a context manager that tells listeners when it is entered and left, also after an error."""
     # A tuple: listeners that come or go inside the span do not change who hears its end.
     return Span(name, where, tuple(_listeners)) if _listeners else SILENCE

@@ -42,9 +42,9 @@ from megalight.strategies._lightning import (
     SubprocessScriptLauncher,
     WorkerOutput,
 )
-from megalight.strategies.checkpoints.resuming import newest_for_last, open_saved
+from megalight.strategies.checkpoints.resuming import latest_for_last, open_saved
 from megalight.strategies.checkpoints.whole import load_weights
-from megalight.strategies.mesh_strategy import HandedBack, MeshStrategy, ModelPart
+from megalight.strategies.mesh_strategy import MeshStrategy, ModelPart, WorkerResult
 from megalight.strategies.process_group import backend_of, check_address
 from megalight.strategies.refusals import check_lazy, check_pruning, check_tuners
 from megalight.strategies.setup import check_plain
@@ -84,7 +84,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         # Before any process starts: an error is then shown once, and nothing has to be ended.
         check(self._strategy, trainer, function, *args, **kwargs)
         if self._alone:
-            with newest_for_last(trainer):
+            with latest_for_last(trainer):
                 return function(*args, **kwargs)
         # Another process has started this one. If that was rank 0, it may be killed and leave this one alone.
         if self.cluster_environment.creates_processes_externally:
@@ -92,7 +92,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         else:
             announce()
         try:
-            with newest_for_last(trainer):
+            with latest_for_last(trainer):
                 return super().launch(function, *args, trainer=trainer, **kwargs)
         except BaseException as error:
             if self.procs:
@@ -139,7 +139,7 @@ class WorkerLauncher(MultiProcessingLauncher):
         if trainer is not None:
             _ = trainer.log_dir  # chosen here, so that this process knows the folder in which its workers write
         try:
-            with newest_for_last(trainer):
+            with latest_for_last(trainer):
                 return super().launch(function, *args, trainer=trainer, **kwargs)
         finally:
             # An interrupt may end the wait and reach no worker. They would train on, and keep the next run's port.
@@ -203,7 +203,7 @@ class WorkerLauncher(MultiProcessingLauncher):
             saved = checkpoint.open(worker_output.weights_path)
             trainer.fit_loop.load_state_dict(saved.common["loops"]["fit_loop"])
             files = {name: saved.file(name) for name in saved.files}
-            self._strategy.handed_back = HandedBack(trainer.lightning_module, files)
+            self._strategy.handed_back = WorkerResult(trainer.lightning_module, files)
             saved.release()
             checkpoint.remove(worker_output.weights_path)
             os.rmdir(os.path.dirname(worker_output.weights_path))

@@ -43,7 +43,7 @@ class ModelPart(NamedTuple):
     take: Callable[[nn.Module], nn.Module]
 
 
-class HandedBack(NamedTuple):
+class WorkerResult(NamedTuple):
     """What worker processes hand back when ``fit`` ends.
 
     Attributes:
@@ -82,7 +82,7 @@ class MeshStrategy(Collectives, ParallelStrategy):
     num_nodes: int
     mesh: ParallelMesh
     parallel_model: ParallelModel | None
-    handed_back: HandedBack | None = None
+    handed_back: WorkerResult | None = None
     engine: DataParallelEngine | None
     streams: RandomStreams | None
     extra_shard_states: dict[str, list[Tensor]]

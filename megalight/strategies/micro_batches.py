@@ -91,7 +91,7 @@ class DeviceMemory:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundSize:
     """A number of samples that was found, as checkpoints keep it.
 
     Attributes:
@@ -118,7 +118,7 @@ class MicroBatchSize:
         result: what the search has found, for checkpoints. None: nothing yet, or there is no search.
     """
 
-    def __init__(self, size: int | None, memory: Memory | None = None, saved: Found | None = None) -> None:
+    def __init__(self, size: int | None, memory: Memory | None = None, saved: FoundSize | None = None) -> None:
         self.size = size
         self.result = saved
         self._memory = memory
@@ -185,7 +185,7 @@ class MicroBatchSize:
             return
         # The last number that was measured, and no guess.
         self.size = balanced(samples, self.size)
-        self.result, self._memory = Found(self.size, usage.before, used), None
+        self.result, self._memory = FoundSize(self.size, usage.before, used), None
         rank_zero_info(
             f"micro_batch_size=auto: {self.size} of {samples} samples at once "
             f"({usage.peak / 2**30:.1f} of {usage.limit / 2**30:.1f} GiB). It is kept in checkpoints; give "
@@ -202,7 +202,7 @@ def balanced(samples: int, size: int) -> int:
 
 
 def of_strategy(
-    given: int | Literal["auto"] | None, device: torch.device, mesh: ParallelMesh, saved: Found | None
+    given: int | Literal["auto"] | None, device: torch.device, mesh: ParallelMesh, saved: FoundSize | None
 ) -> MicroBatchSize:
     """Return the number for a run.
 

@@ -25,7 +25,7 @@ from megalight.models.module import MegalightModule
 from megalight.parallel.coupling import contents, emptied, is_empty
 from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.step import Outcome, StepDriver, run_passes
+from megalight.parallel.step import StepDriver, StepOutcome, run_passes
 from megalight.parallel.trace import span
 from megalight.plugins.precision import MegatronPrecision
 from megalight.strategies.micro_batches import MicroBatchSize
@@ -39,7 +39,7 @@ class StepError(ConfigurationError, MisconfigurationException):
 
 
 @dataclass(frozen=True)
-class StepReport(Outcome):
+class StepReport(StepOutcome):
     """Report of the last training step. Tensors are on the device; ``.item()`` waits until the step is done.
 
     Attributes:

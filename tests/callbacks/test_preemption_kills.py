@@ -21,7 +21,7 @@ from megalight.callbacks import Preemption
 from megalight.checkpoint.inspection.diff import diff
 from megalight.checkpoint.inspection.verify import verify
 from megalight.strategies import CheckpointOptions, MegatronStrategy
-from tests.checkpoint.beside import workers_of
+from tests.checkpoint.async_workers import workers_of
 from tests.strategies.training import ADAM, BASE, SEED, WithData
 from tests.support.environment import trainer
 from tests.support.workers import run

@@ -24,7 +24,7 @@ def views(values: dict[str, Tensor]) -> dict[str, View]:
     return checkpoint.views_of_parameters(values.items(), specs, ParallelMesh())
 
 
-def save(path: str | os.PathLike[str], step: int, background: checkpoint.Background | None = None) -> None:
+def save(path: str | os.PathLike[str], step: int, background: checkpoint.AsyncSaver | None = None) -> None:
     """Save; with a background, begin to."""
     write = checkpoint.save if background is None else background.save
     write(

@@ -13,10 +13,10 @@ import torch
 from megalight import checkpoint
 from megalight.checkpoint.ranks import alone
 from megalight.checkpoint.sources import streaming
-from megalight.checkpoint.sources.combine import Averaged, TensorSource
+from megalight.checkpoint.sources.combine import AveragedSource, TensorSource
 from megalight.checkpoint.sources.rewrite import rewrite
 from megalight.checkpoint.view import views_of_source
-from megalight.parallel.source import Filled, Source, Target, TensorMetadata
+from megalight.parallel.source import FillReport, Source, Target, TensorMetadata
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Counting:
         self.listings += 1
         return self.source.tensors
 
-    def fill(self, targets: Iterable[Target], **options: Any) -> Filled:
+    def fill(self, targets: Iterable[Target], **options: Any) -> FillReport:
         boxes = list(targets)
         self.fills.append(sum(box.data.nbytes for box in boxes))
         return self.source.fill(boxes, **options)
@@ -76,7 +76,7 @@ def test_names_are_listed_as_often_for_few_tensors_as_for_many(tmp_path: Path) -
         rewrite(tmp_path / f"flat-{count}", tmp_path / f"again-{count}", "fully_reshardable", lambda same: same)
         assert_same(tmp_path / f"again-{count}", held(count).values)
         mean = Counting(held(count))
-        write(tmp_path / f"mean-{count}", Averaged(mean, [held(count)]))
+        write(tmp_path / f"mean-{count}", AveragedSource(mean, [held(count)]))
         assert_same(tmp_path / f"mean-{count}", held(count).values)
         passes.append([(each.listings, len(each.fills)) for each in (source, rewritten[0], mean)])
     assert passes[0] == passes[1]

@@ -14,7 +14,7 @@ import torch
 
 from megalight import checkpoint
 from megalight.checkpoint import Box, View, save
-from megalight.checkpoint.disk.latest_checkpoint import newest_in
+from megalight.checkpoint.disk.latest_checkpoint import latest_checkpoint
 from megalight.cli import checkpoints
 from megalight.cli.checkpoints import resolve
 from megalight.cli.lightning import parsed
@@ -85,7 +85,7 @@ def test_a_folder_of_runs_means_its_newest_checkpoint(tmp_path: Path) -> None:
     assert resolve(str(tmp_path / "runs"), "validate", []) == found
     assert resolve(found, "fit", []) == found
     (tmp_path / "empty").mkdir()
-    assert newest_in(tmp_path / "empty") == tmp_path / "empty"
+    assert latest_checkpoint(tmp_path / "empty") == tmp_path / "empty"
 
 
 def test_a_run_without_a_checkpoint_is_no_reason_to_name_another_run(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_folder_that_nobody_may_read_hides_no_others(tmp_path: Path, monkeypat
         return listed(folder)
 
     monkeypatch.setattr(Path, "iterdir", guarded)
-    assert newest_in(tmp_path) == tmp_path / "run" / "a.ckpt"
+    assert latest_checkpoint(tmp_path) == tmp_path / "run" / "a.ckpt"
 
 
 def test_hidden_and_unfinished_checkpoints_do_not_count(tmp_path: Path) -> None:
@@ -211,6 +211,6 @@ def test_a_run_that_saved_nothing_is_refused(tmp_path):
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     with pytest.raises(CheckpointError, match=r"run: this run has saved no finished checkpoint"):
-        newest_in(run)
+        latest_checkpoint(run)
     (run / "checkpoints" / "last.ckpt").touch()
-    assert newest_in(run) == run / "checkpoints" / "last.ckpt"
+    assert latest_checkpoint(run) == run / "checkpoints" / "last.ckpt"

@@ -22,7 +22,7 @@ from megalight.nn.init import initialize
 from megalight.nn.moe import MoEConfig
 from megalight.parallel import activation_offload
 from megalight.parallel import host_memory as host_pool
-from megalight.parallel.activation_offload import ActivationOffloading, Away, check_patterns, chosen
+from megalight.parallel.activation_offload import ActivationOffloading, OffloadedTensor, check_patterns, chosen
 from megalight.parallel.host_memory import HostPool, host_memory
 from megalight.parallel.layers import translated
 from megalight.types import PackedSequences
@@ -107,14 +107,14 @@ def test_activations_leave_the_device() -> None:
     for layer in net.layers:
         layer.up.register_forward_hook(note)
     ActivationOffloading(chosen(net, ("",)), HostPool(CPU), 1)
-    copies: list[weakref.ref[Away]] = []
-    init = Away.__init__
+    copies: list[weakref.ref[OffloadedTensor]] = []
+    init = OffloadedTensor.__init__
 
-    def noted(self: Away, *args: Any) -> None:
+    def noted(self: OffloadedTensor, *args: Any) -> None:
         copies.append(weakref.ref(self))
         init(self, *args)
 
-    with patch.object(Away, "__init__", noted):
+    with patch.object(OffloadedTensor, "__init__", noted):
         loss = net(_inputs(1)[0]).sum()
     gc.collect()
     assert [tensor() is None for tensor in saved] == [True, True, True]
@@ -126,10 +126,10 @@ def test_activations_leave_the_device() -> None:
 def test_tensors_come_back_one_call_ahead() -> None:
     net = Net(4)
     order: list[str] = []
-    take, fetch = Away.take, activation_offload.ModuleCall.fetch
+    take, fetch = OffloadedTensor.take, activation_offload.ModuleCall.fetch
     calls: dict[int, int] = {}
 
-    def taken(self: Away) -> Tensor:
+    def taken(self: OffloadedTensor) -> Tensor:
         order.append(f"use {calls.setdefault(id(self.call), len(calls))}")
         return take(self)
 
@@ -139,7 +139,7 @@ def test_tensors_come_back_one_call_ahead() -> None:
 
     ActivationOffloading(chosen(net, ("up",)), HostPool(CPU), 1)
     loss = net(_inputs(1)[0]).sum()
-    with patch.object(Away, "take", taken), patch.object(activation_offload.ModuleCall, "fetch", fetched):
+    with patch.object(OffloadedTensor, "take", taken), patch.object(activation_offload.ModuleCall, "fetch", fetched):
         loss.backward()
     firsts = [order.index(f"fetch {n}") for n in range(3)]
     uses = [order.index(f"use {n}") for n in range(3)]

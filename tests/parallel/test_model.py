@@ -24,7 +24,7 @@ from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.run_engine import engine_over
-from megalight.parallel.source import Filled, Target
+from megalight.parallel.source import FillReport, Target
 from tests.strategies.training import BASE, canonical
 from tests.support.workers import run
 
@@ -139,13 +139,13 @@ class Watched:
         self.tensors: dict[str, Any] = self.values
         self.asked: dict[str, int] = defaultdict(int)
 
-    def fill(self, targets: Iterable[Target], *, strict: bool = True, **options: Any) -> Filled:
+    def fill(self, targets: Iterable[Target], *, strict: bool = True, **options: Any) -> FillReport:
         assert strict
         for target in targets:
             box = tuple(slice(a, a + n) for a, n in zip(target.offset, target.data.shape, strict=True))
             target.data.copy_(torch.as_tensor(self.values[target.name][box]))
             self.asked[target.name] += target.data.numel()
-        return Filled((), ())
+        return FillReport((), ())
 
 
 def _read_into_shards(level: Any) -> tuple[dict[str, int], bool]:

@@ -12,14 +12,14 @@ from torch import Tensor
 from megalight.errors import CheckpointError
 from megalight.parallel.shard import ShardPiece, ShardSpec
 from megalight.parallel.source import (
-    Chosen,
-    Filled,
+    FillReport,
     FillRequest,
-    Renamed,
+    RenamedSource,
+    SelectedSource,
     Source,
     Target,
     TensorMetadata,
-    Wrapped,
+    WrappedSource,
     parameter_targets,
     shard_targets,
 )
@@ -42,7 +42,7 @@ class Dictionary:
     def tensors(self) -> dict[str, TensorMetadata]:
         return {name: Info(tuple(full(name).shape), "float32") for name in self.names}
 
-    def fill(self, targets: Iterable[Target], *, strict=True, prefix="", process_group=None) -> Filled:
+    def fill(self, targets: Iterable[Target], *, strict=True, prefix="", process_group=None) -> FillReport:
         asked = list(targets)
         missing = {target.name for target in asked} - self.tensors.keys()
         known = {name for name in self.names if name.startswith(prefix)}
@@ -54,7 +54,7 @@ class Dictionary:
                 box = tuple(slice(o, o + n) for o, n in zip(target.offset, target.data.shape, strict=True))
                 assert target.shape == full(target.name).shape
                 target.data.copy_(full(target.name)[box])
-        return Filled(tuple(sorted(missing)), tuple(sorted(unexpected)))
+        return FillReport(tuple(sorted(missing)), tuple(sorted(unexpected)))
 
 
 CANONICAL = tuple(piece.name for spec in Model(LAYOUTS[0], 0, filled=False).specs.values() for piece in spec.pieces)
@@ -64,28 +64,30 @@ CANONICAL = tuple(piece.name for spec in Model(LAYOUTS[0], 0, filled=False).spec
 def test_parameters_and_shards_of_every_layout_are_filled(rank: int) -> None:
     layout = Layout(4, 2, "optim")
     model, expected = Model(layout, rank, filled=False), Model(layout, rank, filled=True)
-    weights: Source = Renamed(Dictionary(tuple(f"model.{name}" for name in CANONICAL)), "", "model.")
+    weights: Source = RenamedSource(Dictionary(tuple(f"model.{name}" for name in CANONICAL)), "", "model.")
     weights.fill(parameter_targets(model.parameters.items(), model.specs), strict=False)
     for state in STATES:
         states = Dictionary(tuple(f"optimizer.{state}.{name}" for name in CANONICAL))
         targets = shard_targets(model.states[state], model.shards)
-        Renamed(states, "", f"optimizer.{state}.").fill(targets, strict=False)
+        RenamedSource(states, "", f"optimizer.{state}.").fill(targets, strict=False)
     assert model.differs(expected) == []  # padding is left alone
 
 
 def test_another_prefix_is_another_model() -> None:
     stored = Dictionary(("model.temperature", "model.layers.0.norm.weight", "optimizer.exp_avg.temperature"))
-    teacher = Renamed(stored, "teacher.", "model.")
+    teacher = RenamedSource(stored, "teacher.", "model.")
     assert set(teacher.tensors) == {"teacher.temperature", "teacher.layers.0.norm.weight"}
     value, norm = torch.zeros(()), torch.zeros(6)
     both = [Target("teacher.temperature", (), (), value), Target("teacher.layers.0.norm.weight", (6,), (0,), norm)]
-    assert teacher.fill(both) == Filled((), ())
+    assert teacher.fill(both) == FillReport((), ())
     assert torch.equal(value, full("model.temperature"))
     assert torch.equal(norm, full("model.layers.0.norm.weight"))
     with pytest.raises(CheckpointError, match=r"unexpected \{'model\.layers\.0\.norm\.weight'\}"):
         teacher.fill(both[:1], prefix="teacher.")
     more = Target("teacher.new", (), (), torch.zeros(()))
-    assert teacher.fill([both[0], more], strict=False) == Filled(("teacher.new",), ("teacher.layers.0.norm.weight",))
+    assert teacher.fill([both[0], more], strict=False) == FillReport(
+        ("teacher.new",), ("teacher.layers.0.norm.weight",)
+    )
 
 
 def test_memory_that_would_be_copied_is_refused() -> None:
@@ -95,35 +97,35 @@ def test_memory_that_would_be_copied_is_refused() -> None:
         list(parameter_targets([("x", tensor)], {"x": spec}))
 
 
-class Doubled(Wrapped):
+class Doubled(WrappedSource):
     """Asks leniently, and doubles what was read."""
 
     def before(self, request: FillRequest) -> FillRequest:
         return replace(request, strict=False)
 
-    def after(self, request: FillRequest, passed: FillRequest, filled: Filled) -> Filled:
+    def after(self, request: FillRequest, passed: FillRequest, filled: FillReport) -> FillReport:
         for target in request.targets:
             target.data.mul_(2)
-        return Filled(filled.missing, ("strict",) if request.strict and not passed.strict else ())
+        return FillReport(filled.missing, ("strict",) if request.strict and not passed.strict else ())
 
 
 def test_a_wrapped_source_is_asked_and_heard_through_its_hooks() -> None:
     stored = Dictionary(("model.temperature", "model.layers.0.norm.weight"))
     norm = torch.ones(6)
     target = Target("model.layers.0.norm.weight", (6,), (0,), norm)
-    assert Doubled(stored).fill(iter([target])) == Filled((), ("strict",))  # targets may come one by one
+    assert Doubled(stored).fill(iter([target])) == FillReport((), ("strict",))  # targets may come one by one
     assert torch.equal(norm, 2 * full("model.layers.0.norm.weight"))
-    assert Wrapped(Doubled(stored)).fill([target], strict=False) == Filled((), ())
+    assert WrappedSource(Doubled(stored)).fill([target], strict=False) == FillReport((), ())
     with pytest.raises(CheckpointError, match=r"unexpected \{'model\.temperature'\}"):
-        Wrapped(stored).fill([target], prefix="model.")
-    assert Wrapped(stored).fill([target], prefix="model.layers") == Filled((), ())
+        WrappedSource(stored).fill([target], prefix="model.")
+    assert WrappedSource(stored).fill([target], prefix="model.layers") == FillReport((), ())
 
 
 def test_chosen_tensors_are_named_where_the_source_lacks_them() -> None:
-    head = Chosen(Dictionary(("model.temperature",)), {"t": "model.temperature", "norm": "model.norm.weight"})
+    head = SelectedSource(Dictionary(("model.temperature",)), {"t": "model.temperature", "norm": "model.norm.weight"})
     value = torch.zeros(())
     targets = [Target("t", (), (), value)]
     with pytest.raises(CheckpointError, match=r"the weights lack model\.norm\.weight"):
         head.fill(targets)
-    assert head.fill(targets, strict=False) == Filled(("norm",), ())
+    assert head.fill(targets, strict=False) == FillReport(("norm",), ())
     assert torch.equal(value, full("model.temperature"))

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from megalight.checkpoint.async_save.saves import Background
+from megalight.checkpoint.async_save.saves import AsyncSaver
 from megalight.errors import MissingPackageError
 from megalight.plugins import package, resiliency
 from tests.checkpoint import simple
-from tests.checkpoint.beside import fault
+from tests.checkpoint.async_workers import fault
 from tests.support.workers import free_port
 
 
@@ -46,10 +46,10 @@ def restarter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 class Strategy:
     def __init__(self) -> None:
-        self.background = Background()
+        self.saver = AsyncSaver()
 
     def abort_saves(self) -> None:
-        self.background.abort()
+        self.saver.abort()
 
 
 @pytest.mark.usefixtures("restarter")
@@ -61,20 +61,20 @@ def test_a_restart_ends_the_save_under_way(tmp_path: Path) -> None:
     simple.save(path, 1)
     try:
         with fault("gate:/nonexistent"):  # it would write for ever
-            simple.save(path, 2, strategy.background)
+            simple.save(path, 2, strategy.saver)
         answers: list[Any] = []
         monitor = threading.Thread(target=lambda: answers.append(abort("state")))
         monitor.start()
         monitor.join(60)
         assert answers == ["state"]
-        assert strategy.background.pending is None
+        assert strategy.saver.pending is None
         assert simple.step_of(path) == 1
         # the next run of the wrapped function
-        simple.save(path, 3, strategy.background)
-        strategy.background.settle()
+        simple.save(path, 3, strategy.saver)
+        strategy.saver.settle()
         assert simple.step_of(path) == 3
     finally:
-        strategy.background.close()
+        strategy.saver.close()
     del strategy
     gc.collect()
     assert abort("state") == "state"
@@ -85,21 +85,21 @@ REAL = """
 import datetime, sys
 from typing import Optional
 import nvidia_resiliency_ext.inprocess as inprocess
-from megalight.checkpoint import Background
+from megalight.checkpoint import AsyncSaver
 from megalight.plugins import resiliency
 from tests.checkpoint import simple
-from tests.checkpoint.beside import fault
+from tests.checkpoint.async_workers import fault
 
 assert resiliency.why_not() is None
 abort, path, runs = resiliency.abort_saves(), sys.argv[1], []
 
 class Strategy:
     def __init__(self):
-        self.background = Background()
-        runs.append(self.background)
+        self.saver = AsyncSaver()
+        runs.append(self.saver)
 
     def abort_saves(self):
-        self.background.abort()
+        self.saver.abort()
 
 def train(call: Optional[inprocess.CallWrapper] = None):
     strategy = Strategy()
@@ -107,13 +107,13 @@ def train(call: Optional[inprocess.CallWrapper] = None):
     if call.iteration == 0:
         simple.save(path, 1)
         with fault("gate:/nonexistent"):  # it would write for ever
-            simple.save(path, 2, strategy.background)
-        runs.append(strategy.background._worker.process)
+            simple.save(path, 2, strategy.saver)
+        runs.append(strategy.saver._worker.process)
         raise RuntimeError("a rank fails")
     assert runs[0].pending is None and runs[1].poll() is not None and simple.step_of(path) == 1
-    simple.save(path, 3, strategy.background)
-    strategy.background.settle()
-    strategy.background.close()
+    simple.save(path, 3, strategy.saver)
+    strategy.saver.settle()
+    strategy.saver.close()
     return simple.step_of(path)
 
 second = datetime.timedelta(seconds=1)

@@ -1,4 +1,4 @@
-"""Saves beside training under Lightning: what other saves promise, while steps go on."""
+"""Asynchronous saves under Lightning: what other saves promise, while steps go on."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from megalight.models.gpt import GPTConfig
 from megalight.nn.moe import MoEConfig
 from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy
 from megalight.strategies.checkpoints import async_save
-from megalight.strategies.checkpoints.async_save import SavesBeside
+from megalight.strategies.checkpoints.async_save import AsyncSaves
 from megalight.strategies.checkpoints.options import CheckpointOptions
 from tests.checkpoint import simple
-from tests.checkpoint.beside import fault, workers_of
+from tests.checkpoint.async_workers import fault, workers_of
 from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, Losses, WithData
 from tests.support.environment import trainer
 from tests.support.workers import run
@@ -131,9 +131,9 @@ def _pairs(folder: str, kind: str, layout: str) -> tuple[list[float], list[float
     if dist.get_rank() == 0:
         shutil.move(folder, f"{folder}-synchronous")
     dist.barrier()
-    beside = fit(folder, kind=kind, layout=layout, steps=SAVES)
+    saves = fit(folder, kind=kind, layout=layout, steps=SAVES)
     again = fit(f"{folder}-again", kind=kind, layout=layout, resume=f"{folder}/step=2.ckpt", steps=SAVES)
-    return synchronous, beside, again
+    return synchronous, saves, again
 
 
 @pytest.mark.parametrize(
@@ -151,8 +151,8 @@ def _pairs(folder: str, kind: str, layout: str) -> tuple[list[float], list[float
 )
 def test_checkpoints_and_losses_are_those_of_other_saves(tmp_path: Path, kind: str, layout: str) -> None:
     folder = tmp_path / "saves"
-    for synchronous, beside, again in run(_pairs, 2, str(folder), kind, layout):
-        assert beside == synchronous
+    for synchronous, saves, again in run(_pairs, 2, str(folder), kind, layout):
+        assert saves == synchronous
         assert again == synchronous[2:]
     whole = files(folder)
     assert whole == files(tmp_path / "saves-synchronous")
@@ -180,22 +180,22 @@ def test_what_is_replaced_stays_until_the_next_is_there(tmp_path: Path) -> None:
 
 def test_what_is_replaced_stays_while_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
     removed: list[str] = []
-    beside = SavesBeside("per_save", False, None, True, removed.append, lambda path: None)
+    saves = AsyncSaves("per_save", False, None, True, removed.append, lambda path: None)
     (one, two), gate = [str(tmp_path / f"{name}.ckpt") for name in "12"], tmp_path / "gate"
-    settle = beside.background.settle
+    settle = saves.saver.settle
 
     def settle_one() -> PendingSave:
-        assert str(beside.background.pending.path) == one  # type: ignore[union-attr]
+        assert str(saves.saver.pending.path) == one  # type: ignore[union-attr]
         gate.touch()
         return settle()
 
     with fault(f"gate:{gate}"):
-        beside.begin(one, simple.views(simple.tensors(1)))
-    beside.background.settle = settle_one  # type: ignore[method-assign]
+        saves.begin(one, simple.views(simple.tensors(1)))
+    saves.saver.settle = settle_one  # type: ignore[method-assign]
     with fault("gate:/nonexistent"):
-        beside.begin(two, simple.views(simple.tensors(2)))
-    beside.remove(one)
-    beside.close()
+        saves.begin(two, simple.views(simple.tensors(2)))
+    saves.remove(one)
+    saves.close()
     assert removed == []
     assert checkpoint.is_complete(one)
 
@@ -203,14 +203,14 @@ def test_what_is_replaced_stays_while_a_save_waits_for_the_one_before(tmp_path: 
 def test_the_log_says_that_a_save_began_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr(async_save, "rank_zero_info", lambda text, *values: told.append(text % values))
-    beside = SavesBeside("persistent", False, None, True, lambda path: None, lambda path: None)
+    saves = AsyncSaves("persistent", False, None, True, lambda path: None, lambda path: None)
     one, two, three = (str(tmp_path / f"{name}.ckpt") for name in "123")
-    beside.begin(one, simple.views(simple.tensors(1)))
-    beside.begin(two, simple.views(simple.tensors(2)))
-    beside.finish()
-    beside.begin(three, simple.views(simple.tensors(3)))
-    beside.finish()
-    beside.close()
+    saves.begin(one, simple.views(simple.tensors(1)))
+    saves.begin(two, simple.views(simple.tensors(2)))
+    saves.finish()
+    saves.begin(three, simple.views(simple.tensors(3)))
+    saves.finish()
+    saves.close()
     assert re.fullmatch(rf"saved {one} in \S+ s; training waited \S+ s for it", told[0])
     late = rf"saved {two} in \S+ s; training waited \S+ s for it; it began \S+ s late, after {one}"
     assert re.fullmatch(late, told[1])
@@ -255,16 +255,16 @@ def test_the_bar_names_the_save_under_way(tmp_path: Path) -> None:
 
 def test_what_was_to_be_removed_is_not_forgotten_when_a_save_cannot_begin(tmp_path: Path) -> None:
     removed: list[str] = []
-    beside = SavesBeside("persistent", False, None, True, removed.append, lambda path: None)
+    saves = AsyncSaves("persistent", False, None, True, removed.append, lambda path: None)
     one, two = str(tmp_path / "1.ckpt"), str(tmp_path / "2.ckpt")
-    beside.begin(one, simple.views(simple.tensors(1)))
-    beside.remove(one)  # it is not published yet
+    saves.begin(one, simple.views(simple.tensors(1)))
+    saves.remove(one)  # it is not published yet
     with pytest.raises(CheckpointError, match="common"):
-        beside.begin(one, {}, common={"a": object()})
-    assert beside.background.pending is None
-    beside.begin(two, simple.views(simple.tensors(2)))
-    beside.finish()
-    beside.close()
+        saves.begin(one, {}, common={"a": object()})
+    assert saves.saver.pending is None
+    saves.begin(two, simple.views(simple.tensors(2)))
+    saves.finish()
+    saves.close()
     assert removed == [one]
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megalight import checkpoint
 from megalight.checkpoint.async_save.saves import KINDS
 from megalight.errors import CheckpointError
-from tests.checkpoint.beside import fault
+from tests.checkpoint.async_workers import fault
 from tests.strategies.test_async_saves import STEPS, fit
 from tests.support.workers import run
 

@@ -14,7 +14,7 @@ from megalight.errors import ConfigurationError
 from megalight.parallel.step import run_passes
 from megalight.plugins.precision import MegatronPrecision
 from megalight.strategies import micro_batches
-from megalight.strategies.micro_batches import AUTO, Found, MicroBatchSize, Usage, balanced
+from megalight.strategies.micro_batches import AUTO, FoundSize, MicroBatchSize, Usage, balanced
 from tests.strategies.regression import Plain, batches, strategy, weights
 
 BEFORE, FIRST_STEP = 1000, 500
@@ -145,7 +145,7 @@ def test_updates_without_gradients_make_no_state():
 def test_a_saved_number_is_taken_if_it_fits(room, held, size, caplog):
     memory = FakeMemory(each=100, room=room)
     memory.held = held
-    memory.batch = resumed = MicroBatchSize(1, memory, Found(8, BEFORE, 800))
+    memory.batch = resumed = MicroBatchSize(1, memory, FoundSize(8, BEFORE, 800))
     with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
         resumed.resumed()
     assert resumed.size == size
@@ -248,7 +248,7 @@ def test_a_resumed_run_with_less_memory_searches_again(memory, tmp_path):
     run(how, str(saved), max_epochs=2)
     assert memory.sizes == [1, 1, 2]
     assert how.micro_batches is not None
-    assert how.micro_batches.result == Found(2, BEFORE + 200, 200)
+    assert how.micro_batches.result == FoundSize(2, BEFORE + 200, 200)
 
 
 def test_a_run_that_is_cut_off_while_it_searches_searches_again(memory, tmp_path):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megalight import checkpoint
 from megalight.callbacks import Retention
-from megalight.checkpoint.disk.latest_checkpoint import newest_in
+from megalight.checkpoint.disk.latest_checkpoint import latest_checkpoint
 from megalight.errors import CheckpointError, StorageError
 from megalight.strategies.checkpoints import hooks
 from tests.strategies.test_async_saves import fit
@@ -26,7 +26,7 @@ def _runs(folder: str, url: str, address: str, kind: str | None) -> list[list[fl
         whole = fit(f"{folder}/whole", steps=2, save_last=False, kind=None)
         first = fit(f"{url}/run", steps=1, **keep)
         dist.barrier()
-        rest = fit(f"{url}/run", Retention(last=1), steps=2, resume=str(newest_in(f"{url}/run")), **keep)
+        rest = fit(f"{url}/run", Retention(last=1), steps=2, resume=str(latest_checkpoint(f"{url}/run")), **keep)
         dist.barrier()
         names = [path.name for path in checkpoint.finished(f"{url}/run")]
         assert names == ["step=2.ckpt"]

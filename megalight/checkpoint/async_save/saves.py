@@ -1,6 +1,6 @@
 """Asynchronous saves: a step waits for the copy to host memory only, and a worker process per rank writes the files.
 
-:class:`Background` stages a save into shared memory (:mod:`~megalight.checkpoint.async_save.shared_memory`) and hands
+:class:`AsyncSaver` stages a save into shared memory (:mod:`~megalight.checkpoint.async_save.shared_memory`) and hands
 it to a :class:`SaveWorker`, the trainer's side of a process (:mod:`~megalight.checkpoint.async_save.worker`). One save
 is in progress at a time, so checkpoints appear in the order of their saves. All collectives are on the host and in the
 thread that trains; the workers of all ranks meet through the checkpoint's own folder.
@@ -50,7 +50,7 @@ LIMIT_SECONDS = 600.0
 """How long a save may continue after training has failed."""
 
 
-class Background:
+class AsyncSaver:
     """The asynchronous saves of one rank. All ranks have one, and call its methods in the same order.
 
     Args:

@@ -15,7 +15,7 @@ DEPTH = 6
 """Levels of folders that are searched: a run may be started in a folder that holds much else."""
 
 
-def newest_in(path: str | os.PathLike[str]) -> PathLike:
+def latest_checkpoint(path: str | os.PathLike[str]) -> PathLike:
     """Return the latest finished checkpoint in a folder of runs, or the folder of a name of the Hugging Face Hub.
 
     Any other path stays as it is.
@@ -31,7 +31,7 @@ def newest_in(path: str | os.PathLike[str]) -> PathLike:
     # A checkpoint itself, a single file, or an address that another part understands.
     if not folder.is_dir() or not _may_hold(folder):
         return folder
-    found = next(iter(newest_first([folder])), folder)
+    found = next(iter(checkpoints_in([folder])), folder)
     if found == folder and manifest.is_run(folder) and not (folder / "config.json").exists():
         raise CheckpointError(
             f"{path}: this run has saved no finished checkpoint. Give the folder of one that has, or train it until it "
@@ -40,7 +40,7 @@ def newest_in(path: str | os.PathLike[str]) -> PathLike:
     return found
 
 
-def another(path: PathLike) -> str:
+def suggest_other(path: PathLike) -> str:
     """Return a sentence for an error that names another checkpoint, in a folder of runs or beside ``path``; or nothing.
 
     Args:
@@ -48,7 +48,7 @@ def another(path: PathLike) -> str:
     """
     # Storage that fails now, and other damage, must not hide the error that this is added to.
     with suppress(MegalightError, OSError):
-        held = newest_in(path)
+        held = latest_checkpoint(path)
         if held != path:
             return f" The newest finished checkpoint in it is {held}."
         # What lies beside a run is another run.
@@ -59,7 +59,7 @@ def another(path: PathLike) -> str:
     return ""
 
 
-def newest_first(places: Iterable[PathLike]) -> list[PathLike]:
+def checkpoints_in(places: Iterable[PathLike]) -> list[PathLike]:
     """Return all finished checkpoints in folders of runs, the latest first."""
     found = {each for place in places for each in _finished(place)}
     return [path for _, path in sorted(found, key=_age, reverse=True)]

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megalight.checkpoint.boxes import in_threads, meeting
+from megalight.checkpoint.boxes import in_threads, intersection
 from megalight.checkpoint.disk.datafile import OpenFile
 from megalight.checkpoint.disk.files import (
     CODES,
@@ -153,7 +153,7 @@ class TorchFolder:
         for box in wanted:
             found = 0
             for shard in self.tensors[box.key].shards:
-                inside = meeting(box.offset, box.data.shape, shard.offset, shard.size)
+                inside = intersection(box.offset, box.data.shape, shard.offset, shard.size)
                 if inside is not None:
                     mine, theirs = inside
                     found += box.data[mine].numel()

@@ -16,7 +16,15 @@ from torch.distributed import ProcessGroup
 from megalight.checkpoint.loading import SavedCheckpoint, compare
 from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.sources.flat import canonical
-from megalight.parallel.source import Filled, FillRequest, Renamed, Source, Target, TensorMetadata, Wrapped
+from megalight.parallel.source import (
+    FillReport,
+    FillRequest,
+    RenamedSource,
+    Source,
+    Target,
+    TensorMetadata,
+    WrappedSource,
+)
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +35,7 @@ WIDE = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
-class Averaged(Wrapped):
+class AveragedSource(WrappedSource):
     """The mean of several sources with equal tensors. Floating-point values are added in float32, or wider.
 
     Tensors of other dtypes (counters, masks) are those of the first source.
@@ -38,8 +46,8 @@ class Averaged(Wrapped):
 
     others: Sequence[Source]
 
-    def after(self, request: FillRequest, passed: FillRequest, filled: Filled) -> Filled:
-        """See :meth:`~megalight.parallel.source.Wrapped.after`."""
+    def after(self, request: FillRequest, passed: FillRequest, filled: FillReport) -> FillReport:
+        """See :meth:`~megalight.parallel.source.WrappedSource.after`."""
         # Once: a source made of others may list its names again each time.
         floats = {name for name, held in self.tensors.items() if getattr(torch, held.dtype).is_floating_point}
         floating = [box for box in request.targets if box.name in floats]
@@ -64,13 +72,13 @@ def _wide(data: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Overlaid(Wrapped):
+class OverlaySource(WrappedSource):
     """A source whose tensors are read from ``over`` where that has them."""
 
     over: Source
 
-    def after(self, request: FillRequest, passed: FillRequest, filled: Filled) -> Filled:
-        """See :meth:`~megalight.parallel.source.Wrapped.after`."""
+    def after(self, request: FillRequest, passed: FillRequest, filled: FillReport) -> FillReport:
+        """See :meth:`~megalight.parallel.source.WrappedSource.after`."""
         held = self.over.tensors
         # Only its own tensors; all else stays as the source below has filled it.
         boxes = [box for box in request.targets if box.name in held]
@@ -79,7 +87,7 @@ class Overlaid(Wrapped):
 
 
 @dataclass(frozen=True)
-class Joined(Wrapped):
+class UnionSource(WrappedSource):
     """The union of two sources. Names that both have are read from ``other``."""
 
     other: Source
@@ -90,25 +98,25 @@ class Joined(Wrapped):
         return {**self.source.tensors, **self.other.tensors}
 
     def before(self, request: FillRequest) -> FillRequest:
-        """See :meth:`~megalight.parallel.source.Wrapped.before`."""
+        """See :meth:`~megalight.parallel.source.WrappedSource.before`."""
         held = self.other.tensors
         return replace(request, targets=[box for box in request.targets if box.name not in held])
 
-    def after(self, request: FillRequest, passed: FillRequest, filled: Filled) -> Filled:
-        """See :meth:`~megalight.parallel.source.Wrapped.after`."""
+    def after(self, request: FillRequest, passed: FillRequest, filled: FillReport) -> FillReport:
+        """See :meth:`~megalight.parallel.source.WrappedSource.after`."""
         held = self.other.tensors
         other = replace(request, targets=[box for box in request.targets if box.name in held]).to(self.other)
-        return Filled(filled.missing, (*filled.unexpected, *other.unexpected))
+        return FillReport(filled.missing, (*filled.unexpected, *other.unexpected))
 
 
 @dataclass(frozen=True)
-class WatchedSource(Wrapped):
+class WatchedSource(WrappedSource):
     """A source that reports how many elements each fill has read."""
 
     report: Callable[[int], None]
 
-    def after(self, request: FillRequest, passed: FillRequest, filled: Filled) -> Filled:
-        """See :meth:`~megalight.parallel.source.Wrapped.after`."""
+    def after(self, request: FillRequest, passed: FillRequest, filled: FillReport) -> FillReport:
+        """See :meth:`~megalight.parallel.source.WrappedSource.after`."""
         self.report(sum(box.data.numel() for box in request.targets))
         return filled
 
@@ -135,7 +143,7 @@ class TensorSource:
         strict: bool = True,
         prefix: str = "",
         process_group: ProcessGroup | None = None,
-    ) -> Filled:
+    ) -> FillReport:
         """See :meth:`megalight.parallel.source.Source.fill`."""
         boxes = list(targets)
         asked = {box.name: box.shape for box in boxes}
@@ -155,7 +163,7 @@ class _TensorInMemory:
 
 
 @dataclass(frozen=True)
-class Without(Wrapped):
+class ExcludingSource(WrappedSource):
     """A source in which tensors with certain names are not seen, nor missed by a strict fill.
 
     Attributes:
@@ -170,7 +178,7 @@ class Without(Wrapped):
         return {name: stored for name, stored in self.source.tensors.items() if not self._hides(name)}
 
     def before(self, request: FillRequest) -> FillRequest:
-        """See :meth:`~megalight.parallel.source.Wrapped.before`."""
+        """See :meth:`~megalight.parallel.source.WrappedSource.before`."""
         # Read into memory that nobody keeps: a strict source wants all of its tensors to be asked for.
         hidden = [
             Target(name, stored.shape, (0,) * len(stored.shape), torch.empty(stored.shape))
@@ -179,16 +187,16 @@ class Without(Wrapped):
         ]
         return replace(request, targets=[*request.targets, *hidden])
 
-    def after(self, request: FillRequest, passed: FillRequest, filled: Filled) -> Filled:
-        """See :meth:`~megalight.parallel.source.Wrapped.after`."""
-        return Filled(filled.missing, tuple(name for name in filled.unexpected if not self._hides(name)))
+    def after(self, request: FillRequest, passed: FillRequest, filled: FillReport) -> FillReport:
+        """See :meth:`~megalight.parallel.source.WrappedSource.after`."""
+        return FillReport(filled.missing, tuple(name for name in filled.unexpected if not self._hides(name)))
 
     def _hides(self, name: str) -> bool:
         return name.startswith(self.prefixes)
 
 
 @dataclass(frozen=True)
-class Lenient(Wrapped):
+class LenientSource(WrappedSource):
     """A source that fills what it has: missing tensors keep their values, and tensors nobody asks for are skipped.
 
     Attributes:
@@ -204,16 +212,16 @@ class Lenient(Wrapped):
     label: Callable[[str], str] = repr
 
     def before(self, request: FillRequest) -> FillRequest:
-        """See :meth:`~megalight.parallel.source.Wrapped.before`. ``strict`` only decides about the log."""
+        """See :meth:`~megalight.parallel.source.WrappedSource.before`. ``strict`` only decides about the log."""
         return replace(request, strict=False)
 
-    def after(self, request: FillRequest, passed: FillRequest, filled: Filled) -> Filled:
-        """See :meth:`~megalight.parallel.source.Wrapped.after`."""
+    def after(self, request: FillRequest, passed: FillRequest, filled: FillReport) -> FillReport:
+        """See :meth:`~megalight.parallel.source.WrappedSource.after`."""
         if request.strict and self.say:
             self._report(filled, Ranks(request.process_group))
-        return Filled(filled.missing, (*filled.unexpected, *self.skipped))
+        return FillReport(filled.missing, (*filled.unexpected, *self.skipped))
 
-    def _report(self, filled: Filled, ranks: Ranks) -> None:
+    def _report(self, filled: FillReport, ranks: Ranks) -> None:
         # A rank knows only what its own part misses; rank 0 gets the names of all.
         everyone = ranks.together(f"comparing names with {self.where}", lambda: filled.missing)
         if ranks.rank:
@@ -236,7 +244,7 @@ def report(where: str, label: Callable[[str], str], missing: Sequence[str], extr
 
 
 @dataclass(frozen=True)
-class FullPrecision(Wrapped):
+class FullPrecision(WrappedSource):
     """A checkpoint as a :class:`~megalight.parallel.source.Source` of weights in full precision.
 
     Boxes in float32 or wider are read from the master weights if the checkpoint has them, all others from the weights.
@@ -244,10 +252,10 @@ class FullPrecision(Wrapped):
 
     source: SavedCheckpoint
 
-    def after(self, request: FillRequest, passed: FillRequest, filled: Filled) -> Filled:
-        """See :meth:`~megalight.parallel.source.Wrapped.after`."""
+    def after(self, request: FillRequest, passed: FillRequest, filled: FillReport) -> FillReport:
+        """See :meth:`~megalight.parallel.source.WrappedSource.after`."""
         # Flat masters are seen as whole ones first, so that both schemes serve.
-        masters = Renamed(canonical(self.source), request.prefix, MASTER + request.prefix)
+        masters = RenamedSource(canonical(self.source), request.prefix, MASTER + request.prefix)
         # A run in float32 has no masters: its weights are exact already.
         if masters.tensors:
             wide = [target for target in request.targets if target.data.dtype in WIDE]

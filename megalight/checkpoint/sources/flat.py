@@ -11,14 +11,14 @@ from math import prod
 import torch
 from torch import Tensor
 
-from megalight.checkpoint.boxes import meeting
+from megalight.checkpoint.boxes import intersection
 from megalight.checkpoint.disk.index import TensorInfo
 from megalight.checkpoint.disk.manifest import DP_RESHARDABLE
 from megalight.checkpoint.loading import Checkpoint, SavedCheckpoint, compare
 from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.view import piece_name
 from megalight.errors import CheckpointError
-from megalight.parallel.source import Filled, FillRequest, Source, Target, TensorMetadata, Wrapped
+from megalight.parallel.source import FillReport, FillRequest, Source, Target, TensorMetadata, WrappedSource
 
 _PIECE = re.compile(r"(?P<name>.+)@(?P<offset>[\d,]*)\+(?P<size>[\d,]*)")
 
@@ -44,7 +44,7 @@ class FlattenedTensor:
 
 
 @dataclass(frozen=True)
-class FlatStates(Wrapped):
+class FlatStates(WrappedSource):
     """A checkpoint of the scheme ``dp_reshardable`` as a source of canonical tensors.
 
     A fill reads the whole of each piece that a box touches: this is for one process that converts, not for training.
@@ -82,8 +82,8 @@ class FlatStates(Wrapped):
         others = {name: info for name, info in self.source.tensors.items() if not _PIECE.fullmatch(name)}
         return {**others, **self.wholes}
 
-    def read(self, passed: FillRequest) -> Filled:
-        """See :meth:`~megalight.parallel.source.Wrapped.read`."""
+    def read(self, passed: FillRequest) -> FillReport:
+        """See :meth:`~megalight.parallel.source.WrappedSource.read`."""
         boxes, group = passed.targets, passed.process_group
         asked = {box.name: box.shape for box in boxes}
         where = f"checkpoint {self.source.path}"
@@ -94,7 +94,7 @@ class FlatStates(Wrapped):
         for box in boxes:
             # Tensors that are not in pieces are filled as they are.
             for offset, size in self.wholes[box.name].pieces if box.name in self.wholes else ():
-                found = meeting(box.offset, box.data.shape, offset, size)
+                found = intersection(box.offset, box.data.shape, offset, size)
                 if found is not None:
                     mine, inside = found
                     name = piece_name(box.name, offset, size)

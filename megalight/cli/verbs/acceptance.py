@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the acceptance length of each category and of all."""
-    from megalight.checkpoint.disk.latest_checkpoint import newest_in
+    from megalight.checkpoint.disk.latest_checkpoint import latest_checkpoint
     from megalight.data.chat.template import ChatTemplate, read_template
     from megalight.errors import ConfigurationError
     from megalight.inference.acceptance import read_questions
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     from megalight.inference.speculative import load_draft
 
     writer = TextGenerator.from_checkpoint(
-        newest_in(arguments.base),
+        latest_checkpoint(arguments.base),
         tokenizer=arguments.tokenizer,
         device=arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"),
         dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,

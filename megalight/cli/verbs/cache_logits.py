@@ -57,11 +57,11 @@ def check(arguments: argparse.Namespace) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the store and print a summary."""
-    from megalight.checkpoint.disk.latest_checkpoint import newest_in
+    from megalight.checkpoint.disk.latest_checkpoint import latest_checkpoint
     from megalight.cli import processes as parts
     from megalight.errors import ConfigurationError
 
-    path = newest_in(arguments.teacher)
+    path = latest_checkpoint(arguments.teacher)
     if arguments.processes != 1:
         return parts.run_processes("cache-logits", arguments)
 

@@ -22,7 +22,7 @@ from megalight.errors import LayoutError, nearest
 from megalight.imports import EXTRAS, has, require, version
 from megalight.parallel.pipeline.layout import PipelineLayout
 from megalight.parallel.pipeline.layout_string import parse
-from megalight.parallel.pipeline.schedules import SCHEDULES, ActionKind, build, chosen, waste
+from megalight.parallel.pipeline.schedules import SCHEDULES, ActionKind, bubble_warning, build, chosen
 from megalight.parallel.pipeline.timeline import Costs, Timeline, simulate
 from megalight.registry import Backend, load_plugins
 
@@ -436,7 +436,7 @@ def print_pipeline(layout: PipelineLayout, arguments: argparse.Namespace) -> Non
             print(f"  {name:<12}  bubble {timeline.bubble:.1%} of the work{takes}{live}")
             if live:
                 trained[name] = timeline
-    if warning := waste(pp, vpp, count, arguments.group_size):
+    if warning := bubble_warning(pp, vpp, count, arguments.group_size):
         print(f"  {warning}")
     if pp <= MAX_DRAWN:
         print(f"\n{chosen(arguments.schedule, vpp)}:\n{drawn.draw(shutil.get_terminal_size((160, 24)).columns)}")

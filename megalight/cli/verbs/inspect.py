@@ -37,14 +37,14 @@ def run(arguments: argparse.Namespace) -> int:
     import json
     from dataclasses import asdict
 
-    from megalight.checkpoint.disk.latest_checkpoint import newest_in
+    from megalight.checkpoint.disk.latest_checkpoint import latest_checkpoint
     from megalight.checkpoint.foreign.pickles import check_is_archive
     from megalight.checkpoint.foreign.transformers_folder import describe as read_folder
     from megalight.checkpoint.foreign.transformers_folder import is_folder
     from megalight.checkpoint.inspection.inspect import describe as read
     from megalight.checkpoint.inspection.inspect import render, to_json
 
-    path = newest_in(arguments.checkpoint)
+    path = latest_checkpoint(arguments.checkpoint)
     if arguments.verify and is_folder(path):
         raise CheckpointError(
             f"{path} is a folder of transformers, whose files have no checksums: there is nothing to verify it by. "
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         from megalight.checkpoint.inspection.diff import diff
         from megalight.checkpoint.inspection.verify import verify
 
-        other = None if arguments.verify else newest_in(arguments.diff)
+        other = None if arguments.verify else latest_checkpoint(arguments.diff)
         # Names of transformers become canonical ones by the family's table, which takes torch.
         if other is not None and (is_folder(path) or is_folder(other)):
             from megalight.models.stored import diff

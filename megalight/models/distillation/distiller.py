@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalight.checkpoint.disk.latest_checkpoint import newest_in
+from megalight.checkpoint.disk.latest_checkpoint import latest_checkpoint
 from megalight.data.tokenizer import FILE as TOKENIZER
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError, nearest
@@ -29,7 +29,7 @@ from megalight.ops.divergence import Projection
 from megalight.parallel.frozen_model import FrozenModel, FrozenSubmodule
 from megalight.parallel.layout import Layout
 from megalight.parallel.plan import ParallelizePlan
-from megalight.parallel.source import Chosen
+from megalight.parallel.source import SelectedSource
 from megalight.parallel.styles import VocabHeadStyle
 from megalight.types import PackedSequences, TokenBatch
 
@@ -69,7 +69,7 @@ class Distiller:
     def __post_init__(self) -> None:
         """Read the teacher's configuration."""
         # Once: a run may still be saving there.
-        object.__setattr__(self, "folder", newest_in(self.folder))
+        object.__setattr__(self, "folder", latest_checkpoint(self.folder))
         stored = open_model(self.folder)
         # Models that read images predict tokens too, but no student has images to show them.
         if not isinstance(stored.config, GPTConfig):
@@ -142,13 +142,13 @@ class Distiller:
         declared = FrozenModel(
             layout=self.layout,
             task=self.teacher,
-            source=Chosen(weights, {name: name for name in names}),
+            source=SelectedSource(weights, {name: name for name in names}),
             for_last_stage=True,
             submodule=FrozenSubmodule(
                 build=lambda: OutputLayer(config.hidden_size, config.vocab_size),
                 name=HEAD,
                 plan=ParallelizePlan({"layer": VocabHeadStyle()}),
-                source=Chosen(weights, {f"{TEACHER}.{HEAD}.layer.weight": f"{SAVED}{output}.weight"}),
+                source=SelectedSource(weights, {f"{TEACHER}.{HEAD}.layer.weight": f"{SAVED}{output}.weight"}),
             ),
         )
         return {TEACHER: declared}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megalight.checkpoint.disk.latest_checkpoint import newest_in
+from megalight.checkpoint.disk.latest_checkpoint import latest_checkpoint
 from megalight.data.cached_outputs import BEGUN, MANIFEST, CachedHiddenStates
 from megalight.data.cached_outputs import ENDS as RECORD_ENDS
 from megalight.data.cached_outputs import ENDS as STORED_ENDS
@@ -28,7 +28,7 @@ from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.pipeline.carry import Carry
 from megalight.parallel.plan import ParallelizePlan
-from megalight.parallel.source import Chosen, Filled, FillRequest, Source, Target, Wrapped
+from megalight.parallel.source import FillReport, FillRequest, SelectedSource, Source, Target, WrappedSource
 from megalight.parallel.styles import Vocab, VocabHeadStyle
 from megalight.types import BaseStates
 
@@ -103,7 +103,7 @@ class BaseModel:
             object.__setattr__(self, "states", CachedHiddenStates(self.folder))
             object.__setattr__(self, "folder", Path(self.folder) / STORED_ENDS)
         # Once: a run may still be saving there.
-        object.__setattr__(self, "folder", newest_in(self.folder))
+        object.__setattr__(self, "folder", latest_checkpoint(self.folder))
         stored = self._open()
         if not isinstance(stored.config, GPTConfig):
             raise ConfigurationError(
@@ -126,7 +126,7 @@ class BaseModel:
     def head_source(self) -> Source:
         """Return the weight of its output layer under the name that it has in a draft."""
         output = "embed.word" if self.config.tie_embeddings else OUTPUT
-        return Chosen(self._open().weights, {f"{SAVED}{OUTPUT}.weight": f"{SAVED}{output}.weight"})
+        return SelectedSource(self._open().weights, {f"{SAVED}{OUTPUT}.weight": f"{SAVED}{output}.weight"})
 
     def frozen(self, task: Base, draft_ids: Sequence[int]) -> FrozenModel:
         """Return the declaration of the base for a run."""
@@ -140,7 +140,7 @@ class BaseModel:
             build=lambda: Ends(config, len(draft_ids) or config.vocab_size),
             name=ENDS,
             plan=ParallelizePlan({"embed": Vocab(), "head": VocabHeadStyle()}),
-            source=SelectedRows(Chosen(weights, ends), {list(ends)[1]: tuple(draft_ids)} if draft_ids else {}),
+            source=SelectedRows(SelectedSource(weights, ends), {list(ends)[1]: tuple(draft_ids)} if draft_ids else {}),
         )
         if self.states is not None:
 
@@ -151,14 +151,14 @@ class BaseModel:
         return FrozenModel(
             layout=self.layout,
             task=task,
-            source=Chosen(weights, {name: name for name in names}),
+            source=SelectedSource(weights, {name: name for name in names}),
             for_last_stage=True,
             submodule=submodule,
         )
 
 
 @dataclass(frozen=True)
-class SelectedRows(Wrapped):
+class SelectedRows(WrappedSource):
     """A source in which some tensors have only some of their rows. A tensor whose rows are chosen is read whole.
 
     Attributes:
@@ -168,21 +168,21 @@ class SelectedRows(Wrapped):
     rows: Mapping[str, Sequence[int]]
 
     def before(self, request: FillRequest) -> FillRequest:
-        """See :meth:`~megalight.parallel.source.Wrapped.before`."""
+        """See :meth:`~megalight.parallel.source.WrappedSource.before`."""
         return replace(request, targets=[self._whole(target) for target in request.targets])
 
-    def read(self, passed: FillRequest) -> Filled:
-        """See :meth:`~megalight.parallel.source.Wrapped.read`."""
+    def read(self, passed: FillRequest) -> FillReport:
+        """See :meth:`~megalight.parallel.source.WrappedSource.read`."""
         missing: list[str] = []
         # A tied base has one tensor for both ends, and a source reads a box once in a call. All ranks take part in
         # every call, also with nothing to read.
         for name in sorted(self.tensors):
             part = [target for target in passed.targets if target.name == name]
             missing += replace(passed, targets=part).to(self.source).missing
-        return Filled(tuple(dict.fromkeys(missing)), ())
+        return FillReport(tuple(dict.fromkeys(missing)), ())
 
-    def after(self, request: FillRequest, passed: FillRequest, filled: Filled) -> Filled:
-        """See :meth:`~megalight.parallel.source.Wrapped.after`."""
+    def after(self, request: FillRequest, passed: FillRequest, filled: FillReport) -> FillReport:
+        """See :meth:`~megalight.parallel.source.WrappedSource.after`."""
         for target, whole in zip(request.targets, passed.targets, strict=True):
             if target.name in self.rows:
                 first, count = target.offset[0], target.data.shape[0]

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megalight.checkpoint.sources.combine import Lenient, Overlaid
+from megalight.checkpoint.sources.combine import LenientSource, OverlaySource
 from megalight.errors import ConfigurationError
 from megalight.models.batches import IGNORED, pack
 from megalight.models.distillation import share_of
@@ -112,7 +112,11 @@ class EagleModule(FamilyModule[EagleConfig]):
         if self.config.head == "own":
             return source
         head = self.base_model.head_source()
-        return Lenient(head, str(self.base_model.folder), say=False) if source is None else Overlaid(source, head)
+        return (
+            LenientSource(head, str(self.base_model.folder), say=False)
+            if source is None
+            else OverlaySource(source, head)
+        )
 
     def frozen_models(self) -> Mapping[str, FrozenModel]:
         """Return the base."""

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from megalight.checkpoint.disk import publish
-from megalight.checkpoint.disk.latest_checkpoint import newest_in
+from megalight.checkpoint.disk.latest_checkpoint import latest_checkpoint
 from megalight.data.sampler import check_fits, check_vocabulary
 from megalight.data.tokenizer import CHAT_TEMPLATE, Tokenizer
 from megalight.data.tokenizer import FILE as TOKENIZER
@@ -310,7 +310,7 @@ def _own_config(module: type[Any], known: type[Any]) -> type[Any]:
 
 def _newest(weights: str | os.PathLike[str]) -> str | os.PathLike[str]:
     """Return the newest checkpoint in a run's folder or the folder of a name, and say so; or the path itself."""
-    found = newest_in(weights)
+    found = latest_checkpoint(weights)
     if found == publish.place(weights):
         return weights
     what = "its files are in" if hub_name(weights) else "the newest checkpoint in it is"

@@ -28,7 +28,7 @@ from megalight.checkpoint.foreign.transformers_folder import (
 )
 from megalight.checkpoint.ranks import Ranks, alone
 from megalight.checkpoint.saving import host_blocks
-from megalight.checkpoint.sources.combine import Joined, TensorSource
+from megalight.checkpoint.sources.combine import TensorSource, UnionSource
 from megalight.checkpoint.sources.streaming import WantedTensor, itself, stream
 from megalight.data.tokenizer import FILE as TOKENIZER
 from megalight.data.tokenizer import Tokenizer
@@ -39,7 +39,7 @@ from megalight.models.hugging_face.folder import GENERATION, UNREAD, is_finite, 
 from megalight.models.saved import PREFIX
 from megalight.models.stored import StoredModel
 from megalight.nn.canonical import canonical_tensors, parts
-from megalight.parallel.source import Renamed
+from megalight.parallel.source import RenamedSource
 
 MAX_FILE = 5 << 30
 """Bytes of weights per file. A larger tensor has a file of its own."""
@@ -82,7 +82,7 @@ def export(
             name: WantedTensor(tuple(each.shape), dtype or each.dtype, {UNREAD + name: itself})
             for name, each in kept.items()
         }
-        source = Joined(source, TensorSource({UNREAD + name: each for name, each in kept.items()}))
+        source = UnionSource(source, TensorSource({UNREAD + name: each for name, each in kept.items()}))
         values = _weights(model.family).with_unread(values, kept)
     files = _files(whole)
     beside = files_beside(model, values)
@@ -154,7 +154,7 @@ def _whole(model: StoredModel, dtype: torch.dtype | None) -> dict[str, WantedTen
         empty = model.family.model(model.config)
     shapes = {name: tuple(tensor.shape) for name, tensor in canonical_tensors(empty).items()}
     weights_only = {part.name for part in parts(empty)}
-    stored = Renamed(model.weights, "", PREFIX).tensors
+    stored = RenamedSource(model.weights, "", PREFIX).tensors
     wrong = [f"{name} is missing" for name in sorted(shapes.keys() - stored.keys())]
     wrong += [f"{name} is not of this model" for name in sorted(stored.keys() - shapes.keys())]
     wrong += [

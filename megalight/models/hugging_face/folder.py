@@ -31,7 +31,7 @@ from megalight.checkpoint.ranks import Ranks
 from megalight.errors import CheckpointError
 from megalight.models.hugging_face.quantized_weights import Open, PlainTensor, StoredTensor, stored
 from megalight.models.hugging_face.weights import TensorMapping, WeightMap
-from megalight.parallel.source import Filled, Target
+from megalight.parallel.source import FillReport, Target
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ class Folder:
         strict: bool = True,
         prefix: str = "",
         process_group: ProcessGroup | None = None,
-    ) -> Filled:
+    ) -> FillReport:
         """Read this rank's boxes; see :meth:`megalight.parallel.source.Source.fill`.
 
         The format has no checksums, so only names, shapes and file sizes are checked, not values.

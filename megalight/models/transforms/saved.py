@@ -10,7 +10,7 @@ from typing import Any
 from megalight import checkpoint
 from megalight.checkpoint import Checkpoint, views_of_parameters
 from megalight.checkpoint.ranks import alone
-from megalight.checkpoint.sources.combine import FullPrecision, Joined
+from megalight.checkpoint.sources.combine import FullPrecision, UnionSource
 from megalight.checkpoint.view import View, views_of_source
 from megalight.errors import CheckpointError, ConfigurationError, nearest
 from megalight.models.config import compare
@@ -30,7 +30,7 @@ from megalight.models.saved import (
 from megalight.models.transforms import describe
 from megalight.models.transforms.lora import LoRA, merge
 from megalight.nn.adapter import parse_tensor_name, tensor_name
-from megalight.parallel.source import Chosen, Source
+from megalight.parallel.source import SelectedSource, Source
 
 
 def adapters_of(opened: Checkpoint) -> list[LoRA]:
@@ -98,7 +98,7 @@ def with_adapters(base: Source | None, path: str | os.PathLike[str]) -> Source:
     """
     opened = checkpoint.open(path)
     if base is not None:
-        return Joined(base, Chosen(FullPrecision(opened), {name: name for name in tensors_of(opened)}))
+        return UnionSource(base, SelectedSource(FullPrecision(opened), {name: name for name in tensors_of(opened)}))
     if not holds_base(opened.common):
         raise CheckpointError(f"checkpoint {opened.path} holds only adapters; give the module their base (weights).")
     return without_training_parts(FullPrecision(opened), description(opened))
@@ -138,7 +138,7 @@ def join_adapters(
                     raise ConfigurationError(f"two adapters have the name {name!r}; name each by names (--names).")
                 joined.append(replace(lora, adapter=name))
                 chosen = {_renamed(old, name): old for old in tensors_of(one, lora.adapter)}
-                views |= views_of_source(Chosen(FullPrecision(one), chosen), chosen, None, group)
+                views |= views_of_source(SelectedSource(FullPrecision(one), chosen), chosen, None, group)
         common = {"model": {**first, "transforms": describe(joined), BASE: False}}
         checkpoint.save(output, views, common=common, files=companions_of(paths[0]), process_group=group)
     return [lora.adapter for lora in joined]

@@ -211,7 +211,7 @@ def attend(
     # Two dense blocks overlap with the gather, which this way cannot: it is for what only full attention has.
     if layout is not None and _plain(inner):
         return attend_dense(q, k, v, layout, groups.all, scale=inner.scale, backend=inner.backend)
-    chunks, keys, values = seen(k, v, sequences, groups, causal=inner.causal, window=inner.window)
+    chunks, keys, values = visible_keys(k, v, sequences, groups, causal=inner.causal, window=inner.window)
     out: Tensor = inner(q, keys, values, chunks, None, sink)
     return out
 
@@ -225,7 +225,7 @@ def chunks_of(
     return share.once(("gather", causal, window), _chunks, sequences, share, causal, window)
 
 
-def seen(
+def visible_keys(
     k: Tensor,
     v: Tensor,
     sequences: PackedSequences,

@@ -57,19 +57,19 @@ def attend(
     """
     share = sequences.context
     assert share is not None and groups.all is not None
-    whole = trade_tokens(q, k, v, share.order, groups.all)
+    whole = exchange_tokens(q, k, v, share.order, groups.all)
     # `share.real` has no padding, so the mask of the plain attention is right.
     out = inner(*whole, share.real, None, sinks_of(sink, groups.all))
-    return trade_heads(out, share.order, len(q), groups.all)
+    return exchange_heads(out, share.order, len(q), groups.all)
 
 
 def sinks_of(sink: Tensor | None, group: ProcessGroup) -> Tensor | None:
-    """Return the sinks of the heads that :func:`trade_tokens` gives to this rank."""
+    """Return the sinks of the heads that :func:`exchange_tokens` gives to this rank."""
     # Gradients of the others are 0 here: ranks along `cp` add theirs up, as for every parameter.
     return None if sink is None else sink.view(group.size(), -1)[group.rank()]
 
 
-def trade_tokens(
+def exchange_tokens(
     q: Tensor, k: Tensor, v: Tensor, order: Tensor | None, group: ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Exchange a share of the tokens of all heads for all tokens of a share of the heads, in one all-to-all.
@@ -103,8 +103,8 @@ def trade_tokens(
     return mine, keys, values
 
 
-def trade_heads(out: Tensor, order: Tensor | None, tokens: int, group: ProcessGroup) -> Tensor:
-    """Inverse of :func:`trade_tokens`: ``[N, H / n, D] -> [T, H, D]``. Tokens that are not in ``order`` are 0."""
+def exchange_heads(out: Tensor, order: Tensor | None, tokens: int, group: ProcessGroup) -> Tensor:
+    """Inverse of :func:`exchange_tokens`: ``[N, H / n, D] -> [T, H, D]``. Tokens that are not in ``order`` are 0."""
     ranks = group.size()
     sent = out.flatten(1)
     if order is not None:
@@ -171,7 +171,7 @@ class HeadShare(AllTokens):
         if share is None:
             return y
         assert self.groups.all is not None
-        return trade_heads(y, share.order, packed.num_tokens, self.groups.all)
+        return exchange_heads(y, share.order, packed.num_tokens, self.groups.all)
 
     def select(self, values: Tensor, sizes: tuple[int, ...], units: tuple[int, ...], packed: PackedSequences) -> Tensor:
         """Return the rows of this rank's share of the heads. Gradients of the other rows are 0 on this rank."""
@@ -228,5 +228,5 @@ class RowAttention(nn.Module):
         """``q, k, v [P / cp, H, D] -> [P / cp, H, D]``; ``sequences`` describe all ``P`` rows."""
         group = self.groups.all
         assert group is not None
-        whole = trade_tokens(q, k, v, None, group)
-        return trade_heads(self.inner(*whole, sequences, state, sink), None, len(q), group)
+        whole = exchange_tokens(q, k, v, None, group)
+        return exchange_heads(self.inner(*whole, sequences, state, sink), None, len(q), group)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from megalight.errors import BackendError, LayoutError, nearest
 from megalight.nn import DraftAttention, DraftState, InnerAttention, StoredHeads
 from megalight.parallel.context import all_gather, all_to_all, ring
-from megalight.parallel.context.all_gather import chunks_of, seen
-from megalight.parallel.context.all_to_all import heads_why_not, sinks_of, trade_heads, trade_tokens
+from megalight.parallel.context.all_gather import chunks_of, visible_keys
+from megalight.parallel.context.all_to_all import exchange_heads, exchange_tokens, heads_why_not, sinks_of
 from megalight.parallel.context.spec import ContextGroups, ContextSpec
 from megalight.registry import Backend, BackendRegistry
 from megalight.types import ContextShare, PackedSequences
@@ -48,7 +48,7 @@ def attend(
     size = groups.inner.size()
     joint, order = share.once(("two_level", size), _joint, share, size)
     # After it, a rank holds all tokens of its run of neighbors, of its heads only: `[inner T, H / inner, D]`.
-    mine = trade_tokens(q, k, v, order, groups.inner)
+    mine = exchange_tokens(q, k, v, order, groups.inner)
     out = ring.ring_attention(
         *mine,
         joint,
@@ -60,7 +60,7 @@ def attend(
         chunk=inner.chunk,
         backend=inner.backend,
     )
-    return trade_heads(out, order, len(q), groups.inner)
+    return exchange_heads(out, order, len(q), groups.inner)
 
 
 def _joint(share: ContextShare, size: int) -> tuple[PackedSequences, Tensor]:
@@ -216,7 +216,7 @@ class ContextDraftAttention(nn.Module):
             out: Tensor = self.inner(q, k, v, sequences, state)
             return out
         if state is None or not state.keys:
-            sequences, k, v = seen(k, v, sequences, self.groups)
+            sequences, k, v = visible_keys(k, v, sequences, self.groups)
         else:
             sequences, _ = chunks_of(sequences)
         shared: Tensor = self.inner(q, k, v, sequences, state)

@@ -57,7 +57,7 @@ class TransportChoice:
         """
         return self._judge(memory.unreachable(group))
 
-    def told(self, reasons: Sequence[str]) -> str:
+    def describe(self, reasons: Sequence[str]) -> str:
         """Return the way that was chosen, and why.
 
         Args:

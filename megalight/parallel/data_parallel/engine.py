@@ -214,9 +214,9 @@ class CopyEngines:
             (self._reductions, self._no_sums, self.sums),
         ):
             if carrier is not None:
-                found[choice.option] = choice.told(carrier.without)
+                found[choice.option] = choice.describe(carrier.without)
             elif nowhere is not None and choice.way == "auto":
-                found[choice.option] = choice.told([nowhere])
+                found[choice.option] = choice.describe([nowhere])
         return found
 
 

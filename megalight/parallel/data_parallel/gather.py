@@ -161,7 +161,7 @@ def gather(whole: Tensor, own: Tensor, group: ProcessGroup) -> dist.Work:
     return work
 
 
-def gather_in_line(whole: Tensor, own: Tensor, group: ProcessGroup) -> None:
+def gather_on_current_stream(whole: Tensor, own: Tensor, group: ProcessGroup) -> None:
     """All-gather every rank's ``own`` into ``whole``, in the order of the current stream."""
     all_gather(*_sendable(whole, own), group=group)
 
@@ -244,7 +244,7 @@ class Gatherer:
                 if not self._pushed(bucket):
                     # On this stream itself, and not on one of NCCL's: where streams share a queue of the device, one
                     # that waits holds up others.
-                    gather_in_line(bucket.params, bucket.own_params, bucket.shard_group)
+                    gather_on_current_stream(bucket.params, bucket.own_params, bucket.shard_group)
                 mark.record()
                 self._waits[index] = mark.wait
 

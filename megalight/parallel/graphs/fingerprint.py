@@ -22,7 +22,7 @@ REMEMBERED = 64
 Values: TypeAlias = tuple[tuple[tuple[str, ...], tuple[Any, ...]], ...]
 
 
-def told(names: Iterable[str]) -> str:
+def format_changing(names: Iterable[str]) -> str:
     """Return the reason why steps with changing attributes are not recorded."""
     return (
         f"other code changes {', '.join(names)} between steps, and replays would repeat the values of the recording; "

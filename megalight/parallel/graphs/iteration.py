@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megalight.parallel.data_parallel import DataParallelEngine
-from megalight.parallel.graphs.fingerprint import Fingerprint, told
+from megalight.parallel.graphs.fingerprint import Fingerprint, format_changing
 from megalight.parallel.graphs.inspection import Inspection, Operation
 from megalight.parallel.graphs.recorder import Recorder, Recording
 from megalight.parallel.graphs.static import StaticInputs, clone
@@ -205,7 +205,7 @@ class IterationGraphs:
                     changed = self.fingerprint.attributes.changed
                     self.refuse(
                         f"{'steps' if changed else 'batches'} have more than max_graphs={self.max_graphs} forms; only "
-                        "the first ones are recorded" + (f"; {told(changed)}" if changed else "")
+                        "the first ones are recorded" + (f"; {format_changing(changed)}" if changed else "")
                     )
                 return None
             if len(self._forms) - self.graphs >= REMEMBERED:
@@ -220,7 +220,7 @@ class IterationGraphs:
         if (changed or not self.graphs) and not self._varied:
             self._varied = True
             self.refuse(
-                told(changed)
+                format_changing(changed)
                 if changed
                 else f"the last {REMEMBERED} batches had different forms; give batches one shape (drop_last=True, rows "
                 "of one length, no document_lengths)"

@@ -17,7 +17,7 @@ from megalight.ops.common import once_differentiable
 from megalight.ops.parameter import cast_of
 from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.graphs.backends import Named, Parts, nothing
-from megalight.parallel.graphs.fingerprint import Fingerprint, told
+from megalight.parallel.graphs.fingerprint import Fingerprint, format_changing
 from megalight.parallel.graphs.inspection import Inspection
 from megalight.parallel.graphs.recorder import Recorder, Recording
 from megalight.parallel.graphs.static import (
@@ -365,7 +365,7 @@ class ModuleGraphs:
         log.info("CUDA graphs are recorded again: other code changed %s", ", ".join(names))
         self._dropped.append(self._steps)
         if len(self._dropped) == DROPS and self._steps - self._dropped[0] < WITHIN:
-            self._refuse(told(names))
+            self._refuse(format_changing(names))
         names.clear()
 
     def _end(self) -> None:

@@ -31,7 +31,7 @@ from megalight.parallel.trace import capturing
 LEAST_BYTES = 16
 
 
-class Meetings:
+class Rendezvous:
     """All meetings of a process.
 
     torch names a meeting by a number that counts those of the whole process (pytorch/pytorch issue 196082). Ranks
@@ -70,7 +70,7 @@ class Meetings:
         return symmetric_memory().rendezvous(memory, group)
 
 
-MEETINGS = Meetings()
+MEETINGS = Rendezvous()
 """Those of this process."""
 
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"

@@ -25,7 +25,7 @@ from megalight.parallel.messages import Message
 from megalight.parallel.pipeline.carry import Carry, Form, Forms, check_carry, decode, encode, form_of, signature
 from megalight.parallel.pipeline.layout import PipelineLayout, Stage
 from megalight.parallel.pipeline.options import Messages
-from megalight.parallel.pipeline.p2p_communication import Channel, Edges, Inbox
+from megalight.parallel.pipeline.p2p_communication import Channel, P2PCommunicator, ReceiveQueue
 from megalight.parallel.pipeline.rank_schedule import RankSchedule
 from megalight.parallel.pipeline.schedules import Action, ActionKind, Actions
 from megalight.types import Loss
@@ -36,7 +36,7 @@ Objective: TypeAlias = Callable[[Loss], Tensor]
 
 
 @dataclass
-class Flight:
+class InFlight:
     """One micro-batch inside one chunk, from its forward until the end of its backward.
 
     The output is not kept after it is sent: the backward only needs its edge in the autograd graph.
@@ -115,7 +115,7 @@ class Executor:
         self.device = device
         self.varying = varying
         # With several chunks per rank, the last rank's output is the input of the first rank's next chunk.
-        self.edges = Edges.between(mesh, layout.vpp > 1, messages)
+        self.edges = P2PCommunicator.between(mesh, layout.vpp > 1, messages)
         # They outlive a step, and both ends of a channel must keep the same forms.
         self.coming, self.going = Forms(), Forms()
         self.turns = PassInterleaver(device)
@@ -184,15 +184,15 @@ class _Run:
         self.loss_step = loss_step
         self.objective = objective
         self.signatures = [None if executor.varying else signature(batch) for batch in micro_batches]
-        self.flights: dict[tuple[int, int], Flight] = {}
+        self.flights: dict[tuple[int, int], InFlight] = {}
         self.losses: dict[int, Loss] = {}
         self.carries: dict[int, Carry] = {}
         self.sent: dict[tuple[ActionKind | None, int, int], Message] = {}
         self.kept_back: list[tuple[tuple[ActionKind, int, int], Channel, list[Tensor]]] | None = None
         self.peak = 0
         edges, device = executor.edges, executor.device
-        self.activations = Inbox(edges.activations_in, schedule.activations, self._incoming, device)
-        self.gradients = Inbox(edges.gradients_in, schedule.gradients, self._returning, device)
+        self.activations = ReceiveQueue(edges.activations_in, schedule.activations, self._incoming, device)
+        self.gradients = ReceiveQueue(edges.gradients_in, schedule.gradients, self._returning, device)
 
     def play(self) -> None:
         self.executor.edges.prepare(self.slots)
@@ -250,7 +250,7 @@ class _Run:
         inputs = None if self._first(stage) else self._received(chunk, index)
         outputs = self.forward_step(self.executor.chunks[chunk], batch, inputs)
         outputs = check_carry(outputs, str(stage))
-        flight = Flight(inputs or {})
+        flight = InFlight(inputs or {})
         if self._last(stage):
             if self.loss_step is None:
                 self.carries[index] = outputs
@@ -304,7 +304,7 @@ class _Run:
         assert weights is not None
         weights.run()
 
-    def _differentiate(self, chunk: int, index: int, flight: Flight) -> None:
+    def _differentiate(self, chunk: int, index: int, flight: InFlight) -> None:
         stage = self.executor.stages[chunk]
         if flight.loss is not None:
             assert self.objective is not None

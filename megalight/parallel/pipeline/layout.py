@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from megalight.errors import LayoutError
 from megalight.parallel.pipeline import layout_string
-from megalight.parallel.pipeline.layout_string import compose, parse, picture
+from megalight.parallel.pipeline.layout_string import compose, draw, parse
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class PipelineLayout:
             parts = [f"{num_layers} layers", *["the embedding"] * count_embedding, *["the loss"] * count_loss]
             what = " + ".join(parts) + (f" = {counted}" if counted > num_layers else "")
             rule = "do not divide evenly over" if left else "leave a stage without a layer, of"
-            advice = layout_string.instead_of_even(num_layers, pp, vpp, counted, num_mtp)
+            advice = layout_string.suggest_even(num_layers, pp, vpp, counted, num_mtp)
             raise LayoutError(f"{what} {rule} {_stages(pp, vpp)}. {advice}")
         return cls._of_symbols(_symbols(counts, num_mtp), pp)
 
@@ -138,7 +138,7 @@ class PipelineLayout:
             raise LayoutError(
                 f"{num_layers} layers with {first=} and {last=} leave {rest} for the {others} other pipeline ranks "
                 f"with {vpp} chunk{'s' * (vpp > 1)} each; this number must be {rule}. "
-                + layout_string.instead_of_uneven(num_layers, pp, vpp, first, last, num_mtp)
+                + layout_string.suggest_uneven(num_layers, pp, vpp, first, last, num_mtp)
             )
         # In model order: chunk 0 of every rank, then chunk 1 of every rank.
         counts = [given.get(rank, share * vpp) // vpp for _ in range(vpp) for rank in range(pp)]
@@ -175,7 +175,7 @@ class PipelineLayout:
         elif pp == 1 and chunks > 1:
             wrong = f"it has {len(stages)} stages, but pp is 1. Increase pp, or write one stage without '|'."
         if wrong:
-            raise LayoutError(f"layout {text!r}: {wrong} As read:\n{picture(stages, 1 if left else pp)}")
+            raise LayoutError(f"layout {text!r}: {wrong} As read:\n{draw(stages, 1 if left else pp)}")
         return cls._of_symbols(stages, pp)
 
     @classmethod
@@ -204,7 +204,7 @@ class PipelineLayout:
 
     def draw(self) -> str:
         """Return a table: a line per pipeline rank, a column per chunk. Long runs of equal ranks are shortened."""
-        return picture(self._held(), self.pp)
+        return draw(self._held(), self.pp)
 
     def __str__(self) -> str:
         """Return the layout string."""

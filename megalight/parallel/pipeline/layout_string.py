@@ -115,7 +115,7 @@ WHOLE = 4
 """Runs of equal ranks up to this length are shown completely; of longer runs, only the first and last rank."""
 
 
-def picture(stages: Sequence[str], pp: int) -> str:
+def draw(stages: Sequence[str], pp: int) -> str:
     """Return the symbols of each stage as a table, with global indices of layers.
 
     ::
@@ -176,7 +176,7 @@ def wrong_symbols(stages: Sequence[str], num_layers: int, num_mtp: int) -> str:
     return ""
 
 
-def instead_of_even(num_layers: int, pp: int, vpp: int, counted: int, num_mtp: int = 0) -> str:
+def suggest_even(num_layers: int, pp: int, vpp: int, counted: int, num_mtp: int = 0) -> str:
     """Return advice for ``num_layers`` layers that do not fill the stages evenly.
 
     Args:
@@ -193,7 +193,7 @@ def instead_of_even(num_layers: int, pp: int, vpp: int, counted: int, num_mtp: i
     return _advice(num_layers, pp, vpp, [*ways, *_ends(num_layers, pp, vpp)], num_mtp)
 
 
-def instead_of_uneven(num_layers: int, pp: int, vpp: int, first: int | None, last: int | None, num_mtp: int = 0) -> str:
+def suggest_uneven(num_layers: int, pp: int, vpp: int, first: int | None, last: int | None, num_mtp: int = 0) -> str:
     """Return advice for a first and a last rank whose layers leave a rest that the others cannot share."""
     ways = [] if num_layers % (pp * vpp) else ["remove first and last, for an even split"]
     return _advice(num_layers, pp, vpp, [*ways, *_ends(num_layers, pp, vpp, first, last)], num_mtp)
@@ -206,7 +206,7 @@ def _advice(num_layers: int, pp: int, vpp: int, ways: list[str], num_mtp: int) -
         return f"{num_layers} layers, embedding and loss fill {num_layers + 2} stages at most; lower pp or vpp."
     layout = balanced(num_layers, pp * vpp, num_mtp)
     text = ", or ".join([*ways, f"give this layout: {compose(layout)!r}"])
-    return f"{text[0].upper()}{text[1:]}\n{picture(layout, pp)}"
+    return f"{text[0].upper()}{text[1:]}\n{draw(layout, pp)}"
 
 
 def balanced(num_layers: int, stages: int, num_mtp: int = 0) -> tuple[str, ...]:

@@ -76,7 +76,7 @@ class Channel:
         return start(kind, [(self.peer, tensor) for tensor in tensors], self.group)
 
 
-class Inbox:
+class ReceiveQueue:
     """The messages that one channel receives in a step, in the order of use.
 
     Args:
@@ -116,7 +116,7 @@ class Inbox:
         return form, message.wait()
 
 
-class Line:
+class NeighborSlots:
     """Slots of two neighbors, for messages in both directions.
 
     The sender pushes a message into a slot on the receiver, on a stream of its own. The receiver's stream waits for
@@ -182,7 +182,7 @@ class PeerChannel(Channel):
         line: slots shared with the channel in the other direction.
     """
 
-    def __init__(self, peer: int, group: ProcessGroup, host_group: ProcessGroup, line: Line) -> None:
+    def __init__(self, peer: int, group: ProcessGroup, host_group: ProcessGroup, line: NeighborSlots) -> None:
         super().__init__(peer, group, host_group)
         self.line = line
         self.copies = PeerCopyStream()
@@ -196,14 +196,14 @@ class PeerChannel(Channel):
         (other,) = slot.memory.others
         self.copies.stream.wait_stream(torch.cuda.current_stream())  # they must be computed before they are copied
         self.copies.await_free(slot)
-        self.copies.push(slot, other, *zip(places(slot, other, whole), full(whole), strict=True))
-        return Message(whole, [Leaving(self.copies.stream.record_event())])
+        self.copies.push(slot, other, *zip(slot_views(slot, other, whole), nonempty(whole), strict=True))
+        return Message(whole, [PendingSend(self.copies.stream.record_event())])
 
     def receive(self, buffers: Sequence[Tensor]) -> Message:
         """Prepare to receive into ``buffers``. Nothing waits on the device before the message is used."""
         if (slot := self._next(buffers)) is None:
             return self._start(dist.irecv, list(buffers))
-        return Message(list(buffers), [Arrival(self, slot, list(buffers))])
+        return Message(list(buffers), [PendingReceive(self, slot, list(buffers))])
 
     def _next(self, tensors: Sequence[Tensor]) -> PeerSlot | None:
         *_, nbytes = offsets(tensors)
@@ -213,7 +213,7 @@ class PeerChannel(Channel):
 
 
 @dataclass(frozen=True)
-class Leaving:
+class PendingSend:
     """A message on its way out."""
 
     event: torch.cuda.Event
@@ -228,7 +228,7 @@ class Leaving:
 
 
 @dataclass(frozen=True)
-class Arrival:
+class PendingReceive:
     """A message that a slot receives."""
 
     channel: PeerChannel
@@ -240,7 +240,7 @@ class Arrival:
         memory, copies = self.slot.memory, self.channel.copies
         assert self.channel.line.watch is not None
         copies.spin.wait_with(self.channel.line.watch, self.slot.flags(Flag.READY, memory.others), memory)
-        for place, buffer in zip(places(self.slot, memory.rank, self.buffers), full(self.buffers), strict=True):
+        for place, buffer in zip(slot_views(self.slot, memory.rank, self.buffers), nonempty(self.buffers), strict=True):
             # Out of the slot at once: activations are kept until their backward, and the slot is needed sooner.
             buffer.copy_(place)
         copies.free(self.slot)
@@ -250,24 +250,24 @@ class Arrival:
         return False
 
 
-def full(tensors: Sequence[Tensor]) -> list[Tensor]:
+def nonempty(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors that have elements; the others need no copy."""
     return [tensor for tensor in tensors if tensor.numel()]
 
 
 def offsets(tensors: Sequence[Tensor]) -> list[int]:
     """Return where each tensor with elements begins in a slot, in bytes, and then the bytes of all."""
-    return [0, *accumulate(-(-tensor.nbytes // BOUNDARY) * BOUNDARY for tensor in full(tensors))]
+    return [0, *accumulate(-(-tensor.nbytes // BOUNDARY) * BOUNDARY for tensor in nonempty(tensors))]
 
 
-def places(slot: PeerSlot, rank: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+def slot_views(slot: PeerSlot, rank: int, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the places of tensors with elements in the slot of a rank."""
-    pairs = zip(full(tensors), offsets(tensors), strict=False)
+    pairs = zip(nonempty(tensors), offsets(tensors), strict=False)
     return [slot.view(rank, tuple(x.shape), x.dtype, start // x.itemsize) for x, start in pairs]
 
 
 @dataclass(frozen=True)
-class Edges:
+class P2PCommunicator:
     """This rank's channels; None if there is no neighbor.
 
     Attributes:
@@ -280,10 +280,10 @@ class Edges:
     activations_out: Channel | None = None
     gradients_in: Channel | None = None
     gradients_out: Channel | None = None
-    lines: list[Line] = field(default_factory=list)
+    lines: list[NeighborSlots] = field(default_factory=list)
 
     @classmethod
-    def between(cls, mesh: ParallelMesh, around: bool, messages: Messages = "auto") -> Edges:
+    def between(cls, mesh: ParallelMesh, around: bool, messages: Messages = "auto") -> P2PCommunicator:
         """Create the channels of this rank along ``pp``. All ranks call it together.
 
         Args:
@@ -296,7 +296,7 @@ class Edges:
         ranks = mesh.ranks("pp")
         here, size = mesh.rank("pp"), len(ranks)
         found: dict[str, Channel] = {}
-        lines: list[Line] = []
+        lines: list[NeighborSlots] = []
         for first in range(size if around and size > 1 else size - 1):  # same order on all ranks, so neighbors meet
             second = (first + 1) % size
             if here in (first, second):
@@ -337,7 +337,7 @@ def _channel(peer: int, ends: tuple[int, int], what: str) -> Channel:
     return channel
 
 
-def _line(channel: Channel, ends: tuple[int, int], messages: Messages) -> Line | None:
+def _line(channel: Channel, ends: tuple[int, int], messages: Messages) -> NeighborSlots | None:
     """Return the slots of two neighbors, or None if collectives carry their messages."""
     if messages == "plain":
         return None
@@ -345,7 +345,7 @@ def _line(channel: Channel, ends: tuple[int, int], messages: Messages) -> Line |
     # Both ends come to the same answer.
     reason = memory.unreachable(channel.group) if reason is None else reason
     if reason is None:
-        return Line(channel.group)
+        return NeighborSlots(channel.group)
     if messages == "symmetric":
         raise LayoutError(
             f"pipeline.messages='symmetric' cannot serve ranks {ends[0]} and {ends[1]}: it {reason}. Set "

@@ -26,7 +26,7 @@ from megalight.parallel.pipeline import schedules
 from megalight.parallel.pipeline.layout import PipelineLayout
 from megalight.parallel.pipeline.options import PipelineOptions
 from megalight.parallel.pipeline.schedules import ActionKind, Actions
-from megalight.parallel.pipeline.timeline import ActionSpan, Number, Place, comes, gives, simulate
+from megalight.parallel.pipeline.timeline import ActionSpan, Number, Place, input_of, output_of, simulate
 
 log = logging.getLogger(__name__)
 
@@ -83,11 +83,11 @@ def rank_schedule_of(rank: int, schedules: Sequence[Actions]) -> RankSchedule:
         if sender != rank:
             ends = [(part, span.end) for span in spans for part in span.action.parts]
             # Both parts of a combined action end together, so both messages leave at its end.
-            sent |= {place: end for part, end in ends if (place := gives(part, sender, pp)) is not None}
+            sent |= {place: end for part, end in ends if (place := output_of(part, sender, pp)) is not None}
     starts = [span.start for span in lines[rank]]
     found: dict[bool, list[Expected]] = {True: [], False: []}
     for part in (part for action in schedules[rank] for part in action.parts):
-        place = comes(part, rank, pp, vpp)
+        place = input_of(part, rank, pp, vpp)
         if place is not None and place in sent:
             # The first action that starts when the message has been sent, or later.
             expected = Expected(part.chunk, part.micro_batch, bisect_left(starts, sent[place]))
@@ -105,13 +105,13 @@ def _slots(lines: Sequence[Sequence[ActionSpan]], pp: int, vpp: int) -> int:
         for rank, spans in enumerate(lines)
         for span in spans
         for part in span.action.parts
-        if (place := gives(part, rank, pp)) is not None
+        if (place := output_of(part, rank, pp)) is not None
     }
     times: dict[tuple[int, str], list[tuple[Number, Number]]] = defaultdict(list)
     for rank, spans in enumerate(lines):
         for span in spans:
             for part in span.action.parts:
-                place = comes(part, rank, pp, vpp)
+                place = input_of(part, rank, pp, vpp)
                 if place is not None and place[1] % pp != rank:
                     times[rank, place[0]].append((sent[place], span.start))
     most = 1
@@ -146,7 +146,9 @@ class Timetable:
         # The same few numbers of micro-batches come again and again, and a simulation of many ranks takes time.
         if (name, micro_batches) not in self._known:
             pp, vpp, group_size = self.layout.pp, self.layout.vpp, self.pipeline.group_size
-            warning = schedules.waste(pp, vpp, micro_batches, group_size) if name == "train" and pp > 1 else None
+            warning = (
+                schedules.bubble_warning(pp, vpp, micro_batches, group_size) if name == "train" and pp > 1 else None
+            )
             # All ranks work out the same timetable.
             if warning is not None and self.mesh.global_rank == 0:
                 log.warning(warning)

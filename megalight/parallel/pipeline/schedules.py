@@ -267,7 +267,7 @@ def chosen(name: str, vpp: int) -> str:
 def check(name: str, pp: int, vpp: int = 1, micro_batches: int = 1, group_size: int | None = None) -> PipelineSchedule:
     """Return a schedule after checking that it can serve these numbers.
 
-    Any number of micro-batches can run. :func:`waste` warns if there are too few for good speed.
+    Any number of micro-batches can run. :func:`bubble_warning` warns if there are too few for good speed.
 
     Args:
         name: one of ``SCHEDULES``, or ``"auto"``.
@@ -301,7 +301,7 @@ def build(name: str, pp: int, vpp: int = 1, micro_batches: int = 1, group_size: 
     return [found.of_rank(rank, pp, vpp, micro_batches, group_size) for rank in range(pp)]
 
 
-def waste(pp: int, vpp: int, micro_batches: int, group_size: int | None = None) -> str | None:
+def bubble_warning(pp: int, vpp: int, micro_batches: int, group_size: int | None = None) -> str | None:
     """Return a warning if ranks wait longer than necessary, else None.
 
     With fewer micro-batches than ranks, ``pp - m`` ranks are idle at any time, and chunks do not change that. The

@@ -153,7 +153,7 @@ def simulate(schedules: Sequence[Actions], costs: Costs | Sequence[Costs] | None
                 start = max(start, end + (each[action.chunk * pp + rank].transfer if other != rank else 0))
             spans[rank].append(ActionSpan(action, start, start + cost))
             for part in action.parts:
-                if (given := gives(part, rank, pp)) is not None:
+                if (given := output_of(part, rank, pp)) is not None:
                     done[given] = (spans[rank][-1].end, rank)
                     ready += waiting.pop(given, [])
     # A rank that still waits when no other can move waits forever.
@@ -176,9 +176,9 @@ def check_transfers(schedules: Sequence[Actions]) -> None:
     taken: dict[tuple[int, int, str], list[Place]] = defaultdict(list)
     for rank, actions in enumerate(schedules):
         for part in (part for action in actions for part in action.parts):
-            if (place := comes(part, rank, pp, vpp)) is not None and place[1] % pp != rank:
+            if (place := input_of(part, rank, pp, vpp)) is not None and place[1] % pp != rank:
                 taken[place[1] % pp, rank, place[0]].append(place)
-            if (given := gives(part, rank, pp)) is not None:
+            if (given := output_of(part, rank, pp)) is not None:
                 to = given[1] + (1 if given[0] == "F" else -1)
                 if 0 <= to < pp * vpp and to % pp != rank:
                     sent[rank, to % pp, given[0]].append(given)
@@ -199,11 +199,11 @@ def _needs(action: Action, rank: int, pp: int, vpp: int) -> list[Place]:
         return [("I", stage, action.micro_batch)]
     # A backward needs the forward of its own stage, and the gradient of the stage behind.
     own: list[Place] = [] if action.kind is ActionKind.FORWARD else [("F", stage, action.micro_batch)]
-    coming = comes(action, rank, pp, vpp)
+    coming = input_of(action, rank, pp, vpp)
     return own if coming is None else [*own, coming]
 
 
-def comes(action: Action, rank: int, pp: int, vpp: int) -> Place | None:
+def input_of(action: Action, rank: int, pp: int, vpp: int) -> Place | None:
     """Return the result of another stage that an action needs, or None."""
     if action.kind is ActionKind.WEIGHT_GRADIENT:
         return None
@@ -212,7 +212,7 @@ def comes(action: Action, rank: int, pp: int, vpp: int) -> Place | None:
     return ("F" if forward else "I", stage, action.micro_batch) if 0 <= stage < pp * vpp else None
 
 
-def gives(action: Action, rank: int, pp: int) -> Place | None:
+def output_of(action: Action, rank: int, pp: int) -> Place | None:
     """Return the result of an action that others may wait for, or None."""
     if action.kind is ActionKind.WEIGHT_GRADIENT:
         return None

@@ -17,14 +17,14 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.distributed import ProcessGroup
 
 from megalight import checkpoint
-from megalight.checkpoint import Background
+from megalight.checkpoint import AsyncSaver
 from megalight.checkpoint.async_save.saves import Kind, PendingSave
 from megalight.checkpoint.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
 
-class SavesBeside:
+class AsyncSaves:
     """The asynchronous saves of a run.
 
     Args:
@@ -45,7 +45,7 @@ class SavesBeside:
         remove: Callable[[str], None],
         written: Callable[[str], None],
     ) -> None:
-        self.background = Background(kind, group)
+        self.saver = AsyncSaver(kind, group)
         self._ranks = Ranks(group)
         self._skip = skip
         self._zero = zero
@@ -67,16 +67,16 @@ class SavesBeside:
         """
         # An error of the save before comes up now, on all ranks, and not in the middle of the next one.
         self.check()
-        asked, before = time.time(), self.background.pending
+        asked, before = time.time(), self.saver.pending
         if before is not None and not self._skip:
             self.finish()  # before this save counts as asked for, or removals would no longer wait for it
         self._number += 1
         self._asked = self._number
-        if self.background.pending is not None:
-            log.warning("%s is not saved: %s is still being written", path, self.background.pending.path)
+        if self.saver.pending is not None:
+            log.warning("%s is not saved: %s is still being written", path, self.saver.pending.path)
             return False
         late = "" if before is None else f"; it began {time.time() - asked:.2f} s late, after {before.path}"
-        self.background.save(path, views, **values)
+        self.saver.save(path, views, **values)
         # The path is written again, so what was to be removed there must stay.
         self._removals.pop(path, None)
         self._in_progress, self._late = self._number, late
@@ -84,11 +84,11 @@ class SavesBeside:
 
     def prepare(self, nbytes: int) -> None:
         """Allocate the memory for a save of ``nbytes`` on this rank, in a thread."""
-        self.background.prepare(nbytes)
+        self.saver.prepare(nbytes)
 
     def fence(self) -> None:
         """Let updates that are queued from now on wait for the copies of the save in progress."""
-        self.background.fence()
+        self.saver.fence()
 
     def check(self) -> None:
         """At a step boundary, on all ranks: complete a save that has ended.
@@ -96,8 +96,8 @@ class SavesBeside:
         Raises:
             CheckpointError: on all ranks, if it failed.
         """
-        if self.background.ready():
-            self._settled(self.background.settle())
+        if self.saver.ready():
+            self._settled(self.saver.settle())
 
     def finish(self) -> None:
         """Wait for the save in progress, on all ranks.
@@ -105,18 +105,18 @@ class SavesBeside:
         Raises:
             CheckpointError: on all ranks, if it failed.
         """
-        if self.background.pending is not None:
-            self._settled(self.background.settle())
+        if self.saver.pending is not None:
+            self._settled(self.saver.settle())
 
     def finish_alone(self) -> None:
         """Wait for the save in progress after training has failed, when other ranks may be gone."""
-        pending = self.background.settle_alone()
+        pending = self.saver.settle_alone()
         if pending is not None:
             self._follow(pending)
 
     def abort(self) -> None:
         """Drop the save in progress, at once and on this rank alone. What it was to replace stays."""
-        self.background.abort()
+        self.saver.abort()
         self._links.clear()
         self._removals.clear()
 
@@ -129,7 +129,7 @@ class SavesBeside:
 
     def link(self, path: str, link: str) -> None:
         """Link to the checkpoint ``path`` as soon as that is published."""
-        pending = self.background.pending
+        pending = self.saver.pending
         if pending is not None and str(pending.path) == os.path.abspath(path):
             self._links.append((path, link))
         elif os.path.exists(path):
@@ -137,7 +137,7 @@ class SavesBeside:
 
     def close(self) -> None:
         """End the worker and free the memory."""
-        self.background.close()
+        self.saver.close()
 
     def _settled(self, pending: PendingSave) -> None:
         # Rank 0 alone has links and removals, and must not leave the others when one fails.

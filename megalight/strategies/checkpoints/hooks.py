@@ -27,7 +27,7 @@ from megalight.optim.configured import Configured
 from megalight.optim.sharded import shard_optimizer, sharding_of
 from megalight.parallel.trace import spanned
 from megalight.strategies import _lightning
-from megalight.strategies.checkpoints.async_save import SavesBeside
+from megalight.strategies.checkpoints.async_save import AsyncSaves
 from megalight.strategies.checkpoints.resuming import Resumed, newer_than_last, open_saved
 from megalight.strategies.checkpoints.saving import Edits, edits_of, save, views
 from megalight.strategies.mesh_strategy import MeshStrategy
@@ -62,7 +62,7 @@ class FolderCheckpoints(MeshStrategy):
     _left_out: set[str]
     _given: dict[str, Any] | None = None
     _in_fit: bool = False
-    _async_saves: SavesBeside | None = None
+    _async_saves: AsyncSaves | None = None
     _only_updates_write: bool = False
 
     @property
@@ -186,7 +186,7 @@ class FolderCheckpoints(MeshStrategy):
     @property
     def save_under_way(self) -> PendingSave | None:
         """The asynchronous save that is not published yet, if there is one."""
-        return None if self._async_saves is None else self._async_saves.background.pending
+        return None if self._async_saves is None else self._async_saves.saver.pending
 
     def abort_saves(self) -> None:
         """Kill the worker process of this rank at once and drop its save; published checkpoints stay.
@@ -234,14 +234,14 @@ class FolderCheckpoints(MeshStrategy):
         assert self.lightning_module is not None
         return bool(self.lightning_module.trainer.global_step > 0)
 
-    def _make_async_saves(self) -> SavesBeside | None:
+    def _make_async_saves(self) -> AsyncSaves | None:
         kind = self.checkpoints.async_save
         # Lightning calls `on_fit_end` after the teardown: nobody would finish that save, or end its worker.
         if self._async_saves is None and kind is not None and self._in_fit:
             group = self.host_group() if self.world_size > 1 else None
             written = partial(self._notify, "on_checkpoint_written")
             skip = self.checkpoints.when_busy == "skip"
-            self._async_saves = SavesBeside(kind, skip, group, self.is_global_zero, self._remove, written)
+            self._async_saves = AsyncSaves(kind, skip, group, self.is_global_zero, self._remove, written)
         return self._async_saves
 
     def _link(self, trainer: pl.Trainer, path: str, link: str) -> None:

@@ -38,7 +38,7 @@ from megalight.strategies.checkpoints.saving import (
 )
 from megalight.strategies.checkpoints.single_file import STATES, SingleFile
 from megalight.strategies.mesh_strategy import MeshStrategy
-from megalight.strategies.micro_batches import Found
+from megalight.strategies.micro_batches import FoundSize
 
 
 def open_saved(path: str, module: pl.LightningModule | None) -> SavedCheckpoint:
@@ -71,7 +71,7 @@ def newer_than_last(path: str | os.PathLike[str]) -> PathLike | None:
 
 
 @contextmanager
-def newest_for_last(trainer: pl.Trainer | None) -> Iterator[None]:
+def latest_for_last(trainer: pl.Trainer | None) -> Iterator[None]:
     """Let ``ckpt_path="last"`` mean the latest finished checkpoint beside a ``last.ckpt``, as the commands do.
 
     A path that is given itself stays.
@@ -79,11 +79,11 @@ def newest_for_last(trainer: pl.Trainer | None) -> Iterator[None]:
     with ExitStack() as stack:
         for callback in () if trainer is None else trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
-                stack.enter_context(_lightning.finding_last_by(callback, _latest_beside))
+                stack.enter_context(_lightning.finding_last_by(callback, _latest_for))
         yield
 
 
-def _latest_beside(last: str | os.PathLike[str]) -> str | os.PathLike[str]:
+def _latest_for(last: str | os.PathLike[str]) -> str | os.PathLike[str]:
     newer = newer_than_last(last)
     return last if newer is None else str(newer)
 
@@ -145,11 +145,11 @@ class Resumed:
         """Whether another library trained before: there is optimizer state, but no state of Lightning's loops."""
         return "optimizer" in self.saved.common and "loops" not in self.saved.common
 
-    def micro_batches(self, strategy: MeshStrategy) -> Found | None:
+    def micro_batches(self, strategy: MeshStrategy) -> FoundSize | None:
         """Return what ``micro_batch_size="auto"`` found in the same layout, if it is saved."""
         saved = self.saved.common.get("megalight", {})
         found = saved.get("micro_batches") if saved.get("layout") == strategy.description else None
-        return None if found is None else Found(**found)
+        return None if found is None else FoundSize(**found)
 
     def take(self, state: Mapping[str, Any]) -> None:
         """Note how hooks have changed the ``state_dict``."""

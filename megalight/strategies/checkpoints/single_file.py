@@ -24,7 +24,7 @@ from megalight.models.module import CANONICAL_PREFIX, MegalightModule
 from megalight.nn.canonical import CanonicalPart, parts
 from megalight.parallel.data_parallel.masters import SCALARS, history
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.source import Filled, Target
+from megalight.parallel.source import FillReport, Target
 from megalight.parallel.transform import apply_transforms
 
 STATES = "optimizer_states"
@@ -91,7 +91,7 @@ class SingleFile:
         strict: bool = True,
         prefix: str = "",
         process_group: ProcessGroup | None = None,
-    ) -> Filled:
+    ) -> FillReport:
         """Read this rank's boxes; see :meth:`megalight.parallel.source.Source.fill`."""
         held = TensorSource(self._values, f"checkpoint {self.path}")
         return held.fill(targets, strict=strict, prefix=prefix, process_group=process_group)

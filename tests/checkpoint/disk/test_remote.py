@@ -20,11 +20,11 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 
 from megalight import checkpoint
 from megalight.checkpoint.async_save import worker
-from megalight.checkpoint.async_save.saves import KINDS, Background, Kind
+from megalight.checkpoint.async_save.saves import KINDS, AsyncSaver, Kind
 from megalight.checkpoint.disk import object_store, publish, storage
 from megalight.checkpoint.disk.address import Address
 from megalight.checkpoint.disk.files import FileRecord, write_file
-from megalight.checkpoint.disk.latest_checkpoint import newest_in
+from megalight.checkpoint.disk.latest_checkpoint import latest_checkpoint
 from megalight.checkpoint.disk.rank_files import WrittenFiles
 from megalight.checkpoint.inspection.diff import diff
 from megalight.checkpoint.inspection.inspect import describe
@@ -32,7 +32,7 @@ from megalight.checkpoint.inspection.verify import verify
 from megalight.cli import checkpoints
 from megalight.errors import CheckpointError, MegalightError, StorageError
 from tests.checkpoint import simple
-from tests.checkpoint.beside import fault, workers_of
+from tests.checkpoint.async_workers import fault, workers_of
 from tests.checkpoint.layouts import Layout, Model
 from tests.support.objects import BUCKET, server, use  # noqa: F401 (a fixture)
 from tests.support.workers import run
@@ -88,8 +88,8 @@ def test_it_is_saved_found_replaced_and_removed(folder: Address) -> None:
 def test_the_newest_of_a_run_is_found(folder: Address) -> None:
     for step, name in enumerate(("run/version_0/checkpoints/a.ckpt", "run/version_1/checkpoints/b.ckpt", "c.ckpt")):
         simple.save(folder / name, step)
-    assert newest_in(str(folder / "run")) == folder / "run/version_1/checkpoints/b.ckpt"
-    assert newest_in(str(folder / "c.ckpt")) == folder / "c.ckpt"
+    assert latest_checkpoint(str(folder / "run")) == folder / "run/version_1/checkpoints/b.ckpt"
+    assert latest_checkpoint(str(folder / "c.ckpt")) == folder / "c.ckpt"
     assert checkpoints.resolve("last", "fit", [str(folder)]) == str(folder / "c.ckpt")
     damaged = publish.resolve(folder / "c.ckpt") / "data/0-0.safetensors"
     flip(damaged)
@@ -101,7 +101,7 @@ def test_the_newest_of_a_run_is_found(folder: Address) -> None:
 def test_folders_in_one_of_the_same_name_are_found(folder: Address) -> None:
     simple.save(folder / "run/run/run", 1)
     assert list((folder / "run").iterdir()) == [folder / "run/run"]
-    assert newest_in(str(folder / "run")) == folder / "run/run/run"
+    assert latest_checkpoint(str(folder / "run")) == folder / "run/run/run"
 
 
 def flip(file: Address, place: int = -5) -> None:
@@ -541,7 +541,7 @@ def test_a_copied_one_that_is_newer_stays(folder: Address, tmp_path: Any) -> Non
 
 @pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.full) for kind in KINDS[1:])])
 def test_saves_beside_training(objects: Address, kind: Kind) -> None:
-    background, path = Background(kind), objects / "a.ckpt"
+    background, path = AsyncSaver(kind), objects / "a.ckpt"
     try:
         for step in (1, 2):
             simple.save(path, step, background)
@@ -567,7 +567,7 @@ def test_saves_beside_training(objects: Address, kind: Kind) -> None:
 def _two_ranks(url: str, address: str) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         use(address, patch)
-        background, layout = Background(), Layout(2, 1, "no_shard")
+        background, layout = AsyncSaver(), Layout(2, 1, "no_shard")
         try:
             model = Model(layout, dist.get_rank(), filled=True)
             background.save(url, model.views())
@@ -604,7 +604,7 @@ def test_a_store_tells_what_each_rank_has_written(folder: Address) -> None:
 def _cannot_begin(url: str, address: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         use(address, patch)
-        background, model = Background(), Model(Layout(2, 1, "no_shard"), dist.get_rank(), filled=True)
+        background, model = AsyncSaver(), Model(Layout(2, 1, "no_shard"), dist.get_rank(), filled=True)
         try:
             with patch.context() as failing:
                 if dist.get_rank() == 1:
@@ -633,7 +633,7 @@ def test_what_could_not_begin_leaves_nothing_there(objects: Address, server: str
 
 def test_what_a_worker_writes_after_an_abort_goes_with_the_next_save(objects: Address) -> None:
     """Another rank's, which is killed a moment later than rank 0 has deleted the folder."""
-    background = Background()
+    background = AsyncSaver()
     try:
         simple.save(objects / "a.ckpt", 1, background)
         assert background.pending is not None
@@ -649,7 +649,7 @@ def test_what_a_worker_writes_after_an_abort_goes_with_the_next_save(objects: Ad
 
 
 def test_memory_is_not_seen_by_a_worker() -> None:
-    background = Background()
+    background = AsyncSaver()
     with pytest.raises(CheckpointError, match="memory of this process"):
         simple.save(Address("memory://x/a.ckpt"), 1, background)
     background.close()

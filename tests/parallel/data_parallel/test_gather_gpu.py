@@ -32,7 +32,7 @@ pytestmark = pytest.mark.gpu
 WIDTH, LAYERS, STEPS, NEVER = 1024, 6, 8, 1000
 CYCLES = 3_000_000
 """How late each gather is: about 2 ms. A layer takes less."""
-REAL, PUSHED = gather.gather_in_line, Pushes.gather
+REAL, PUSHED = gather.gather_on_current_stream, Pushes.gather
 
 
 def _engine(model: nn.Module, **options: Any) -> DataParallelEngine:
@@ -125,7 +125,7 @@ def _losses(warmup: int, way: Transport = "plain") -> tuple[list[float], int]:
         [torch.randn(256, WIDTH, generator=draws).to(device, torch.bfloat16) for _ in range(2)] for _ in range(STEPS)
     ]
     losses = []
-    with patch.object(gather, "gather_in_line", _late), patch.object(Pushes, "gather", _pushed_late):
+    with patch.object(gather, "gather_on_current_stream", _late), patch.object(Pushes, "gather", _pushed_late):
         for batch in batches:
             # The gathers for the next replay begin on the host while this one has not begun on the device.
             torch.cuda._sleep(10 * CYCLES)  # type: ignore[no-untyped-call]

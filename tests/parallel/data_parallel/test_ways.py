@@ -19,8 +19,8 @@ def test_auto_takes_copy_engines_where_they_are(monkeypatch: pytest.MonkeyPatch)
     reason = choice.why_not(CPU)
     assert reason is not None
     assert "cpu" in reason
-    assert choice.told([reason]).startswith("by collectives")
-    assert "cpu" in choice.told([reason])
+    assert choice.describe([reason]).startswith("by collectives")
+    assert "cpu" in choice.describe([reason])
     monkeypatch.setattr(memory, "why_not", lambda device: None)
     monkeypatch.setattr(memory, "unreachable", lambda group: "needs NVLink" if group == FAR else None)
     # The order of questions does not matter.
@@ -28,7 +28,7 @@ def test_auto_takes_copy_engines_where_they_are(monkeypatch: pytest.MonkeyPatch)
         assert choice.why_not(CPU) is None
         assert choice.why_not_over(NEAR) is None
         assert choice.why_not_over(FAR) == "the other way needs NVLink"
-    assert "by copy engines" in choice.told([])
+    assert "by copy engines" in choice.describe([])
 
 
 def test_what_was_named_is_refused_where_it_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:

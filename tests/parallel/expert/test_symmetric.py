@@ -18,7 +18,7 @@ from megalight.errors import LayoutError, MegalightError
 from megalight.parallel.expert import ExpertOptions, SymmetricDispatcher, copy_engine
 from megalight.parallel.expert.all_to_all import Traffic
 from megalight.parallel.expert.copy_engine import PeerExchange, Regions
-from megalight.parallel.interleaved_passes import Abandoned, PassInterleaver
+from megalight.parallel.interleaved_passes import PassAborted, PassInterleaver
 from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
@@ -146,8 +146,8 @@ def _after_failures() -> tuple[int, list[tuple[float, float]]]:
         for _ in range(memory.SLOTS + 1):
             with (
                 patch.object(copy_engine, "interleaving", lambda: True),
-                patch.object(copy_engine, "pause", side_effect=Abandoned),
-                pytest.raises(Abandoned),
+                patch.object(copy_engine, "pause", side_effect=PassAborted),
+                pytest.raises(PassAborted),
             ):
                 _sums(send, (4,))
             failed += 1

@@ -53,7 +53,7 @@ class Tape:
         listening = _Listening(list(generators))
         self.entries = listening.entries
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(random, "lend", listening.lend)
+            patch.setattr(random, "swap_state", listening.lend)
             patch.setattr(dist.Work, "wait", _wait)
             _NOW.append(listening)
             try:
@@ -186,7 +186,7 @@ def act(function: Callable[[], object]) -> None:
             function()
 
 
-LEND = random.lend
+LEND = random.swap_state
 WAIT = dist.Work.wait
 
 

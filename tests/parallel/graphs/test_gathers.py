@@ -54,7 +54,7 @@ class Side:
             self.done += 1
 
 
-REAL = gathers.gather_in_line
+REAL = gathers.gather_on_current_stream
 
 
 class Run:
@@ -136,7 +136,10 @@ class Run:
             seen.append(len(self.side.queue) - self.side.done)
             replay(recorded)
 
-        with patch.object(gathers, "gather_in_line", self.side.gather), patch.object(Recorded, "replay", watched):
+        with (
+            patch.object(gathers, "gather_on_current_stream", self.side.gather),
+            patch.object(Recorded, "replay", watched),
+        ):
             found = self.graphs(last, list(inputs[rank]), lambda batches: self.passes(batches, last))["loss"]
             replayed = self.graphs.replays > before
             assert not replayed or seen == [pending], "nothing waited for all parameters before the replay"

@@ -15,7 +15,7 @@ from megalight.parallel.data_parallel.gather import Pushes
 from megalight.parallel.data_parallel.reduce import PushedSums
 from megalight.parallel.peers import memory
 from megalight.parallel.peers.memory import Flag
-from megalight.parallel.pipeline.p2p_communication import Line, PeerChannel, offsets
+from megalight.parallel.pipeline.p2p_communication import NeighborSlots, PeerChannel, offsets
 from tests.parallel.peers.hazards import Place, Stream, World, note_sum, play
 
 ROWS, WIDTH, MESSAGES = 2, 4, 7
@@ -25,7 +25,7 @@ def messages(world: World) -> None:
     """Two ranks send each other one message after another, from memory that is used again; slots grow in between."""
     rank = world.local.rank
     group: Any = SimpleNamespace(rank=lambda: rank, size=lambda: 2)
-    line = Line(group)
+    line = NeighborSlots(group)
     out, into = (PeerChannel(1 - rank, group, group, line) for _ in range(2))
     for rows in (ROWS, 40 * ROWS):
         tensor, buffer = (Place.private(world, (rows, WIDTH)) for _ in range(2))

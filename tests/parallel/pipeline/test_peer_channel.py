@@ -17,7 +17,7 @@ from megalight.parallel.pipeline.carry import Carry
 from megalight.parallel.pipeline.executor import Executor
 from megalight.parallel.pipeline.layout import PipelineLayout
 from megalight.parallel.pipeline.options import Messages, PipelineOptions
-from megalight.parallel.pipeline.p2p_communication import Edges, PeerChannel, offsets
+from megalight.parallel.pipeline.p2p_communication import P2PCommunicator, PeerChannel, offsets
 from megalight.parallel.pipeline.rank_schedule import rank_schedule_of
 from megalight.types import Loss
 from tests.parallel.peers.shared_files import symmetric_on_cpu
@@ -130,7 +130,7 @@ def test_tensors_have_places_apart() -> None:
 
 def _refused() -> str:
     with pytest.raises(LayoutError) as caught:
-        Edges.between(ParallelMesh(2, dist.get_rank(), pp=2), around=False, messages="symmetric")
+        P2PCommunicator.between(ParallelMesh(2, dist.get_rank(), pp=2), around=False, messages="symmetric")
     return str(caught.value)
 
 

@@ -14,7 +14,7 @@ from megalight.parallel.groups import shared_group
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.messages import Message
 from megalight.parallel.peers.memory import PeerMemory
-from megalight.parallel.pipeline.p2p_communication import Edges, PeerChannel
+from megalight.parallel.pipeline.p2p_communication import P2PCommunicator, PeerChannel
 from tests.support.nccl import runs_of
 
 pytestmark = pytest.mark.gpu
@@ -30,7 +30,7 @@ def _values(seed: int, size: int) -> Tensor:
 def _exchange() -> tuple[int, int]:
     """Return the number of wrong elements on both ranks, and of messages of one direction through slots."""
     rank = dist.get_rank()
-    edges = Edges.between(ParallelMesh(2, rank, pp=2), around=False, messages="symmetric")
+    edges = P2PCommunicator.between(ParallelMesh(2, rank, pp=2), around=False, messages="symmetric")
     work = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
     wrong = torch.zeros((), device="cuda", dtype=torch.int64)
     out, into = (
@@ -71,7 +71,7 @@ def _around() -> tuple[int, int]:
     rank, world = dist.get_rank(), dist.get_world_size()
     if rank == 0:
         PeerMemory(shared_group((rank,), "alone")).reserve(SIZES[0])
-    edges = Edges.between(ParallelMesh(world, rank, pp=world), around=True, messages="symmetric")
+    edges = P2PCommunicator.between(ParallelMesh(world, rank, pp=world), around=True, messages="symmetric")
     out, into = edges.activations_out, edges.activations_in
     assert isinstance(out, PeerChannel)
     assert isinstance(into, PeerChannel)

@@ -8,7 +8,7 @@ import pytest
 
 from megalight.parallel.pipeline.rank_schedule import RankSchedule, rank_schedule_of
 from megalight.parallel.pipeline.schedules import SCHEDULES, Action, ActionKind, build
-from megalight.parallel.pipeline.timeline import Place, comes, gives
+from megalight.parallel.pipeline.timeline import Place, input_of, output_of
 from tests.parallel.pipeline.test_schedules import Case, cases
 
 
@@ -34,7 +34,7 @@ def stopping(rank_schedules: Sequence[RankSchedule], vpp: int) -> list[str]:
             return
         for kind, inbox in zip((ActionKind.BACKWARD, ActionKind.FORWARD), inboxes[rank], strict=True):
             while inbox and doing[rank] >= inbox[0].before:
-                place = comes(Action(kind, inbox[0].chunk, inbox[0].micro_batch), rank, pp, vpp)
+                place = input_of(Action(kind, inbox[0].chunk, inbox[0].micro_batch), rank, pp, vpp)
                 assert place is not None
                 if kind is ActionKind.FORWARD and place not in sent:
                     return
@@ -44,9 +44,9 @@ def stopping(rank_schedules: Sequence[RankSchedule], vpp: int) -> list[str]:
         if not waits[rank] <= sent & posted:
             return
         for action in rank_schedules[rank].actions[doing[rank]].parts:
-            needed = comes(action, rank, pp, vpp)
+            needed = input_of(action, rank, pp, vpp)
             assert needed is None or needed[1] % pp == rank or needed in posted, f"{action} was not prepared for"
-            given = gives(action, rank, pp)
+            given = output_of(action, rank, pp)
             if given is not None and given[1] != (last if given[0] == "F" else 0) and pp > 1:
                 sent.add(given)
                 waits[rank].add(given)
@@ -130,13 +130,15 @@ def holding(rank_schedules: Sequence[RankSchedule], vpp: int, slots: int) -> lis
         if doing[rank] == len(rank_schedules[rank].actions):
             return
         parts = rank_schedules[rank].actions[doing[rank]].parts
-        needs = [place for part in parts if (place := comes(part, rank, pp, vpp)) is not None and place[1] % pp != rank]
+        needs = [
+            place for part in parts if (place := input_of(part, rank, pp, vpp)) is not None and place[1] % pp != rank
+        ]
         if not set(needs) <= here:
             return
         for place in needs:
             used[rank, place[0]] = used.get((rank, place[0]), 0) + 1
         for part in parts:
-            given = gives(part, rank, pp)
+            given = output_of(part, rank, pp)
             if given is not None and given[1] != (last if given[0] == "F" else 0) and pp > 1:
                 leaving[rank].append(given)
         doing[rank] += 1

@@ -13,11 +13,11 @@ from megalight.parallel.pipeline.schedules import (
     Action,
     ActionKind,
     Actions,
+    bubble_warning,
     build,
     check,
     chosen,
     group_sizes,
-    waste,
 )
 from megalight.parallel.pipeline.timeline import Costs, Timeline, simulate
 from tests.parallel.pipeline.rendezvous import play
@@ -157,7 +157,7 @@ def test_last_groups_that_are_smaller_cost_no_more_than_full_ones() -> None:
 
 def test_the_warning_knows_the_bubble() -> None:
     for pp, vpp, m in itertools.product((2, 3, 7), (1, 2, 3), range(1, 8)):
-        warning = waste(pp, vpp, m)
+        warning = bubble_warning(pp, vpp, m)
         assert (warning is None) == (m % pp == 0 or (vpp == 1 and m > pp))
         if m < pp:
             assert f"the bubble is {simulate(build('auto', pp, vpp, m)).bubble:.0%} of the work" in str(warning)
@@ -201,9 +201,9 @@ def test_groups_as_large_as_needed_leave_no_small_rest() -> None:
     """What the documentation advises: any number of micro-batches from ``pp`` up then has the formula's bubble."""
     for pp, vpp, m in itertools.product((2, 3, 4, 7), (2, 3), (7, 8, 9, 11, 13, 17, 20)):
         size = -(-m // (m // pp))
-        if warning := waste(pp, vpp, m):
+        if warning := bubble_warning(pp, vpp, m):
             assert f"group_size={size}, which keeps activations of {(vpp - 1) * (size - pp)} more" in warning
-        assert waste(pp, vpp, m, size) is None
+        assert bubble_warning(pp, vpp, m, size) is None
         for name, work in (("interleaved", 1), ("zero_bubble", 3)):
             timeline = simulate(build(name, pp, vpp, m, size))
             assert timeline.bubble == pytest.approx((pp - 1) / (m * vpp * work)), (pp, vpp, m)

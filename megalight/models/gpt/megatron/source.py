@@ -22,7 +22,7 @@ from megalight.models.gpt.megatron.arguments import COMMON, config_of
 from megalight.models.gpt.megatron.optimizer import unflattened
 from megalight.models.gpt.megatron.param_mapping import map_params, plain
 from megalight.models.saved import check_held
-from megalight.parallel.source import Filled, Target
+from megalight.parallel.source import FillReport, Target
 
 BACKEND = "metadata.json"
 NEWEST = "latest_checkpointed_iteration.txt"
@@ -105,7 +105,7 @@ class MegatronFolder:
         strict: bool = True,
         prefix: str = "",
         process_group: ProcessGroup | None = None,
-    ) -> Filled:
+    ) -> FillReport:
         """See :meth:`megalight.parallel.source.Source.fill`; a shard that a box touches is read as a whole."""
         boxes, ranks = [target for target in targets if target.data.numel()], Ranks(process_group)
         asked = {box.name: box.shape for box in boxes}

@@ -1,4 +1,4 @@
-"""Saves beside training: equal to others, and safe from failures and kills of trainers and of workers."""
+"""Asynchronous saves: equal to others, and safe from failures and kills of trainers and of workers."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ import torch.distributed as dist
 
 from megalight import checkpoint
 from megalight.checkpoint.async_save import saves, worker
-from megalight.checkpoint.async_save.saves import KINDS, Background, Kind
+from megalight.checkpoint.async_save.saves import KINDS, AsyncSaver, Kind
 from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.saving import size_of, stage
 from megalight.errors import CheckpointError
 from tests.checkpoint import simple
-from tests.checkpoint.beside import fault, wait_until_gone, workers_of
+from tests.checkpoint.async_workers import fault, wait_until_gone, workers_of
 from tests.checkpoint.layouts import Layout, Model
 from tests.support.workers import run
 
 
 @pytest.fixture(params=KINDS)
-def background(request: pytest.FixtureRequest) -> Iterator[Background]:
-    made = Background(request.param)
+def background(request: pytest.FixtureRequest) -> Iterator[AsyncSaver]:
+    made = AsyncSaver(request.param)
     yield made
     made.close()
     assert not workers_of(os.getpid())
@@ -49,14 +49,14 @@ def files(path: Path) -> dict[str, bytes]:
     return found
 
 
-def test_files_are_those_of_a_plain_save(tmp_path: Path, background: Background) -> None:
+def test_files_are_those_of_a_plain_save(tmp_path: Path, background: AsyncSaver) -> None:
     for step in (1, 2):  # the second uses memory, and perhaps a worker, that are there
         values, source = simple.tensors(step), tmp_path / "tokenizer.json"
         source.write_text(f"step {step}")
         counts = torch.full((5,), step)
         given = {"common": {"global_step": step, "counts": counts}, "rank_state": {"random": torch.full((9,), step)}}
         checkpoint.save(tmp_path / "plain.ckpt", simple.views(values), files={"tokenizer.json": source}, **given)
-        background.save(tmp_path / "beside.ckpt", simple.views(values), files={"tokenizer.json": source}, **given)
+        background.save(tmp_path / "async.ckpt", simple.views(values), files={"tokenizer.json": source}, **given)
         for tensor in (*values.values(), counts):
             tensor.fill_(-1)
         source.write_text("changed")
@@ -64,22 +64,22 @@ def test_files_are_those_of_a_plain_save(tmp_path: Path, background: Background)
         assert background.pending is None
         assert saved.waited > 0
         assert saved.seconds > 0
-        assert simple.step_of(tmp_path / "beside.ckpt") == step
-        assert files(tmp_path / "beside.ckpt") == files(tmp_path / "plain.ckpt")
-    assert {path.name for path in tmp_path.iterdir()} == {"plain.ckpt", "beside.ckpt", "tokenizer.json"}
+        assert simple.step_of(tmp_path / "async.ckpt") == step
+        assert files(tmp_path / "async.ckpt") == files(tmp_path / "plain.ckpt")
+    assert {path.name for path in tmp_path.iterdir()} == {"plain.ckpt", "async.ckpt", "tokenizer.json"}
     assert len(workers_of(os.getpid())) == (background.kind == "persistent")
 
 
 def test_files_of_torch_are_those_of_a_plain_save(tmp_path: Path) -> None:
-    background, views = Background(), simple.views(simple.tensors(1))
+    background, views = AsyncSaver(), simple.views(simple.tensors(1))
     checkpoint.save(tmp_path / "plain.ckpt", views, scheme="fsdp_dtensor")
-    background.save(tmp_path / "beside.ckpt", views, scheme="fsdp_dtensor")
+    background.save(tmp_path / "async.ckpt", views, scheme="fsdp_dtensor")
     background.settle()
     background.close()
-    beside, plain = files(tmp_path / "beside.ckpt"), files(tmp_path / "plain.ckpt")
+    saved, plain = files(tmp_path / "async.ckpt"), files(tmp_path / "plain.ckpt")
     # pickles of equal values differ in what they share
-    assert pickle.loads(beside.pop(".metadata")) == pickle.loads(plain.pop(".metadata"))
-    assert beside == plain
+    assert pickle.loads(saved.pop(".metadata")) == pickle.loads(plain.pop(".metadata"))
+    assert saved == plain
 
 
 class Copying:
@@ -97,7 +97,7 @@ class Copying:
 
 
 def test_a_save_begins_when_its_copies_have_arrived(
-    tmp_path: Path, background: Background, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, background: AsyncSaver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copies = Copying()
     monkeypatch.setattr(saves, "stage", lambda *args, **kwargs: replace(stage(*args, **kwargs), copies=copies))
@@ -113,7 +113,7 @@ def test_a_save_begins_when_its_copies_have_arrived(
 
 
 def test_an_aborted_save_leaves_the_memory_when_its_copies_have_arrived(
-    tmp_path: Path, background: Background, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, background: AsyncSaver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copies = Copying()
     with monkeypatch.context() as patched:
@@ -136,7 +136,7 @@ class Failed(Copying):
 
 
 def test_the_error_of_a_gpu_does_not_keep_a_run_from_its_end(
-    tmp_path: Path, background: Background, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, background: AsyncSaver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copies = Failed()
     monkeypatch.setattr(saves, "stage", lambda *args, **kwargs: replace(stage(*args, **kwargs), copies=copies))
@@ -147,7 +147,7 @@ def test_the_error_of_a_gpu_does_not_keep_a_run_from_its_end(
     assert not (tmp_path / "a.ckpt").exists()
 
 
-def test_memory_is_made_ahead(tmp_path: Path, background: Background) -> None:
+def test_memory_is_made_ahead(tmp_path: Path, background: AsyncSaver) -> None:
     views = simple.views(simple.tensors(1))
     background.prepare(size_of(views))
     simple.save(tmp_path / "a.ckpt", 1, background)
@@ -158,7 +158,7 @@ def test_memory_is_made_ahead(tmp_path: Path, background: Background) -> None:
     assert simple.step_of(tmp_path / "a.ckpt") == 1
 
 
-def test_a_job_needs_no_torch(tmp_path: Path, background: Background) -> None:
+def test_a_job_needs_no_torch(tmp_path: Path, background: AsyncSaver) -> None:
     """So that workers start quickly and are small."""
     simple.save(tmp_path / "a.ckpt", 1, background)
     assert background._worker is not None
@@ -172,7 +172,7 @@ def test_a_job_needs_no_torch(tmp_path: Path, background: Background) -> None:
 
 
 def test_a_file_in_the_current_folder_is_no_module(
-    tmp_path: Path, background: Background, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, background: AsyncSaver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "secrets.py").write_text("raise RuntimeError('not the library')")
     monkeypatch.chdir(tmp_path)
@@ -182,7 +182,7 @@ def test_a_file_in_the_current_folder_is_no_module(
 
 
 def test_nothing_to_write_is_a_checkpoint_too(tmp_path: Path) -> None:
-    background = Background()
+    background = AsyncSaver()
     background.save(tmp_path / "a.ckpt", {}, common={"step": 1})
     background.settle()
     assert checkpoint.open(tmp_path / "a.ckpt").common == {"step": 1}
@@ -191,7 +191,7 @@ def test_nothing_to_write_is_a_checkpoint_too(tmp_path: Path) -> None:
 
 def _two_ranks(path: Path) -> list[str]:
     """Save under one layout beside, load under none."""
-    background, model = Background(), Model(Layout(2, 1, "no_shard"), dist.get_rank(), filled=True)
+    background, model = AsyncSaver(), Model(Layout(2, 1, "no_shard"), dist.get_rank(), filled=True)
     try:
         for _ in range(2):
             background.save(path, model.views())
@@ -212,7 +212,7 @@ def test_ranks_write_their_parts_and_rank_0_publishes(tmp_path: Path) -> None:
 
 
 def _one_fails(path: Path, what: str, victim: int) -> tuple[list[str], int]:
-    background, model = Background(), Model(Layout(2, 1, "no_shard"), dist.get_rank(), filled=True)
+    background, model = AsyncSaver(), Model(Layout(2, 1, "no_shard"), dist.get_rank(), filled=True)
     told = []
     try:
         checkpoint.save(path, model.views(), common={"step": 0})
@@ -253,7 +253,7 @@ def test_all_ranks_are_told_of_a_failure_and_save_again(tmp_path: Path, what: st
     assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
 
 
-def test_a_value_that_cannot_be_kept_is_refused_at_once(tmp_path: Path, background: Background) -> None:
+def test_a_value_that_cannot_be_kept_is_refused_at_once(tmp_path: Path, background: AsyncSaver) -> None:
     with pytest.raises(CheckpointError, match="common"):
         background.save(tmp_path / "a.ckpt", simple.views(simple.tensors(1)), common={"a": object()})
     assert not list(tmp_path.iterdir())
@@ -263,7 +263,7 @@ def test_a_value_that_cannot_be_kept_is_refused_at_once(tmp_path: Path, backgrou
 
 def _cannot_give(path: Path) -> str:
     """Rank 0 cannot hand over its job, and rank 1's worker, which can, ends a second later than rank 0's."""
-    background, model = Background(), Model(Layout(2, 1, "no_shard"), dist.get_rank(), filled=True)
+    background, model = AsyncSaver(), Model(Layout(2, 1, "no_shard"), dist.get_rank(), filled=True)
     end = background._end_worker
 
     def refuse(*_: object) -> None:
@@ -292,7 +292,7 @@ def test_a_folder_stays_until_no_worker_writes_into_it(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_is_killed_between_saves_is_replaced(tmp_path: Path) -> None:
-    background = Background("persistent")
+    background = AsyncSaver("persistent")
     simple.save(tmp_path / "a.ckpt", 1, background)
     background.settle()
     assert background._worker is not None
@@ -304,7 +304,7 @@ def test_a_worker_that_is_killed_between_saves_is_replaced(tmp_path: Path) -> No
     background.close()
 
 
-def test_abort_kills_and_leaves_what_was_there(tmp_path: Path, background: Background) -> None:
+def test_abort_kills_and_leaves_what_was_there(tmp_path: Path, background: AsyncSaver) -> None:
     path, gate = tmp_path / "a.ckpt", tmp_path / "gate"
     simple.save(path, 1)
     with fault(f"gate:{gate}"):
@@ -321,7 +321,7 @@ def test_abort_kills_and_leaves_what_was_there(tmp_path: Path, background: Backg
 
 
 def test_abort_while_another_thread_settles(
-    tmp_path: Path, background: Background, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, background: AsyncSaver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At each place where the thread that trains may be."""
     path, gate = tmp_path / "a.ckpt", tmp_path / "gate"
@@ -346,7 +346,7 @@ def test_abort_while_another_thread_settles(
     assert not workers_of(os.getpid())
 
 
-def test_signals_of_a_cluster_do_not_end_a_worker(tmp_path: Path, background: Background) -> None:
+def test_signals_of_a_cluster_do_not_end_a_worker(tmp_path: Path, background: AsyncSaver) -> None:
     gate = tmp_path / "gate"
     with fault(f"gate:{gate}"):
         simple.save(tmp_path / "a.ckpt", 1, background)
@@ -359,7 +359,7 @@ def test_signals_of_a_cluster_do_not_end_a_worker(tmp_path: Path, background: Ba
 
 
 def test_a_checkpoint_is_removed_though_a_process_forked_during_its_save_lives(
-    tmp_path: Path, background: Background
+    tmp_path: Path, background: AsyncSaver
 ) -> None:
     """As the workers of a data loader do, which hold all that was open when they were forked."""
     simple.save(tmp_path / "a.ckpt", 1, background)
@@ -375,7 +375,7 @@ def test_a_checkpoint_is_removed_though_a_process_forked_during_its_save_lives(
         child.join()
 
 
-def test_waiting_alone_publishes_what_is_complete(tmp_path: Path, background: Background) -> None:
+def test_waiting_alone_publishes_what_is_complete(tmp_path: Path, background: AsyncSaver) -> None:
     simple.save(tmp_path / "a.ckpt", 1, background)
     saved = background.settle_alone()
     assert saved is not None
@@ -385,7 +385,7 @@ def test_waiting_alone_publishes_what_is_complete(tmp_path: Path, background: Ba
 
 def _left_alone(path: Path) -> bool:
     """Rank 1's worker dies; rank 0 does not hear of it from rank 1."""
-    background, model = Background(), Model(Layout(2, 1, "no_shard"), dist.get_rank(), filled=True)
+    background, model = AsyncSaver(), Model(Layout(2, 1, "no_shard"), dist.get_rank(), filled=True)
     with fault("gate:/nonexistent" if dist.get_rank() == 1 else ""):
         background.save(path, model.views())
     if dist.get_rank() == 1:
@@ -420,7 +420,7 @@ def test_a_lock_that_is_not_seen_on_other_machines_tells_of_no_death(
 def _save_until_killed(folder: Path, kind: Kind | None, told: Path) -> None:
     """Save step after step, beside or (None) not; write down the error of a save."""
     os.setpgid(0, 0)
-    newest, background = checkpoint.latest(folder), None if kind is None else Background(kind)
+    newest, background = checkpoint.latest(folder), None if kind is None else AsyncSaver(kind)
     try:
         for step in count(simple.step_of(newest) + 1 if newest else 1):
             for path in (folder / f"step={step}.ckpt", folder / "last.ckpt"):

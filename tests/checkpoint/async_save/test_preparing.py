@@ -1,4 +1,4 @@
-"""Saves beside training that fail or are aborted while they begin: all know, nothing stays, the next one works."""
+"""Asynchronous saves that fail or are aborted while they begin: all know, nothing stays, the next one works."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import torch.distributed as dist
 from megalight import checkpoint
 from megalight.checkpoint import saving
 from megalight.checkpoint.async_save import saves
-from megalight.checkpoint.async_save.saves import KINDS, Background, Kind, PendingSave, SaveWorker
+from megalight.checkpoint.async_save.saves import KINDS, AsyncSaver, Kind, PendingSave, SaveWorker
 from megalight.checkpoint.async_save.shared_memory import SharedMemory
 from megalight.checkpoint.ranks import Ranks
 from megalight.errors import CheckpointError
 from tests.checkpoint import simple
-from tests.checkpoint.beside import workers_of
+from tests.checkpoint.async_workers import workers_of
 from tests.checkpoint.layouts import Layout, Model
 from tests.support.workers import run
 
@@ -31,8 +31,8 @@ LIMIT = 60.0
 
 
 @pytest.fixture(params=KINDS)
-def background(request: pytest.FixtureRequest) -> Iterator[Background]:
-    made = Background(request.param)
+def background(request: pytest.FixtureRequest) -> Iterator[AsyncSaver]:
+    made = AsyncSaver(request.param)
     yield made
     made.close()
     assert not workers_of(os.getpid())
@@ -55,7 +55,7 @@ FAILURES: dict[str, tuple[object, str, Exception]] = {
 
 def _fails(path: Path, what: str, victim: int, kind: Kind) -> tuple[str, int]:
     """Save; fail to begin the second save, on one rank; save again."""
-    background, model = Background(kind), Model(Layout(2, 1, "no_shard"), dist.get_rank(), filled=True)
+    background, model = AsyncSaver(kind), Model(Layout(2, 1, "no_shard"), dist.get_rank(), filled=True)
     place, name, error = FAILURES[what]
     try:
         checkpoint.save(path, model.views(), common={"step": 0})
@@ -121,7 +121,7 @@ class Copying:
 
 def _copies_of_the_other(path: Path) -> bool:
     """Rank 1 cannot copy; return whether rank 0's copies, which nobody needs, have arrived before memory is reused."""
-    background, model = Background(), Model(Layout(2, 1, "no_shard"), dist.get_rank(), filled=True)
+    background, model = AsyncSaver(), Model(Layout(2, 1, "no_shard"), dist.get_rank(), filled=True)
     copied, copies = saving._copied, Copying()
 
     def with_copies(*arguments: Any) -> Any:
@@ -144,7 +144,7 @@ def test_copies_of_a_save_that_another_rank_could_not_begin_are_waited_for(tmp_p
 
 def _copies_of_a_failed_gpu(path: Path) -> str:
     """Copies of rank 1's aborted save fail in the next one, which rank 0 must hear of."""
-    background, model = Background(), Model(Layout(2, 1, "no_shard"), dist.get_rank(), filled=True)
+    background, model = AsyncSaver(), Model(Layout(2, 1, "no_shard"), dist.get_rank(), filled=True)
     try:
         if dist.get_rank() == 1:
             failed = Copying()
@@ -167,7 +167,7 @@ PLACES = ("staging", "starting", "giving", "started", "noting")
 """Where the thread that trains may be when another one aborts."""
 
 
-def abort_at(place: str, background: Background, patch: pytest.MonkeyPatch) -> None:
+def abort_at(place: str, background: AsyncSaver, patch: pytest.MonkeyPatch) -> None:
     """Abort once, when the next save comes to a place."""
     stage, together, give = saves.stage, Ranks.together, SaveWorker.give
 
@@ -207,7 +207,7 @@ def abort_at(place: str, background: Background, patch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("place", PLACES)
 def test_an_abort_while_a_save_begins_ends_it(
-    tmp_path: Path, background: Background, place: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, background: AsyncSaver, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     simple.save(tmp_path / "a.ckpt", 1)
     with monkeypatch.context() as patch:
@@ -224,7 +224,7 @@ def test_an_abort_while_a_save_begins_ends_it(
 
 
 def test_an_abort_does_not_wait_for_a_save_that_begins(
-    tmp_path: Path, background: Background, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, background: AsyncSaver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread that trains waits for a rank that is gone."""
     inside, go_on, told = threading.Event(), threading.Event(), list[str]()
@@ -259,7 +259,7 @@ def test_an_abort_does_not_wait_for_a_save_that_begins(
 
 def _aborted_on_one(path: Path, place: str) -> tuple[str, str]:
     """Rank 1 is aborted while a save begins. Rank 0 hears of it, and both save again."""
-    background, model = Background(), Model(Layout(2, 1, "no_shard"), dist.get_rank(), filled=True)
+    background, model = AsyncSaver(), Model(Layout(2, 1, "no_shard"), dist.get_rank(), filled=True)
     try:
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == 1:
@@ -283,7 +283,7 @@ def test_an_abort_of_one_rank_is_told_to_all(tmp_path: Path, place: str) -> None
 
 
 def test_a_process_group_that_is_gone_does_not_keep_the_folder(
-    tmp_path: Path, background: Background, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, background: AsyncSaver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     together = Ranks.together
 

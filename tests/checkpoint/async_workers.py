@@ -1,4 +1,4 @@
-"""Helpers for saves beside training: workers with faults, and processes that must be gone."""
+"""Helpers for asynchronous saves: workers with faults, and processes that must be gone."""
 
 from __future__ import annotations
 
