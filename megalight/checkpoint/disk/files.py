@@ -17,7 +17,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, Protocol, Self, TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -92,58 +93,8 @@ TORCH_SUFFIX = ".distcp"
 _NAME = re.compile(r"[A-Za-z0-9_\-+=@,][A-Za-z0-9_.\-+=@, ]*")
 
 
-class PathLike(Protocol):
-    """Where a folder or file is: what a local ``Path`` and an address of remote storage have in common.
-
-    It is a ``Path`` or an :class:`~megalight.checkpoint.disk.address.Address`. What only one of them needs, such as
-    ``fsync``, is decided in :func:`located`, :func:`created` and :func:`sync_directory`.
-    """
-
-    @property
-    def name(self) -> str:
-        """The last part."""
-
-    @property
-    def suffix(self) -> str:
-        """The end of the name, from the last dot on."""
-
-    @property
-    def parent(self) -> Self:
-        """The folder that it is in."""
-
-    def __fspath__(self) -> str:
-        """The path, or the whole address."""
-
-    def __truediv__(self, name: str, /) -> Self:
-        """A file or folder in it."""
-
-    def __lt__(self, other: Self, /) -> bool:
-        """Whether it comes first in a sorted list."""
-
-    def exists(self) -> bool:
-        """Whether there is anything."""
-
-    def is_file(self) -> bool:
-        """Whether it is a file."""
-
-    def is_dir(self) -> bool:
-        """Whether it is a folder."""
-
-    def is_symlink(self) -> bool:
-        """Whether it is a link."""
-
-    def iterdir(self) -> Iterator[Self]:
-        """What is in a folder."""
-
-    def read_bytes(self) -> bytes:
-        """The content of a file."""
-
-    def resolve(self) -> Self:
-        """Where links lead."""
-
-    def stat(self) -> Any:
-        """Its ``st_size``."""
-
+PathLike: TypeAlias = Path | Address
+"""Where a folder or file is: on a local file system, or in remote storage."""
 
 Write = Callable[[bytes | memoryview], None]
 """Puts bytes behind those that a file has."""

@@ -77,7 +77,8 @@ def _finished(here: PathLike, levels: int = DEPTH) -> Iterator[tuple[int, PathLi
     for path in publish.finished(here):
         if not path.name.startswith("."):
             yield manifest.read(publish.resolve(path)).saved_at, path
-    for entry in sorted(here.iterdir()) if here.is_dir() else ():
+    inside: list[PathLike] = [*here.iterdir()] if here.is_dir() else []
+    for entry in sorted(inside, key=str):
         if entry.name.startswith("."):
             continue
         # As os.walk does: a folder that nobody may read holds no checkpoint for us, but those beside it may.
