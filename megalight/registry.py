@@ -7,7 +7,7 @@ import importlib.metadata
 import logging
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -29,8 +29,8 @@ SOURCES = Path(__file__).parents[1] / "pyproject.toml"
 class Registry(Generic[T]):
     """A mapping from names to objects of one kind.
 
-    Plugins are loaded when a name is unknown or when the registry is iterated. Registering a name twice raises
-    :class:`MegalightError`; so does an unknown name, with a list of the known ones.
+    Plugins are loaded when the registry is iterated or a name is unknown: first the one of that name. Registering a
+    name twice raises :class:`MegalightError`; so does an unknown name, with a list of the known ones.
     """
 
     def __init__(self, kind: str) -> None:
@@ -49,9 +49,7 @@ class Registry(Generic[T]):
         return add
 
     def __getitem__(self, name: str) -> T:
-        # Not at import: plugins import this package, and cost time.
-        if name not in self._entries:
-            load_plugins()
+        _load_for(name, self._entries)
         try:
             return self._entries[name]
         except KeyError:
@@ -61,8 +59,7 @@ class Registry(Generic[T]):
             ) from None
 
     def __contains__(self, name: str) -> bool:
-        if name not in self._entries:
-            load_plugins()
+        _load_for(name, self._entries)
         return name in self._entries
 
     def __iter__(self) -> Iterator[str]:
@@ -160,10 +157,11 @@ class BackendRegistry(Generic[SpecT, FnT]):
         Raises:
             BackendError: it is not; the message lists the backends.
         """
-        if name == "auto" or name in self._backends:
+        if name == "auto":
             return
-        known = self.names  # loads plugins, which may add backends
-        if name not in known:
+        _load_for(name, self._backends)
+        if name not in self._backends:
+            known = self.names
             raise BackendError(f"{self.op} has no backend {name!r}; it has {', '.join(known)}." + nearest(name, known))
 
     @property
@@ -195,8 +193,8 @@ class BackendRegistry(Generic[SpecT, FnT]):
             BackendError: no backend can serve, or the named one cannot serve or does not exist.
         """
         name = self._preferred if name == "auto" else name
-        if name != "auto" and name not in self._backends:
-            load_plugins()  # `auto` needs none: it never chooses a plugin's backend
+        if name != "auto":  # which never chooses a plugin's backend
+            _load_for(name, self._backends)
         for backend in self._ordered():
             asked = backend.name == name or (name == "auto" and backend.automatic(spec))
             if asked and backend.why_not(spec) is None:
@@ -265,19 +263,32 @@ def load_plugins() -> dict[str, str | None]:
         plugin name -> None if it was loaded, otherwise the error.
     """
     for name, entry in _plugin_entries().items():
-        if name in _loaded:
-            continue
-        _loaded[name] = None  # set first: a plugin may ask a registry, which calls this function again
-        _loading.append(name)
-        try:
-            plugin = entry.load()
-            if callable(plugin):
-                # An entry may be a function, or a module whose import is all.
-                plugin()
-            log.info("plugin %s loaded", name)
-        except Exception as error:  # third-party code may raise anything
-            _loaded[name] = f"{type(error).__name__}: {error}"
-            log.warning("plugin %s could not be loaded and is ignored: %s", name, _loaded[name])
-        finally:
-            _loading.pop()
+        _load(name, entry)
     return dict(_loaded)
+
+
+def _load_for(name: str, entries: Container[str]) -> None:
+    """If ``name`` is not among ``entries``, load the plugin of this name, and all others if that does not add it."""
+    # Not at import: plugins import this package, and cost time.
+    if name not in entries and (entry := _plugin_entries().get(name)) is not None:
+        _load(name, entry)
+    if name not in entries:
+        load_plugins()
+
+
+def _load(name: str, entry: importlib.metadata.EntryPoint) -> None:
+    if name in _loaded:
+        return
+    _loaded[name] = None  # set first: a plugin may ask a registry, which calls this function again
+    _loading.append(name)
+    try:
+        plugin = entry.load()
+        if callable(plugin):
+            # An entry may be a function, or a module whose import is all.
+            plugin()
+        log.info("plugin %s loaded", name)
+    except Exception as error:  # third-party code may raise anything
+        _loaded[name] = f"{type(error).__name__}: {error}"
+        log.warning("plugin %s could not be loaded and is ignored: %s", name, _loaded[name])
+    finally:
+        _loading.pop()

@@ -157,6 +157,17 @@ def test_plugins_add_backends(install: Callable[..., None]) -> None:
         made.select(2, "other")
 
 
+def test_a_plugin_that_has_the_name_asked_for_is_loaded_alone(install: Callable[..., None]) -> None:
+    made = backends()
+    oven = Backend("oven", lambda: "oven", 0, lambda spec: None)
+    stone = Backend("stone", lambda: "stone", 0, lambda spec: None)
+    install(Entry("quarry", lambda: lambda: made.register(stone)), Entry("oven", lambda: lambda: made.register(oven)))
+    assert made.select(2, "oven").plugin == "oven"
+    assert list(registry._loaded) == ["oven"]
+    made.prefer("stone")
+    assert made.select(2).plugin == "quarry"
+
+
 def test_auto_passes_a_built_in_backend_that_says_when_it_is_slower() -> None:
     made = backends()
     made.register(
