@@ -6,7 +6,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from megalight.callbacks import RunRecord
 from megalight.cli.trainer import MegalightTrainer, named_loggers
-from megalight.errors import ConfigurationError
+from megalight.errors import ConfigurationError, MissingPackageError
 from megalight.loggers import JSONLogger
 from megalight.strategies import MegatronStrategy
 from tests.callbacks.tiny import Tiny
@@ -36,6 +36,8 @@ def test_named_loggers_share_a_folder(tmp_path):
     loggers = named_loggers("json, csv", str(tmp_path))
     assert [type(logger) for logger in loggers] == [JSONLogger, CSVLogger]
     assert loggers[0].log_dir == loggers[1].log_dir
+    with pytest.raises(MissingPackageError, match=r"trainer.logger=comet needs .*'comet_ml'.*pip install comet_ml"):
+        named_loggers("csv,comet", str(tmp_path))
     with pytest.raises(ConfigurationError, match=r"'jsn' is not a known logger\. Did you mean 'json'\?"):
         named_loggers("csv,jsn", str(tmp_path))
 

@@ -45,6 +45,7 @@ class RunRecord(pl.Callback):
 
     def __init__(self, filename: str = "run.yaml") -> None:
         self.filename = filename
+        self._path: Path | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Write the record on rank 0, unless there is no log folder or ``fast_dev_run`` is on."""
@@ -58,6 +59,13 @@ class RunRecord(pl.Callback):
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(yaml.safe_dump(describe(trainer), sort_keys=False))
+        self._path = path
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Add the checkpoint from which the run resumes, which Lightning knows only now."""
+        if self._path is not None and trainer.ckpt_path:
+            with self._path.open("a") as file:
+                file.write(yaml.safe_dump({"resumed_from": os.fspath(trainer.ckpt_path)}))
 
 
 def log_folder(trainer: pl.Trainer) -> str | None:

@@ -140,6 +140,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(name: str, rest: list[str]) -> int:
     if name in ("-h", "--help"):
         return _show("megalight", _overview())
+    if name in ("-V", "--version") and "--verbose" in rest:
+        from megalight.cli.verbs.doctor import bug_report  # it looks at every package
+
+        return _show("megalight", bug_report())
     if name in ("-V", "--version"):
         return _show("megalight", f"megalight {__version__}")
     if name in TRAINER_VERBS:
@@ -241,6 +245,6 @@ def _overview() -> str:
         "Train, evaluate and sample language models on any layout of devices, with PyTorch Lightning.\n\n"
         f"commands:\n{commands}\n\n"
         "  megalight COMMAND --help   the arguments of one command\n"
-        "  megalight --version        the version\n"
+        "  megalight --version        the version; with --verbose, the page for a report of a bug\n"
         "  --debug                    (any command) show the traceback of an error"
     )

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch import loggers
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
@@ -24,7 +25,7 @@ from megalight.callbacks.run_record import log_folder
 from megalight.cli.config_args import subclasses
 from megalight.cli.report import launched
 from megalight.errors import ConfigurationError, nearest
-from megalight.imports import has
+from megalight.imports import has, require
 from megalight.loggers import JSONLogger
 from megalight.strategies.mesh_strategy import MeshStrategy
 
@@ -173,16 +174,19 @@ class MegalightTrainer(pl.Trainer):
     def _claim(self) -> None:
         """Make the folder of named loggers on rank 0, once, and use its number on all ranks."""
         names, self._named = self._named, None
-        root, logger = self.default_root_dir, self.logger
+        root = self.default_root_dir
+        own = [each for each in self.loggers if isinstance(each, CSVLogger | TensorBoardLogger)]
         # `fast_dev_run` has replaced them; storage behind a URL has no folders that only one run can make.
-        if names is None or not isinstance(logger, CSVLogger | TensorBoardLogger) or "://" in root:
+        if names is None or not own or "://" in root:
             return
-        version = logger.version
+        version = own[0].version
         if self.is_global_zero:
-            version = claim(logger.root_dir, int(version))
+            version = claim(own[0].root_dir, int(version))
         version = self.strategy.broadcast(version)
-        if version != logger.version:
-            self.loggers = named_loggers(names, root, version)
+        if version != own[0].version:
+            written = ",".join(name for name in map(str.strip, names.split(",")) if name in LOGGERS)
+            made = iter(named_loggers(written, root, version))
+            self.loggers = [next(made) if each in own else each for each in self.loggers]
 
 
 LOGGERS: dict[str, Callable[[str, Any], Logger]] = {
@@ -190,11 +194,18 @@ LOGGERS: dict[str, Callable[[str, Any], Logger]] = {
     "json": lambda root, version: JSONLogger(root, version=version, flush_logs_every_n_steps=1),
     "tensorboard": lambda root, version: TensorBoardLogger(root, version=version),
 }
-"""Loggers by the names that ``--trainer.logger`` takes."""
+"""Loggers by the names that ``--trainer.logger`` takes. They write files of the run."""
+
+TRACKERS: dict[str, tuple[str, Callable[[str], Logger]]] = {
+    "wandb": ("wandb", lambda root: loggers.WandbLogger(save_dir=root)),
+    "mlflow": ("mlflow", lambda root: loggers.MLFlowLogger(save_dir=os.path.join(root, "mlruns"))),
+    "comet": ("comet_ml", lambda root: loggers.CometLogger()),
+}
+"""Further names: loggers that send to a service, and the package of each. Their variables choose project and key."""
 
 
 def named_loggers(names: str, root: str, version: int | str | None = None) -> list[Logger]:
-    """Make loggers by name, with commas between the names. They share one version folder.
+    """Make loggers by name, with commas between the names. Those that write files share one version folder.
 
     Args:
         names: the names.
@@ -203,18 +214,26 @@ def named_loggers(names: str, root: str, version: int | str | None = None) -> li
 
     Raises:
         ConfigurationError: a name is unknown.
+        MissingPackageError: the package of a logger is not installed.
     """
-    loggers: list[Logger] = []
-    known = [*LOGGERS, *(cls.__name__ for cls in subclasses(Logger))]
+    found: list[Logger] = []
+    chosen = (*LOGGERS, *TRACKERS)
+    known = [*chosen, *(cls.__name__ for cls in subclasses(Logger))]
     for name in (each.strip() for each in names.split(",")):
-        if name not in LOGGERS:
+        if name in TRACKERS:
+            package, make = TRACKERS[name]
+            require(package, f"trainer.logger={name}")
+            found.append(make(root))
+        elif name in LOGGERS:
+            found.append(LOGGERS[name](root, version))
+            # One version folder for all: the first logger has found a free one.
+            version = found[-1].version
+        else:
             raise ConfigurationError(
                 f"trainer.logger = {name!r} is not a known logger.{nearest(name, known)} Choose from "
-                f"{', '.join(LOGGERS)} (several with commas), or give the class of a logger, or false."
+                f"{', '.join(chosen)} (several with commas), or give the class of a logger, or false."
             )
-        # One version folder for all: the first logger has found a free one.
-        loggers.append(LOGGERS[name](root, loggers[0].version if loggers else version))
-    return loggers
+    return found
 
 
 def check_strategy_name(name: str) -> None:

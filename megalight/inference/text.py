@@ -21,10 +21,10 @@ from megalight.data.tokenizer import Tokenizer
 from megalight.errors import CheckpointError, ConfigurationError, DataError, LayoutError, integer
 from megalight.inference.blocks import BLOCK_SIZE, blocks_at_once
 from megalight.inference.engine import DynamicEngine
-from megalight.inference.generate import generate
+from megalight.inference.generate import generate, stream
 from megalight.inference.images import ImageFile, prepare_images
 from megalight.inference.parallel import ParallelGPT
-from megalight.inference.sampling import seeded
+from megalight.inference.sampling import SamplingParams, seeded
 from megalight.inference.scheduler import Completion
 from megalight.inference.text_requests import TextCompletion, TextRequest, before, stop_at
 from megalight.models.eagle import DraftModel
@@ -50,6 +50,12 @@ TOKENIZER = "tokenizer.json"
 
 NEW_TOKENS = 128
 """Length of a completion for which nobody gave a limit, in tokens."""
+
+BEFORE = 8
+"""Tokens of a prompt behind which the first token of a streamed completion is decoded."""
+
+UNFINISHED = "\ufffd"
+"""What a text ends with whose last character lacks bytes."""
 
 
 def load_model(
@@ -334,6 +340,52 @@ class TextGenerator:
         )
         # Without special tokens: the end of the document is no text.
         return [self.tokenizer.decode_after(*pair) for pair in zip(ids, completions, strict=True)]
+
+    def stream(
+        self,
+        prompt: str,
+        *,
+        max_new_tokens: int | None = None,
+        sampling_params: SamplingParams | None = None,
+        seed: int | None = None,
+        ends: Collection[int] = (),
+    ) -> Iterator[str]:
+        """Yield the text after a prompt while it is generated, in parts that are whole characters.
+
+        Args:
+            prompt: the text to continue.
+            max_new_tokens: maximum length of the completion, in tokens. None: as long as the model's longest sequence.
+            sampling_params: how tokens are chosen.
+            seed, ends: see :meth:`complete`.
+
+        Raises:
+            DataError: the prompt leaves no room for a token.
+            MegalightError: see :func:`~megalight.inference.generate.generate`.
+        """
+        ids, longest = self._ids(prompt), self.model.config.max_sequence_length
+        if len(ids) >= longest:
+            raise DataError(
+                f"the conversation or prompt has {len(ids)} tokens, and the model reads at most {longest}, with the "
+                "completion. Start a new one (/reset in megalight chat), or shorten it."
+            )
+        room = longest - len(ids)
+        steps = stream(
+            self.model,
+            [ids],
+            max_new_tokens=room if max_new_tokens is None else min(room, max_new_tokens),
+            sampling_params=sampling_params,
+            eos_id=self.all_ends(ends),
+            generator=None if seed is None else seeded(next(self.model.parameters()).device, seed),
+        )
+        tokens, told = list[int](), ""
+        for step in steps:
+            tokens.append(step[0])
+            # A few tokens show how the first one reads behind the prompt.
+            text = self.tokenizer.decode_after(ids[-BEFORE:], tokens)
+            if not text.endswith(UNFINISHED):
+                yield text[len(told) :]
+                told = text
+        yield self.tokenizer.decode_after(ids[-BEFORE:], tokens)[len(told) :]
 
     def complete_each(
         self,

@@ -109,6 +109,12 @@ def check_tuners(trainer: pl.Trainer, module: pl.LightningModule, data: Any, ran
                     f"BatchSizeFinder tries batches in one process, and there are {ranks}. Remove it, and use "
                     "MegatronStrategy(micro_batch_size='auto'), which finds the samples that fit into each GPU."
                 )
+            if size == "global_batch_size" and hasattr(data, size):
+                raise ConfigurationError(
+                    "BatchSizeFinder would change global_batch_size, by which a run counts its position in the data, "
+                    "and with it what the model learns. Remove it, and use MegatronStrategy(micro_batch_size='auto'), "
+                    "which finds the samples that fit into the GPU and leaves the global batch as it is."
+                )
             if ours and not any(_has(owner, size) for owner in (module, data)):
                 raise ConfigurationError(
                     f"BatchSizeFinder changes {size} of {name} or its data, and there is none. Remove it, and use "

@@ -20,7 +20,7 @@ def test_the_committed_student_beats_the_same_student_alone() -> None:
 def test_curves_are_read_by_plot(tmp_path: Path) -> None:
     result = json.loads((ROOT / "benchmarks" / "results" / "cpu_distillation.json").read_text(encoding="utf-8"))
     distillation.write_curves(tmp_path, result)
-    runs = {run.name: run.curves["val_loss"] for run in read_runs(find_logs(tmp_path))}
+    runs = {run.name: run.curves["val_loss"] for run in read_runs([[file] for file in find_logs(tmp_path)])}
     assert runs.keys() == result["runs"].keys()
     for name, curve in runs.items():
         assert curve[1] == result["runs"][name]["val_losses"]

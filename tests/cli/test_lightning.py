@@ -59,6 +59,8 @@ def test_the_last_step_is_saved_and_goes_on_with_what_is_said_now(tmp_path, capl
         assert main(["fit", *words, *changed, *flags, f"--trainer.default_root_dir={root}"]) == 0
         _, (*_, last) = plot.read_curves(plot.find_logs(root))["lr"]
         assert last == rate
+        (record,) = root.rglob("run.yaml")
+        assert yaml.safe_load(record.read_text())["resumed_from"] == str(tmp_path / "start.ckpt")
         assert ("lr 0.5 -> 0.25" in caplog.text) == (rate == 0.25)
         caplog.clear()
 

@@ -42,6 +42,23 @@ def test_overview_names_every_verb(capsys):
         assert f"  {verb} " in text
 
 
+def test_the_page_for_a_bug_report(capsys, monkeypatch):
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setattr("megalight.cli.verbs.doctor.load_plugins", lambda: {"fine": None, "broken": "no such file"})
+    assert main(["--version", "--verbose"]) == 0
+    printed = capsys.readouterr().out
+    lines = dict(line.split("  ", 1) for line in printed.splitlines())
+    found = {name.strip(): text.strip() for name, text in lines.items()}
+    assert found["megalight"] == __version__
+    assert found["torch"] == torch.__version__
+    assert found["plugin broken"] == "no such file"
+    assert found["plugin fine"] == "loaded"
+    assert found["$NCCL_DEBUG"] == "INFO"
+    assert "secret" not in printed
+    assert len(printed.splitlines()) < 60
+
+
 def test_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"megalight {__version__}\n"

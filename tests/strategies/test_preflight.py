@@ -197,6 +197,12 @@ def test_tuners_that_find_nothing_to_change_are_refused(callback: pl.Callback, m
         of_ranks(1, [callback]).fit(WithData(CONFIGS["gqa"]))
 
 
+def test_a_search_that_would_change_the_global_batch_is_refused() -> None:
+    data, finder = SimpleNamespace(global_batch_size=2), BatchSizeFinder(batch_arg_name="global_batch_size")
+    with pytest.raises(ConfigurationError, match=r"would change global_batch_size.*micro_batch_size='auto'"):
+        check_tuners(of_ranks(1, [finder]), WithData(CONFIGS["gqa"]), data, 1)
+
+
 def test_tuners_that_find_what_they_change_are_not_refused() -> None:
     for finder, module in ((LearningRateFinder(), Rated), (LearningRateFinder(update_attr=False), WithData)):
         check_tuners(of_ranks(1, [finder]), module(CONFIGS["gqa"]), None, 1)

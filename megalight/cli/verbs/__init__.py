@@ -21,6 +21,7 @@ VERBS = (
         "launch",
         "generate",
         "evaluate",
+        "chat",
         "acceptance",
         "adapters",
         "merge",

@@ -10,6 +10,7 @@ import importlib.metadata
 import math
 import os
 import platform
+import re
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -32,6 +33,23 @@ GPU_PACKAGES = ("transformer_engine", "flash_attn")
 
 AXES = ("dp", "tp", "cp", "pp", "ep", "etp")
 """Axes of ``--layout``: data parallelism, then the others in the order of :class:`ParallelMesh`."""
+
+VARIABLES = (
+    "MEGALIGHT_",
+    "CUDA_",
+    "NCCL_",
+    "TORCH_",
+    "PYTORCH_",
+    "TRITON_",
+    "OMP_",
+    "HF_",
+    "SLURM_NNODES",
+    "WORLD_SIZE",
+)
+"""What names of environment variables begin with that a report of a bug shows."""
+
+SECRET = re.compile("TOKEN|KEY|SECRET|PASS", re.IGNORECASE)
+"""Part of the names of those that it never shows."""
 
 Backends = dict[str, list[tuple[Backend[Any, Any], str | None]]]
 """Op -> its backends with the reason why each cannot serve, or None."""
@@ -90,6 +108,24 @@ def run(arguments: argparse.Namespace) -> int:
         print()
         _print_tables(torch, device, backends)
     return 2 if missing else 0
+
+
+def bug_report() -> str:
+    """Return a page for a report of a bug: versions, devices, plugins, and variables that change what runs."""
+    lines = [("megalight", __version__), ("python", f"{platform.python_version()} on {platform.platform()}")]
+    lines += [(name, version(name) or "missing") for name in CORE]
+    if has("torch"):
+        import torch
+
+        nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else ()  # type: ignore[no-untyped-call]
+        built = f"torch is built for {torch.version.cuda}" if torch.version.cuda else "none"
+        lines += [("devices", _devices(torch)), ("cuda", built), ("nccl", ".".join(map(str, nccl)) or "none")]
+    lines += [(name, found) for name, found in _optional().items() if found]
+    lines += [(f"plugin {name}", error or "loaded") for name, error in load_plugins().items()]
+    variables = sorted(name for name in os.environ if name.startswith(VARIABLES) and not SECRET.search(name))
+    lines += [(f"${name}", os.environ[name]) for name in variables]
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:<{width}}  {found}" for name, found in lines)
 
 
 def parse_layout(text: str) -> dict[str, int]:

@@ -56,15 +56,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("-o", "--output", type=Path, help="path of the image (default: curves.png in the last run)")
     parser.add_argument("-m", "--metric", action="append", help="metric to draw; repeat for more (default: see above)")
-    parser.add_argument("--join", action="store_true", help="the runs are one that was resumed: later ones win")
+    parser.add_argument(
+        "--join",
+        action=argparse.BooleanOptionalAction,
+        help="all logs are one run that was resumed, or each is a run of its own (default: as the run.yaml beside each "
+        "log says); of parts with the same step, the later one wins",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the image, print a comparison of several runs, and print the image's path."""
-    pass  # merged
-
     files = list(dict.fromkeys(file for run in arguments.runs for file in find_logs(run)))
-    runs = [joined_run(files)] if arguments.join else read_runs(files)
+    parts = {True: [files], False: [[file] for file in files], None: parts_of_runs(files)}[arguments.join]
+    runs = read_runs(parts)
     output = arguments.output or files[-1].parent / "curves.png"
     draw(runs, panels(runs, arguments.metric), output)
     if len(runs) > 1:
@@ -79,8 +83,6 @@ def panels(runs: Sequence[LoggedRun], wanted: Sequence[str] | None = None) -> di
     Raises:
         DataError: a wanted metric was not logged, or none of the usual ones.
     """
-    pass  # merged
-
     if wanted:
         if error := missing_metric(runs, wanted):
             raise error
@@ -142,12 +144,20 @@ def draw(runs: Sequence[LoggedRun], chosen: dict[str, tuple[str, ...]], output: 
             continue
         if curves(axes, runs, names) <= MOST_LABELS:
             axes.legend(fontsize=8)
+        axes.set_xlim(*_range(runs))
         axes.grid(alpha=0.3)
     # The last place of an odd number of panels.
     for axes in grid.flat[len(chosen) :]:
         axes.set_visible(False)
     write_image(figure, output)
     pyplot.close(figure)
+
+
+def _range(runs: Sequence[LoggedRun]) -> tuple[float, float]:
+    """Return the steps of all panels, which then stand over one another, with a margin."""
+    steps = [step for run in runs if run.trained for points, _ in run.curves.values() for step in points] or [0]
+    margin = max(0.04 * (max(steps) - min(steps)), 0.5)
+    return min(steps) - margin, max(steps) + margin
 
 
 def curves(axes: Any, runs: Sequence[LoggedRun], names: Sequence[str]) -> int:
@@ -222,6 +232,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 FILES = ("metrics.csv", "metrics.jsonl")
+RECORD = "run.yaml"
 Curve = tuple[list[int], list[float]]
 
 
@@ -261,14 +272,46 @@ def find_logs(path: Path) -> list[Path]:
     return files
 
 
-def read_runs(files: Sequence[Path]) -> list[LoggedRun]:
-    """Read one run from each log file."""
-    return [LoggedRun(name, read_curves([file])) for name, file in zip(_names(files), files, strict=True)]
+def parts_of_runs(files: Sequence[Path]) -> list[list[Path]]:
+    """Return the logs of each run: its own, and those with which it was resumed.
+
+    Beside a log, ``run.yaml`` names the checkpoint from which the run was resumed. It continues the run in whose folder
+    that lies, or else the one before it in the same folder of runs.
+    """
+    runs: list[list[Path]] = []
+    for file in files:
+        resumed = _resumed_from(file.parent)
+        if resumed is not None and (earlier := _continued(runs, file, resumed)) is not None:
+            earlier.append(file)
+        else:
+            runs.append([file])
+    return runs
 
 
-def joined_run(files: Sequence[Path]) -> LoggedRun:
-    """Read one run that was resumed, from the log of each part. Where parts have the same step, the later one wins."""
-    return LoggedRun(_names(files)[-1], read_curves(files))
+def _resumed_from(folder: Path) -> Path | None:
+    """Return the checkpoint from which the run with this log folder was resumed."""
+    import yaml  # --help does not wait for it
+
+    try:
+        record = yaml.safe_load((folder / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return None  # it has none, or it is another program's
+    found = record.get("resumed_from") if isinstance(record, dict) else None
+    return Path(found) if isinstance(found, str) else None
+
+
+def _continued(runs: Sequence[list[Path]], file: Path, resumed: Path) -> list[Path] | None:
+    for run in runs:
+        if any(resumed.absolute().is_relative_to(part.parent.absolute()) for part in run):
+            return run
+    beside = [run for run in runs if any(part.parent.parent == file.parent.parent for part in run)]
+    return beside[-1] if beside else None
+
+
+def read_runs(parts: Sequence[Sequence[Path]]) -> list[LoggedRun]:
+    """Read runs from the logs of the parts of each. Where parts have the same step, the later one wins."""
+    names = _names([run[-1] for run in parts])
+    return [LoggedRun(name, read_curves(run)) for name, run in zip(names, parts, strict=True)]
 
 
 def read_curves(files: Iterable[Path]) -> dict[str, Curve]:

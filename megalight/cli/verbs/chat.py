@@ -1,0 +1,182 @@
+"""``megalight chat CKPT``: talk with a trained model in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megalight.cli.verbs import add_weights_keys
+from megalight.errors import ConfigurationError, MegalightError, nearest
+
+if TYPE_CHECKING:
+    from megalight.data.chat.template import ChatTemplate
+    from megalight.inference import TextGenerator
+
+COMMANDS = {
+    "/reset": "start a new conversation, with the same system message",
+    "/system": "TEXT: set the system message, and start a new conversation; without a text, there is none",
+    "/save": "FILE: append the conversation to a file, as a row that megalight prepare --chat reads",
+    "/help": "show these commands",
+    "/quit": "end, as Ctrl-D does",
+}
+"""Words that begin a line which is no message -> meaning."""
+
+
+def describe() -> str:
+    """Return the line for the overview."""
+    return "talk with a trained model in the terminal"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument(
+        "checkpoint",
+        help="a checkpoint, a run's folder (its newest one), a folder of transformers, or a name: Qwen/Qwen3-0.6B",
+    )
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    parser.add_argument("--chat-template", metavar="FILE", help="a Jinja file (default: the tokenizer's template)")
+    parser.add_argument(
+        "-n", "--max-new-tokens", type=int, help="limit of an answer's tokens (default: what the model has room for)"
+    )
+    parser.add_argument("-t", "--temperature", type=float, default=1.0, help="0 is greedy (default: 1)")
+    parser.add_argument("--top-k", type=int, help="sample from the k most probable tokens")
+    parser.add_argument("--top-p", type=float, help="sample from the fewest tokens with this total probability")
+    parser.add_argument("--seed", type=int, help="seed of the sampling (default: another one each time)")
+    parser.add_argument("--tokenizer", help="tokenizer to use instead of the one in the checkpoint")
+    parser.add_argument(
+        "--base", help="for a checkpoint of adapters: the weights that training began with, or a run's folder"
+    )
+    add_weights_keys(parser)
+    parser.add_argument("--adapter", help="which adapter computes, for a checkpoint of several (default: the last one)")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="dtype of the weights (default: as saved)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Answer message after message, until the input ends. Answers go to the output, all else to stderr."""
+    from megalight.cli.checkpoints import existing
+
+    path = existing(arguments.checkpoint)
+
+    import torch  # after the check: importing it takes seconds
+
+    from megalight.data.chat.template import ChatTemplate, read_template
+    from megalight.inference import SamplingParams, TextGenerator
+
+    source = None if arguments.chat_template is None else read_template(arguments.chat_template)
+    sampling = SamplingParams(temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p)
+    writer = TextGenerator.from_checkpoint(
+        path,
+        tokenizer=arguments.tokenizer,
+        device=torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")),
+        base=None if arguments.base is None else existing(arguments.base),
+        dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
+        keys=arguments.weights_keys,
+        adapter=arguments.adapter,
+    )
+    template = ChatTemplate.of(writer.tokenizer, source)
+    options = {"sampling_params": sampling, "max_new_tokens": arguments.max_new_tokens, "seed": arguments.seed}
+    conversation = _Conversation(writer, template, arguments.system, options)
+    if sys.stdin.isatty():
+        with suppress(ImportError):  # editing and history of lines; not on every system
+            import readline  # noqa: F401
+        _tell(f"{path}: write a message. Ctrl-C stops an answer, Ctrl-D ends; /help shows more.")
+    for line in _lines():
+        try:
+            if line.startswith("/"):
+                if not conversation.command(line):
+                    break
+            elif line.strip():
+                conversation.answer(line)
+        except MegalightError as error:
+            _tell(f"error: {error}")
+    return 0
+
+
+def _lines() -> Iterator[str]:
+    """Yield what the user writes, line by line. Ctrl-C drops a line."""
+    prompt = "> " if sys.stdin.isatty() else ""
+    while True:
+        try:
+            yield input(prompt)
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            _tell("\nCtrl-D ends.")
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+class _Conversation:
+    """Messages, and the model that answers them."""
+
+    def __init__(
+        self, writer: TextGenerator, template: ChatTemplate, system: str | None, options: dict[str, Any]
+    ) -> None:
+        self.writer, self.template, self.options = writer, template, options
+        self.ends = template.ends(writer.tokenizer)
+        self.system = system
+        self.messages: list[dict[str, str]] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Start again."""
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+
+    def answer(self, text: str) -> None:
+        """Print the answer to a message while it is written. Ctrl-C stops it, and what was written stays.
+
+        Raises:
+            MegalightError: the template refuses the messages, or they are too long; the message is dropped.
+        """
+        asked = [*self.messages, {"role": "user", "content": text}]
+        prompt, parts = self.template.render(asked, answer=True), list[str]()
+        try:
+            for part in self.writer.stream(prompt, ends=self.ends, **self.options):
+                parts.append(part)
+                print(part, end="", flush=True)
+        except KeyboardInterrupt:
+            _tell(" [stopped]")
+        print(flush=True)
+        self.messages = [*asked, {"role": "assistant", "content": "".join(parts)}]
+
+    def command(self, line: str) -> bool:
+        """Follow a command; return whether the conversation goes on.
+
+        Raises:
+            ConfigurationError: there is no such command, or its file cannot be written.
+        """
+        name, _, rest = line.strip().partition(" ")
+        if name not in COMMANDS:
+            raise ConfigurationError(
+                f"{name} is no command.{nearest(name, COMMANDS)} /help shows them; a message does not begin with /."
+            )
+        if name == "/reset":
+            self.reset()
+        elif name == "/system":
+            self.system = rest.strip() or None
+            self.reset()
+        elif name == "/save":
+            self._save(rest.strip())
+        elif name == "/help":
+            _tell("\n".join(f"{word:<8} {meaning}" for word, meaning in COMMANDS.items()))
+        return name != "/quit"
+
+    def _save(self, file: str) -> None:
+        if not file:
+            raise ConfigurationError("/save has no file; write /save chat.jsonl.")
+        try:
+            with Path(file).open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n")
+        except OSError as error:
+            raise ConfigurationError(f"{file} cannot be written ({error.strerror}); choose another file.") from error
+        _tell(f"saved to {file}")
