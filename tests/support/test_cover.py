@@ -18,6 +18,7 @@ from tests.strategies import (
     test_towers,
 )
 from tests.support.cover import Row, idle, missing, rows_of
+from tests.towers import test_training
 
 AXES = {
     "tensor_parallel": "tp",
@@ -140,7 +141,9 @@ def tables() -> dict[str, tuple[list[Row], list[Row]]]:
     parity += rows_of(test_parity.test_every_layout_trains_the_same_model, of_parity)
     images = rows_of(getattr(test_vlm_strategy, trained), of_vlm)
     for where, test in (("disjoint", trained), ("colocated", "test_colocated_layout_trains_the_same_model")):
-        images += rows_of(getattr(test_towers, test), lambda row, where=where: of_towers(where, row))
+        loop = getattr(test_training, f"test_{where}_models_train_as_one_device")
+        for driver in (loop, getattr(test_towers, test)):
+            images += rows_of(driver, lambda row, where=where: of_towers(where, row))
     weights, whole, pieces = (
         rows_of(test, lambda case, form=form: of_weights(form, case))
         for form, test in {

@@ -4,29 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeAlias
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megalight.errors import ConfigurationError, DataError, LayoutError
 from megalight.models.transforms import LoRA
 from megalight.models.vlm import VLM
+from megalight.parallel.context.attention import ContextOptions
 from megalight.parallel.data_parallel import DataParallelOptions
 from megalight.parallel.data_parallel.unshard import Unsharder
 from megalight.parallel.layout import Layout
+from megalight.parallel.pipeline.options import PipelineOptions
+from megalight.parallel.recompute import RecomputeOptions
 from megalight.towers import TowersTraining
 from megalight.towers.disjoint import TowerRunner
 from megalight.towers.features import balanced, consecutive
 from tests.models.test_vlm_strategy import ADAPTERS, CONFIGS, COUNTS, FREEZE, by_hand, rows_of
 from tests.models.vlm_samples import batch
-from tests.parallel.gathering import gather_canonical
-from tests.strategies.training import ADAM, CLIP, SEED, assert_same_gradients
+from tests.strategies.training import ADAM, CLIP, SEED, assert_same_gradients, gathered, reduced
 from tests.support.workers import run
+
+Row: TypeAlias = tuple[str, str, int, Layout, dict[str, Any]]
 
 
 def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -39,13 +45,16 @@ def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=ADAM.lr, betas=ADAM.betas, eps=ADAM.eps)
 
 
-def make(name: str, tower: dict[str, Any], language: dict[str, Any], **options: Any) -> TowersTraining:
+def make(name: str, tower: Layout, language: dict[str, Any], **options: Any) -> TowersTraining:
+    """A run of a case; a disjoint language model has the ranks that the tower leaves."""
     adapters = (LoRA(rank=3, alpha=6.0, **ADAPTERS[name]),) if name in ADAPTERS else ()
     sharing = DataParallelOptions(level="no_shard", overlap_param_gather=False)
+    disjoint = options.get("placement") == "disjoint" and dist.is_initialized()
+    ranks = dist.get_world_size() - tower.ranks if disjoint else 1
     return TowersTraining(
         CONFIGS[name],
-        tower=Layout(**tower),
-        language=Layout(**{"transforms": adapters, "data_parallel": sharing, **language}),
+        tower=tower,
+        language=Layout(**{"transforms": adapters, "data_parallel": sharing, "ranks": ranks, **language}),
         optimizer=adam,
         seed=SEED,
         dtype=torch.float64,
@@ -54,19 +63,8 @@ def make(name: str, tower: dict[str, Any], language: dict[str, Any], **options: 
     )
 
 
-def whole(made: TowersTraining, of: Callable[[nn.Parameter], torch.Tensor | None]) -> dict[str, Any]:
-    """Whole tensors of this rank's models by canonical name."""
-    found, model = {}, made.model
-    held = {n: t.detach().clone() for n, p in model.root.named_parameters() if (t := of(p)) is not None}
-    grafted = {} if model.grafted is None else model.grafted.specs
-    for mesh, tower in ((made.placed.tower, True), (made.placed.mesh, False)):
-        own = {n: t for n, t in held.items() if (n in grafted) == tower}
-        found |= gather_canonical(own, model.specs, mesh, sum_partial=False) if own or not tower else {}
-    return {key: value.numpy() for key, value in found.items()}
-
-
 def train(
-    name: str, counts: str, tower: dict[str, Any], language: dict[str, Any], placement: Any, uneven: bool = False
+    name: str, counts: str, tower: Layout, language: dict[str, Any], placement: Any, uneven: bool = False
 ) -> dict[str, Any]:
     """All steps of :func:`by_hand`. Ranks tell what they hold.
 
@@ -74,6 +72,8 @@ def train(
         uneven: later replicas have larger and fewer micro-batches. Otherwise these have one row.
     """
     made = make(name, tower, language, placement=placement)
+    model, engine = made.model, made.engine
+    run = SimpleNamespace(parallel_model=model, engine=engine, sync_parameters=engine.sync_parameters, model=model.root)
     data = made.placed.language.dp
     found: dict[str, Any] = {"losses": [], "norms": []}
     for step, each in enumerate(COUNTS[counts]):
@@ -82,99 +82,111 @@ def train(
         parts = [share.split(1 + number * uneven) for number, share in enumerate(shares)]
         found["losses"].append(float(made.forward_backward(parts.__getitem__)))
         if not step:
-            found["gradients"] = whole(made, lambda parameter: parameter.grad)
+            found["gradients"] = reduced(run)
         found["norms"].append(float(made.clip_grad_norm(CLIP)))
         made.optimizer.step()
-    return {**found, "final": whole(made, lambda parameter: parameter)}
+    return {**found, "final": gathered(run, run)}
 
 
 TP = {"tensor_parallel": 2}
 SP = {**TP, "sequence_parallel": True}
 PP, CP = {"pipeline_parallel": 2}, {"context_parallel": 2}
 VPP = {**PP, "virtual_pipeline": 2}
+SHARDED = {"data_parallel": DataParallelOptions(level="optim_grads_params")}
+UNITS = {"data_parallel": DataParallelOptions(level="optim_grads_params", units=("TransformerLayer",))}
+GRADS = {"data_parallel": DataParallelOptions(level="optim_grads")}
+# Model, images of rows, ranks, layout of the tower, layout of the language model.
 DISJOINT = [
-    ("llava", "mixed", {"ranks": 2, **TP}, {"ranks": 2}),
-    ("qwen", "mixed", {"ranks": 2, **SP}, {"ranks": 2, **SP}),
-    ("qwen", "mixed", {"ranks": 2}, {"ranks": 1}),
-    ("deep_qwen", "one", {"ranks": 1}, {"ranks": 2, "pipeline_parallel": 2}),
-    # Features of earlier layers of the tower, whose gradients come back too.
-    ("qwen3", "mixed", {"ranks": 2, **SP}, {"ranks": 2, "pipeline_parallel": 2}),
-    # Patterns of adapters match layers of both models, or of one: then nothing is trained on the tower's ranks.
-    ("both_adapters", "mixed", {"ranks": 2, **SP}, {"ranks": 1}),
-    ("language_adapters", "mixed", {"ranks": 1}, {"ranks": 2, "pipeline_parallel": 2}),
-    # Ranks of the tower share the rows of each image.
-    ("qwen", "mixed", {"ranks": 2, "context_parallel": 2}, {"ranks": 1}),
-    # Experts exchange tokens between replicas, whose images one rank reads.
-    ("experts", "mixed", {"ranks": 1}, {"ranks": 2, "expert_parallel": 2}),
-    # A layout of two chunks per rank: the first one begins four micro-batches before a gradient returns.
-    ("deep_qwen", "mixed", {"ranks": 1}, {"ranks": 2, "pipeline_parallel": 2, "pipeline_layout": "Et|t|t|tL"}),
+    ("onevision", "mixed", 4, Layout(ranks=2, **SP), SP),
+    (
+        "qwen",
+        "one",
+        3,
+        Layout(recompute=RecomputeOptions(granularity="full")),
+        {**CP, "context": ContextOptions("all_gather")},
+    ),
+    ("qwen3", "mixed", 4, Layout(ranks=2, recompute=RecomputeOptions(granularity="full")), SHARDED),
+    # Two chunks per rank: the first one starts four micro-batches before a gradient returns.
+    ("deep_qwen", "mixed", 3, Layout(), {**PP, "pipeline_layout": "Et|t|t|tL"}),
+    ("qwen", "mixed", 3, Layout(ranks=2), GRADS),
+    ("naflex", "one", 3, Layout(ranks=2, **CP, recompute=RecomputeOptions(granularity="full")), {}),
+    ("deep", "mixed", 3, Layout(), {**PP, "pipeline": PipelineOptions(schedule="zero_bubble")}),
 ]
 FULL_DISJOINT = [
-    ("frozen", "mixed", {"ranks": 2, **SP}, {"ranks": 2}),
-    ("tower_adapters", "mixed", {"ranks": 2}, {"ranks": 2, **TP}),
-    ("language_adapters", "none", {"ranks": 2}, {"ranks": 1}),
-    ("experts", "mixed", {"ranks": 2, **SP}, {"ranks": 4, **SP, "expert_parallel": 2, "expert_tensor_parallel": 2}),
-    ("experts", "one", {"ranks": 2}, {"ranks": 2, "expert_parallel": 2}),
-    ("radio", "mixed", {"ranks": 2}, {"ranks": 1}),
-    ("llava", "many", {"ranks": 2}, {"ranks": 2, **SP}),
-    ("llava", "many", {"ranks": 1}, {"ranks": 2, "pipeline_parallel": 2}),
-    ("qwen", "huge", {"ranks": 2}, {"ranks": 1}),
-    ("qwen", "huge", {"ranks": 2, **SP}, {"ranks": 2, "context_parallel": 2}),
-    ("deep_qwen", "huge", {"ranks": 1}, {"ranks": 2, "pipeline_parallel": 2, "virtual_pipeline": 2}),
-    ("gemma", "mixed", {"ranks": 2, **SP}, {"ranks": 1}),
-    ("intern", "mixed", {"ranks": 2, **SP}, {"ranks": 1}),
-    ("intern", "mixed", {"ranks": 2}, {"ranks": 1}),
-    ("llava", "none", {"ranks": 2, **SP}, {"ranks": 2}),
-    ("llava", "one", {"ranks": 2}, {"ranks": 2}),
-    ("llava", "mixed", {"ranks": 2}, {"ranks": 2, **TP}),
-    ("llava", "mixed", {"ranks": 1}, {"ranks": 2, "context_parallel": 2}),
-    ("onevision", "mixed", {"ranks": 2, **SP}, {"ranks": 2}),
-    ("qwen3", "mixed", {"ranks": 1}, {"ranks": 2, "context_parallel": 2}),
-    ("qwen3", "none", {"ranks": 2}, {"ranks": 2, **SP}),
-    ("deep_qwen3", "one", {"ranks": 1}, {"ranks": 2, "pipeline_parallel": 2, "virtual_pipeline": 2}),
-    ("qwen", "none", {"ranks": 2}, {"ranks": 1}),
-    ("qwen", "mixed", {"ranks": 1}, {"ranks": 2}),
-    ("qwen", "mixed", {"ranks": 1}, {"ranks": 2, "context_parallel": 2}),
-    ("qwen", "mixed", {"ranks": 2, **SP}, {"ranks": 2, "context_parallel": 2}),
-    ("deep_qwen", "mixed", {"ranks": 2, **SP}, {"ranks": 2, "pipeline_parallel": 2}),
-    ("deep_qwen", "mixed", {"ranks": 2}, {"ranks": 2, "pipeline_parallel": 2, "virtual_pipeline": 2}),
-    ("qwen", "mixed", {"ranks": 4, **SP}, {"ranks": 4, **SP}),
+    ("deep_qwen", "one", 3, Layout(), PP),
+    ("both_adapters", "mixed", 3, Layout(ranks=2, **SP), {}),
+    ("language_adapters", "mixed", 3, Layout(), PP),
+    ("qwen", "mixed", 3, Layout(ranks=2, **CP), {}),
+    ("frozen", "mixed", 4, Layout(ranks=2, **SP), {}),
+    ("tower_adapters", "mixed", 4, Layout(ranks=2), TP),
+    ("language_adapters", "none", 3, Layout(ranks=2), {}),
+    ("experts", "mixed", 6, Layout(ranks=2, **SP), {**SP, "expert_parallel": 2, "expert_tensor_parallel": 2}),
+    ("experts", "one", 4, Layout(ranks=2), {"expert_parallel": 2}),
+    ("radio", "mixed", 3, Layout(ranks=2), {}),
+    ("llava", "many", 4, Layout(ranks=2), SP),
+    ("llava", "many", 3, Layout(), PP),
+    ("qwen", "huge", 3, Layout(ranks=2), {}),
+    ("qwen", "huge", 4, Layout(ranks=2, **SP), CP),
+    ("deep_qwen", "huge", 3, Layout(), VPP),
+    ("gemma", "mixed", 3, Layout(ranks=2, **SP), {}),
+    ("intern", "mixed", 3, Layout(ranks=2, **SP), {}),
+    ("intern", "mixed", 3, Layout(ranks=2), {}),
+    ("llava", "none", 4, Layout(ranks=2, **SP), {}),
+    ("llava", "one", 4, Layout(ranks=2), {}),
+    ("llava", "mixed", 4, Layout(ranks=2), TP),
+    ("llava", "mixed", 3, Layout(), CP),
+    ("onevision", "mixed", 4, Layout(ranks=2, **SP), {}),
+    ("qwen3", "mixed", 3, Layout(), CP),
+    ("qwen3", "none", 4, Layout(ranks=2), SP),
+    ("deep_qwen3", "one", 3, Layout(), VPP),
+    ("qwen", "none", 3, Layout(ranks=2), {}),
+    ("qwen", "mixed", 3, Layout(), CP),
+    ("qwen", "mixed", 4, Layout(ranks=2, **SP), CP),
+    ("deep_qwen", "mixed", 4, Layout(ranks=2, **SP), PP),
+    ("deep_qwen", "mixed", 4, Layout(ranks=2), VPP),
+    ("qwen", "mixed", 8, Layout(ranks=4, **SP), SP),
 ]
 COLOCATED = [
-    # Model, images of rows, ranks, layout of the tower, layout of the language model.
-    ("qwen", "mixed", 2, {}, SP),
-    ("llava", "mixed", 2, SP, {}),
-    ("qwen", "mixed", 4, {}, SP),
-    ("deep_qwen", "mixed", 2, {}, VPP),
-    ("qwen", "mixed", 2, {}, CP),
-    ("qwen3", "mixed", 2, {}, PP),
-    ("both_adapters", "mixed", 2, {}, SP),
-    ("experts", "mixed", 2, TP, {"expert_parallel": 2}),
-    ("llava_rows", "mixed", 2, {}, TP),
+    ("deep", "mixed", 4, Layout(**CP), {**SP, **PP, **UNITS}),
+    ("deep_qwen", "mixed", 4, Layout(**SP), {**VPP, **SHARDED}),
+    ("llava", "none", 2, Layout(), {**PP, **GRADS}),
+    ("experts", "mixed", 2, Layout(**SP), {"expert_parallel": 2}),
+    ("qwen3", "mixed", 4, Layout(**SP), CP),
+    ("llava_rows", "mixed", 2, Layout(), TP),
+    ("tiles", "mixed", 2, Layout(), SP),
+    ("experts", "mixed", 4, Layout(), {**SP, "expert_parallel": 2, "expert_tensor_parallel": 2}),
+    ("deep", "mixed", 4, Layout(), {**PP, **SHARDED, "pipeline": PipelineOptions(schedule="zero_bubble")}),
+    ("qwen", "mixed", 4, Layout(**CP), UNITS),
 ]
 FULL_COLOCATED = [
-    ("qwen3", "mixed", 4, SP, CP),
-    ("qwen", "huge", 2, {}, SP),
-    ("qwen", "huge", 4, {}, {**SP, **CP}),
-    ("deep_qwen", "huge", 2, {}, VPP),
-    ("llava", "many", 4, {}, PP),
-    ("frozen", "mixed", 2, {}, SP),
-    ("language_adapters", "mixed", 4, TP, PP),
-    ("tower_adapters", "one", 2, SP, {}),
-    ("experts", "mixed", 4, {}, {**SP, "expert_parallel": 2, "expert_tensor_parallel": 2}),
-    ("qwen3", "one", 4, {}, SP),
-    ("llava", "none", 2, {}, TP),
-    ("llava", "one", 4, {}, TP),
-    ("onevision", "mixed", 4, SP, PP),
-    ("qwen", "none", 2, {}, CP),
-    ("qwen", "one", 4, SP, {}),
-    ("qwen", "mixed", 4, TP, {**CP, **SP}),
-    ("qwen", "mixed", 4, {**SP, "tensor_parallel": 4}, SP),
-    ("deep_qwen", "mixed", 4, {}, {**SP, **PP}),
-    ("deep_qwen", "none", 2, SP, PP),
-    ("deep", "mixed", 4, TP, {"pipeline_parallel": 4}),
-    ("deep", "one", 4, SP, {**PP, **CP}),
-    ("aligned", "mixed", 4, {}, SP),
+    ("qwen", "mixed", 2, Layout(), SP),
+    ("llava", "mixed", 2, Layout(**SP), {}),
+    ("qwen", "mixed", 4, Layout(), SP),
+    ("deep_qwen", "mixed", 2, Layout(), VPP),
+    ("qwen", "mixed", 2, Layout(), CP),
+    ("qwen3", "mixed", 2, Layout(), PP),
+    ("both_adapters", "mixed", 2, Layout(), SP),
+    ("experts", "mixed", 2, Layout(**TP), {"expert_parallel": 2}),
+    ("qwen", "huge", 2, Layout(), SP),
+    ("qwen", "huge", 4, Layout(), {**SP, **CP}),
+    ("deep_qwen", "huge", 2, Layout(), VPP),
+    ("llava", "many", 4, Layout(), PP),
+    ("frozen", "mixed", 2, Layout(), SP),
+    ("language_adapters", "mixed", 4, Layout(**TP), PP),
+    ("tower_adapters", "one", 2, Layout(**SP), {}),
+    ("qwen3", "one", 4, Layout(), SP),
+    ("llava", "none", 2, Layout(), TP),
+    ("llava", "one", 4, Layout(), TP),
+    ("onevision", "mixed", 4, Layout(**SP), PP),
+    ("qwen", "none", 2, Layout(), CP),
+    ("qwen", "one", 4, Layout(**SP), {}),
+    ("qwen", "mixed", 4, Layout(**TP), {**SP, **CP}),
+    ("qwen", "mixed", 4, Layout(tensor_parallel=4, sequence_parallel=True), SP),
+    ("deep_qwen", "mixed", 4, Layout(), {**SP, **PP}),
+    ("deep_qwen", "none", 2, Layout(**SP), PP),
+    ("deep", "mixed", 4, Layout(**TP), {"pipeline_parallel": 4}),
+    ("deep", "one", 4, Layout(**SP), {**PP, **CP}),
+    ("aligned", "mixed", 4, Layout(), SP),
 ]
 
 
@@ -190,33 +202,33 @@ def assert_same(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "layout", [*DISJOINT, *(pytest.param(each, marks=pytest.mark.full) for each in FULL_DISJOINT)], ids=str
 )
-def test_disjoint_models_train_as_one_device(layout: tuple[str, str, dict[str, Any], dict[str, Any]]) -> None:
-    name, counts, tower, language = layout
-    found = run(train, tower["ranks"] + language["ranks"], *layout, "disjoint", timeout=240)
-    assert_same(found, by_hand(name, counts))
+def test_disjoint_models_train_as_one_device(layout: Row) -> None:
+    name, counts, ranks, tower, language = layout
+    assert_same(run(train, ranks, name, counts, tower, language, "disjoint", timeout=240), by_hand(name, counts))
 
 
 @pytest.mark.parametrize(
     "layout", [*COLOCATED, *(pytest.param(each, marks=pytest.mark.full) for each in FULL_COLOCATED)], ids=str
 )
-def test_colocated_models_train_as_one_device(layout: tuple[str, str, int, dict[str, Any], dict[str, Any]]) -> None:
+def test_colocated_models_train_as_one_device(layout: Row) -> None:
     name, counts, ranks, tower, language = layout
     assert_same(run(train, ranks, name, counts, tower, language, "colocated", timeout=240), by_hand(name, counts))
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layout"),
+    "row",
     [
-        (4, ("experts", "mixed", {"ranks": 2}, {"ranks": 2, "expert_parallel": 2}, "disjoint")),
-        (2, ("llava", "mixed", {}, {}, "colocated")),
+        (4, "experts", "mixed", Layout(ranks=2), {"expert_parallel": 2}, "disjoint"),
+        (2, "llava", "mixed", Layout(), {}, "colocated"),
     ],
     ids=["disjoint", "colocated"],
 )
-def test_replicas_may_have_different_numbers_of_micro_batches(ranks: int, layout: tuple[Any, ...]) -> None:
-    assert_same(run(train, ranks, *layout, True), by_hand(*layout[:2]))
+def test_replicas_may_have_different_numbers_of_micro_batches(row: tuple[Any, ...]) -> None:
+    ranks, name, counts, *others = row
+    assert_same(run(train, ranks, name, counts, *others, True), by_hand(name, counts))
 
 
-def _sharded(tower: dict[str, Any], language: dict[str, Any], placement: Any) -> tuple[set[str], float]:
+def _sharded(tower: Layout, language: dict[str, Any], placement: Any) -> tuple[set[str], float]:
     """Which parameters are shards on this rank, and the loss of a step."""
     options = DataParallelOptions(level="optim_grads_params", overlap_param_gather=False)
     made = make("qwen3", tower, {**language, "data_parallel": options}, placement=placement)
@@ -229,10 +241,10 @@ def _sharded(tower: dict[str, Any], language: dict[str, Any], placement: Any) ->
 
 @pytest.mark.parametrize(
     ("tower", "language", "placement"),
-    [({"ranks": 2}, {"ranks": 2}, "disjoint"), ({}, SP, "colocated"), ({}, PP, "colocated")],
+    [(Layout(ranks=2), {}, "disjoint"), (Layout(), SP, "colocated"), (Layout(), PP, "colocated")],
     ids=["disjoint", "tensor", "pipeline"],
 )
-def test_each_model_shards_its_layers(tower: dict[str, Any], language: dict[str, Any], placement: str) -> None:
+def test_each_model_shards_its_layers(tower: Layout, language: dict[str, Any], placement: str) -> None:
     found = run(_sharded, 4, tower, language, placement)
     towers = [{name.rpartition(".layers.")[0] for name in held if "tower" in name} for held, _ in found]
     assert towers == [{"embed.tower"} if placement == "colocated" or rank < 2 else set() for rank in range(4)]
@@ -246,7 +258,7 @@ def _late() -> int:
     four = replace(CONFIGS["qwen"].vision, num_layers=4)
     with mock.patch.dict(CONFIGS, {"long": replace(CONFIGS["qwen"], vision=four)}):
         options = DataParallelOptions(level="optim_grads_params", overlap_param_gather=False, prefetch=1)
-        made = make("long", {}, {**SP, "data_parallel": options})
+        made = make("long", Layout(), {**SP, "data_parallel": options})
     late, fetch, hold, holding = [0], Unsharder.prefetch, Unsharder.unshard, list[int]()
     assert made.engine.units is not None
     assert made.model.grafted is not None
@@ -346,11 +358,11 @@ def test_what_cannot_be_raises(
     tower: dict[str, Any], language: dict[str, Any], options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises((LayoutError, ConfigurationError), match=re.escape(message)):
-        make("llava", tower, language, **{"placement": "disjoint", **options})
+        make("llava", Layout(**tower), language, **{"placement": "disjoint", **options})
 
 
 def test_a_replica_without_micro_batches_is_told() -> None:
-    made = make("llava", {}, {})
+    made = make("llava", Layout(), {})
     assert made.model.grafted is not None
     assert isinstance(VLM(CONFIGS["llava"]).without_tower(), type(made.model.grafted.root))
     with pytest.raises(DataError, match=r"replicas \[0\] have \[0\] micro-batches; give each as many"):
