@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megalight.models.module import Carry, MegalightModule
-from megalight.parallel.plan import ParallelizePlan, llama
+from megalight.parallel.model_plans import llama
+from megalight.parallel.plan import ParallelizePlan
 from megalight.strategies import MegatronStrategy
 from megalight.types import Loss
 

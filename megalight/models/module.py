@@ -23,7 +23,8 @@ from megalight.models.batches import loaded, split_batch
 from megalight.nn.aux_losses import KeptAuxLosses, collecting, end_step
 from megalight.nn.init import initialize
 from megalight.parallel.frozen_model import FrozenModel
-from megalight.parallel.plan import ParallelizePlan, plan_for
+from megalight.parallel.model_plans import plan_for
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.source import Source, model_targets
 from megalight.parallel.step import share_of_batch
 from megalight.parallel.transform import ModelTransform, apply_transforms, unknown_to

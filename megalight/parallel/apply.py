@@ -16,8 +16,9 @@ from megalight.parallel.context.attention import ContextAttention, ContextOption
 from megalight.parallel.expert.dispatch import ExpertOptions
 from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.model_plans import plan_for
 from megalight.parallel.pipeline.layout import PipelineLayout
-from megalight.parallel.plan import ParallelizePlan, plan_for
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.recompute import check_recompute
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.splitter import Splitter

@@ -1,9 +1,6 @@
 """How a model is split, as data: rules from module types or name patterns to styles.
 
 A plan does not depend on the number of ranks. The same plan works for every layout; an axis of size 1 changes nothing.
-
-Families in ``models/`` register the plan of their type when they are imported. This file has those of models from
-other packages, registered by name, so that no package is imported for it.
 """
 
 from __future__ import annotations
@@ -11,26 +8,14 @@ from __future__ import annotations
 import fnmatch
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from torch import nn
 
-from megalight.errors import ConfigurationError, LayoutError
-from megalight.parallel.styles import (
-    STYLES,
-    Attributes,
-    Boundary,
-    Column,
-    Replicated,
-    Row,
-    SequenceRegion,
-    Style,
-    Vocab,
-    VocabHeadStyle,
-)
-from megalight.registry import Registry
+from megalight.errors import LayoutError
+from megalight.parallel.styles import STYLES, Style
 
 Target: TypeAlias = str | type[nn.Module]
 """The modules that a rule is for.
@@ -112,74 +97,3 @@ def _many(found: Style | str | tuple[Style | str, ...]) -> tuple[Style | str, ..
 def _resolved(found: Style | str | tuple[Style | str, ...]) -> Style | tuple[Style, ...]:
     styles = tuple(STYLES[style]() if isinstance(style, str) else style for style in _many(found))
     return styles if isinstance(found, tuple) else styles[0]
-
-
-def llama(config: Any) -> ParallelizePlan:
-    """The plan of a ``LlamaForCausalLM`` of this ``LlamaConfig``.
-
-    The model reads the sequence length off its hidden states, so the embedding hands out whole ones; sequence
-    parallelism covers the decoder layers. Attention and MLP gather their tokens once, and their last projections
-    scatter them again.
-
-    Raises:
-        ConfigurationError: attention dropout, which would draw one mask for different heads.
-    """
-    if config.attention_dropout:
-        raise ConfigurationError(
-            f"attention_dropout is {config.attention_dropout}, but the attention of transformers' Llama cannot draw "
-            "from a stream of its own on each rank; set attention_dropout=0."
-        )
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    first, last = "model.layers.0", f"model.layers.{config.num_hidden_layers - 1}"
-    ends: dict[str | type[nn.Module], Style | tuple[Style, ...]] = {
-        first: Boundary(enter="split"),
-        last: Boundary(leave="join"),
-    }
-    # With a single layer both rules are for the same module, and a dict has room for one.
-    if first == last:
-        ends = {first: Boundary(enter="split", leave="join")}
-    return ParallelizePlan(
-        {
-            **ends,
-            "model.embed_tokens": Vocab(scatter_output=False),
-            "model.layers.*.self_attn": (
-                # Tokens are gathered here once for all three projections, which then do not gather again.
-                Boundary(enter="gather"),
-                Attributes(per_unit={"num_key_value_groups": kv_heads}),
-            ),
-            "model.layers.*.self_attn.q_proj": Column(units=heads, tokens="gathered"),
-            "model.layers.*.self_attn.[kv]_proj": Column(units=kv_heads, shared=True, tokens="gathered"),
-            "model.layers.*.self_attn.o_proj": Row(),
-            "model.layers.*.mlp": Boundary(enter="gather"),
-            "model.layers.*.mlp.gate_proj": Column(tokens="gathered"),
-            "model.layers.*.mlp.up_proj": Column(tokens="gathered"),
-            "model.layers.*.mlp.down_proj": Row(),
-            "model.layers.*layernorm": SequenceRegion(),
-            # After the last boundary, which has joined the tokens: all ranks compute the same
-            # here, and in the head.
-            "model.norm": Replicated(),
-            "lm_head": VocabHeadStyle(tokens="whole"),
-        },
-        sequence_dim=1,
-    )
-
-
-def plan(model: nn.Module) -> ParallelizePlan:
-    """The plan of a ``transformers`` model, from its own configuration."""
-    return llama(model.config)
-
-
-PLANS: Registry[Callable[[Any], ParallelizePlan]] = Registry("parallel plan")
-"""Full name of a model type -> the plan of a model of that type."""
-
-PLANS.register("transformers.models.llama.modeling_llama.LlamaForCausalLM")(plan)
-
-
-def plan_for(model: nn.Module) -> ParallelizePlan | None:
-    """The plan registered for the model's type, or the first of its base types that has one; None: no plan."""
-    # The nearest type first: a subclass that registers its own plan goes before its base.
-    for kind in type(model).__mro__:
-        name = f"{kind.__module__}.{kind.__qualname__}"
-        if name in PLANS:
-            return PLANS[name](model)
-    return None

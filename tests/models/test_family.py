@@ -17,7 +17,8 @@ from megalight.models.family import FAMILIES, Family, families, family, family_o
 from megalight.models.family.module import FamilyModule
 from megalight.models.gpt import GPT, GPTConfig, GPTModule
 from megalight.models.gpt.plan import gpt_plan
-from megalight.parallel.plan import PLANS, ParallelizePlan, plan_for
+from megalight.parallel.model_plans import PLANS, plan_for
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import Vocab
 from megalight.registry import Registry
 

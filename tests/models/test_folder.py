@@ -28,7 +28,7 @@ from megalight.nn.canonical import canonical_tensors
 from megalight.parallel.apply import parallelize
 from megalight.parallel.initial_values import materialize
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.plan import plan_for
+from megalight.parallel.model_plans import plan_for
 from megalight.parallel.source import Target, parameter_targets
 from megalight.types import PackedSequences
 from tests.models.test_gpt_hugging_face import MODELS, theirs

@@ -31,7 +31,7 @@ from megalight.models.stored import open_model
 from megalight.parallel.apply import parallelize
 from megalight.parallel.initial_values import materialize
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.plan import plan_for
+from megalight.parallel.model_plans import plan_for
 from megalight.parallel.source import Target, parameter_targets
 from megalight.types import PackedSequences
 from tests.support.canonical import load_canonical

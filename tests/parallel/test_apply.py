@@ -18,7 +18,8 @@ from megalight.nn.init import initialize as initialize_whole
 from megalight.parallel.apply import parallelize, whole_tokens
 from megalight.parallel.initial_values import initialize, materialize
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.plan import ParallelizePlan, plan_for
+from megalight.parallel.model_plans import plan_for
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import Column, HeadRegion, Replicated, Row, SequenceRegion, Vocab, VocabHeadStyle
 from megalight.parallel.tensor.overlap.spec import TensorOptions
 from megalight.types import PackedSequences

@@ -6,7 +6,8 @@ from torch import nn
 from megalight.errors import LayoutError
 from megalight.models.gpt import GPT
 from megalight.models.gpt.plan import gpt_plan
-from megalight.parallel.plan import PLANS, ParallelizePlan, plan_for
+from megalight.parallel.model_plans import PLANS, plan_for
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import Column, Replicated, Row, SequenceRegion
 
 

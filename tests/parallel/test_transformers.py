@@ -10,8 +10,8 @@ from megalight.errors import ConfigurationError
 from megalight.parallel.apply import parallelize
 from megalight.parallel.initial_values import initialize, materialize
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.plan import llama as llama_plan
-from megalight.parallel.plan import plan_for
+from megalight.parallel.model_plans import llama as llama_plan
+from megalight.parallel.model_plans import plan_for
 from tests.parallel.gathering import gather_canonical, relative_error
 from tests.support.workers import run
 

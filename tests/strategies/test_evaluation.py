@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader
 
 from megalight.models.gpt.model import GPT
 from megalight.nn.init import initialize
-from megalight.parallel.plan import ParallelizePlan, plan_for
+from megalight.parallel.model_plans import plan_for
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import Row
 from megalight.parallel.tensor.overlap.spec import TensorOptions
 from megalight.strategies import MegatronStrategy

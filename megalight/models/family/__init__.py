@@ -25,7 +25,8 @@ from megalight.first_rank import only_first
 from megalight.models.config import compare
 from megalight.models.hugging_face.folder import Folder
 from megalight.models.hugging_face.weights import WeightMap
-from megalight.parallel.plan import PLANS, ParallelizePlan
+from megalight.parallel.model_plans import PLANS
+from megalight.parallel.plan import ParallelizePlan
 from megalight.registry import Registry
 
 log = logging.getLogger(__name__)

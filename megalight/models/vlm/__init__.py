@@ -14,7 +14,7 @@ from megalight.models.vlm.model import TowerPart
 from megalight.models.vlm.plan import tower_plan
 from megalight.models.vlm.plan import vlm_plan as vlm_plan
 from megalight.models.vlm.presets import PRESETS
-from megalight.parallel.plan import PLANS
+from megalight.parallel.model_plans import PLANS
 
 register(
     Family(

@@ -9,6 +9,7 @@ from megalight.parallel.styles.attention import WholeSequences as WholeSequences
 from megalight.parallel.styles.boundaries import AllRows as AllRows
 from megalight.parallel.styles.boundaries import Boundary as Boundary
 from megalight.parallel.styles.boundaries import SequenceRegion as SequenceRegion
+from megalight.parallel.styles.boundaries import SharedSlice as SharedSlice
 from megalight.parallel.styles.embedding_and_head import ComparisonStyle as ComparisonStyle
 from megalight.parallel.styles.embedding_and_head import SharedHeadStyle as SharedHeadStyle
 from megalight.parallel.styles.embedding_and_head import Vocab as Vocab

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor, nn
 
-from megalight.parallel.collectives import all_gather, join, own_slice, split
+from megalight.parallel.collectives import all_gather, copy, join, own_slice, split
 from megalight.parallel.splitter import Splitter
 from megalight.parallel.styles.style import Style, register
 from megalight.parallel.tensor.shared import Shared
@@ -79,6 +80,33 @@ class Boundary(Style):
         if not x.is_floating_point():  # ids have no gradient
             return own_slice(x, shared.group, shared.sequence_dim)
         return split(x, shared.group, shared.sequence_dim)
+
+
+@register
+@dataclass(frozen=True)
+class SharedSlice(Style):
+    """A layer that every rank computes whole, and the last features of whose output the heads of all ranks read.
+
+    The rotated key of latent attention: a rank's gradient of it is that of its own heads, so the backward sums it.
+
+    Attributes:
+        size: number of these features.
+    """
+
+    size: int
+
+    def apply(self, splitter: Splitter, name: str, module: nn.Module) -> None:
+        """Keep the module, and add a hook."""
+        splitter.keep(name, module)
+        shared = splitter.shared
+        if shared.mesh.tp == 1:
+            return
+
+        def after(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+            own, read = torch.split(output, [output.shape[-1] - self.size, self.size], dim=-1)
+            return torch.cat([own, copy(read, shared.group)], dim=-1)
+
+        module.register_forward_hook(after)
 
 
 @register

@@ -14,7 +14,7 @@ from megalight.nn.adapter import Adapter, AdapterSet
 from megalight.nn.mamba2 import GatedNorm
 from megalight.parallel.degrees import replicas_of
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.splitter import Splitter
+from megalight.parallel.splitter import Rule, Splitter
 from megalight.parallel.styles.style import Style, register
 from megalight.parallel.tensor import split
 from megalight.parallel.tensor.linear import ColumnAdapter, ColumnLinear, RowAdapter, RowLinear
@@ -128,12 +128,14 @@ class Column(Style):
             (key-value heads). In a fused layer, sections with fewer units than the largest may always be shared.
         gather_output: return the whole output on every rank, so that other modules do not notice the split.
         tokens: the tokens that the layer receives.
+        sizes: output features of each section, of a foreign layer that cannot state its sections.
     """
 
     units: int | None = None
     shared: bool = False
     gather_output: bool = False
     tokens: Tokens = "share"
+    sizes: tuple[int, ...] = ()
 
     @property
     def overlaps(self) -> bool:
@@ -143,8 +145,11 @@ class Column(Style):
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> nn.Module:
         """Return a :class:`ColumnLinear`; a fused layer is split section by section, an adapter with its layer."""
         linear = self.expect(name, module, nn.Linear, Linear, replaced=self.splits(splitter.shared.mesh))
-        units = self._units(name, linear, splitter.shared.mesh)
-        rule = functools.partial(split.output_features, units=units, shared=self.shared)
+        if self.sizes:
+            rule: Rule = functools.partial(split.sections, sizes=self.sizes)
+        else:
+            units = self._units(name, linear, splitter.shared.mesh)
+            rule = functools.partial(split.output_features, units=units, shared=self.shared)
         weight, bias = (splitter.split(name, linear, local, rule) for local in ("weight", "bias"))
         assert weight is not None
         # Read after the split: of a shared section, a rank holds more rows than its size divided by tp.

@@ -5,6 +5,7 @@ A style says how modules that match a rule of a plan are split.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from megalight.nn import adapter
 from megalight.parallel.degrees import replicas_of
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.splitter import Splitter
+from megalight.parallel.tensor import split
 from megalight.parallel.tensor.shared import OwnStream, ParallelDropout, has_dropout
 from megalight.registry import Registry
 
@@ -137,18 +139,30 @@ class Attributes(Style):
         divide: names of counts that are divided by ``tp``.
         per_unit: name of a ratio -> number of units. If there are fewer units than ``tp``, the ratio is divided by the
             number of ranks that share a unit (for example, query heads per KV head).
+        at_least_one: names of counts that are divided by ``tp``, and are 1 where there are more ranks (KV heads).
+        per_head: names of parameters with one entry for each head, of which a rank holds those of its heads.
     """
 
     divide: tuple[str, ...] = ()
     per_unit: Mapping[str, int] = field(default_factory=dict)
+    at_least_one: tuple[str, ...] = ()
+    per_head: tuple[str, ...] = ()
 
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> None:
         """Keep the module, and change its attributes."""
-        # Its own parameters, if any, stay whole: those that the counts describe belong to the layers inside.
-        splitter.keep(name, module)
+        for local in self.per_head:
+            parameter = module._parameters[local]
+            assert parameter is not None
+            rule = functools.partial(split.output_features, units=[parameter.shape[0]])
+            module._parameters[local] = splitter.split(name, module, local, rule)
+        # Its other parameters, if any, stay whole: those that the counts describe belong to the layers inside.
+        splitter.keep_rest(name, module)
         tp = splitter.shared.mesh.tp
         for attribute in self.divide:
             _divide(name, module, attribute, tp)
+        for attribute in self.at_least_one:
+            count = getattr(module, attribute)
+            _divide(name, module, attribute, tp // replicas_of(count, tp, f"{name}.{attribute}"))
         # With replicated units, a rank's queries per key head shrink by the number of ranks that share the key head.
         for attribute, units in self.per_unit.items():
             _divide(name, module, attribute, replicas_of(units, tp, f"{name}.{attribute}"))

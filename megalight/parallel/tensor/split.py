@@ -65,6 +65,27 @@ def output_features(
     return ShardSpec(tuple(pieces), (sum(p.size[0] for p in pieces), *parts[0].shape[1:]))
 
 
+def sections(
+    parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: ParallelMesh, *, sizes: Sequence[int]
+) -> ShardSpec:
+    """Split dim 0 of one tensor over ``tp`` section by section: a rank holds its share of each section.
+
+    Raises:
+        LayoutError: ``tp`` does not divide a section, or sections are not all rows.
+    """
+    (part,) = parts
+    if sum(sizes) != part.shape[0]:
+        raise LayoutError(f"{part.name} has {part.shape[0]} rows, and its sections have {sum(sizes)}.")
+    pieces, start, first = [], 0, 0
+    for section in sizes:
+        replicas_of(section, mesh.tp, part.name, may_share=False)
+        size = (section // mesh.tp, *part.shape[1:])
+        offset = (first + mesh.rank("tp") * size[0],) + (0,) * (len(size) - 1)
+        pieces.append(ShardPiece(part.name, part.shape, offset, size, start))
+        start, first = pieces[-1].stop, first + section
+    return ShardSpec(tuple(pieces), (sum(p.size[0] for p in pieces), *part.shape[1:]))
+
+
 def along(parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: ParallelMesh, *, dim: int) -> ShardSpec:
     """Split one dim of a tensor over ``tp``; dim 1 of a weight ``[out, in]`` is its input features.
 

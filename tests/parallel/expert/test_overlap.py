@@ -24,8 +24,8 @@ from megalight.parallel.expert import ExpertOptions
 from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
+from megalight.parallel.model_plans import plan_for
 from megalight.parallel.pipeline.options import PipelineOptions
-from megalight.parallel.plan import plan_for
 from megalight.parallel.recompute import RecomputeOptions
 from megalight.parallel.run_engine import engine_over
 from megalight.parallel.step import StepDriver
