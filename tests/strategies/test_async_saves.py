@@ -195,7 +195,7 @@ def test_what_is_replaced_stays_while_a_save_waits_for_the_one_before(tmp_path: 
     with fault("gate:/nonexistent"):
         saves.begin(two, simple.views(simple.tensors(2)))
     saves.remove(one)
-    saves.close()
+    saves.saver.close()
     assert removed == []
     assert checkpoint.is_complete(one)
 
@@ -210,7 +210,7 @@ def test_the_log_says_that_a_save_began_late(tmp_path: Path, monkeypatch: pytest
     saves.finish()
     saves.begin(three, simple.views(simple.tensors(3)))
     saves.finish()
-    saves.close()
+    saves.saver.close()
     assert re.fullmatch(rf"saved {one} in \S+ s; training waited \S+ s for it", told[0])
     late = rf"saved {two} in \S+ s; training waited \S+ s for it; it began \S+ s late, after {one}"
     assert re.fullmatch(late, told[1])
@@ -264,7 +264,7 @@ def test_what_was_to_be_removed_is_not_forgotten_when_a_save_cannot_begin(tmp_pa
     assert saves.saver.pending is None
     saves.begin(two, simple.views(simple.tensors(2)))
     saves.finish()
-    saves.close()
+    saves.saver.close()
     assert removed == [one]
 
 
@@ -390,7 +390,7 @@ def test_memory_is_made_for_what_is_saved(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"async_save": "persistant"}, "Did you mean 'persistent'"),
-        ({"async_save": "persistent", "when_busy": "drop"}, "wait or skip"),
+        ({"async_save": "persistent", "when_busy": "drop"}, "must be one of wait, skip"),
         ({"when_busy": "skip"}, "choose async_save='persistent'"),
     ],
 )

@@ -270,7 +270,7 @@ def test_masters_and_averages_are_found_in_flat_state(saved: Save) -> None:
 
 
 def test_unknown_formats_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigurationError, match=r"format is 'dp_reshardible'.* Did you mean 'dp_reshardable'"):
+    with pytest.raises(ConfigurationError, match=r"format='dp_reshardible'.* Did you mean 'dp_reshardable'"):
         CheckpointOptions(format="dp_reshardible")
     with pytest.raises(ConfigurationError, match=r"'fully_sharded_model_space'.*; use 'fully_reshardable'"):
         CheckpointOptions(format="fully_sharded_model_space")

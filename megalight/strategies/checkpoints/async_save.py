@@ -34,6 +34,9 @@ class AsyncSaves:
         zero: whether this is rank 0, which publishes, links and removes.
         remove: removes a checkpoint now.
         written: tells callbacks of a checkpoint, on all ranks.
+
+    Attributes:
+        saver: writes them.
     """
 
     def __init__(
@@ -82,14 +85,6 @@ class AsyncSaves:
         self._in_progress, self._late = self._number, late
         return True
 
-    def prepare(self, nbytes: int) -> None:
-        """Allocate the memory for a save of ``nbytes`` on this rank, in a thread."""
-        self.saver.prepare(nbytes)
-
-    def fence(self) -> None:
-        """Let updates that are queued from now on wait for the copies of the save in progress."""
-        self.saver.fence()
-
     def check(self) -> None:
         """At a step boundary, on all ranks: complete a save that has ended.
 
@@ -134,10 +129,6 @@ class AsyncSaves:
             self._links.append((path, link))
         elif os.path.exists(path):
             relink(path, link)
-
-    def close(self) -> None:
-        """End the worker and free the memory."""
-        self.saver.close()
 
     def _settled(self, pending: PendingSave) -> None:
         # Rank 0 alone has links and removals, and must not leave the others when one fails.

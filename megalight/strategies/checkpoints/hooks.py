@@ -167,12 +167,12 @@ class FolderCheckpoints(MeshStrategy):
             # States exist now, so the size of a save is known.
             saves = self._make_async_saves()
             assert saves is not None
-            saves.prepare(size_of(views(self, self._saves_states, Edits())))
+            saves.saver.prepare(size_of(views(self, self._saves_states, Edits())))
 
     def fence_saves(self) -> None:
         """Let the next update wait for the copies of the save in progress. The host does not wait."""
         if self._async_saves is not None:
-            self._async_saves.fence()
+            self._async_saves.saver.fence()
 
     def finish_saves(self) -> None:
         """Wait until the asynchronous save is published. All ranks call it together.
@@ -213,7 +213,7 @@ class FolderCheckpoints(MeshStrategy):
         try:
             saves.finish_alone() if failed else saves.finish()
         finally:
-            saves.close()
+            saves.saver.close()
 
     @property
     def _is_training(self) -> bool:

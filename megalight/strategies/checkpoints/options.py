@@ -54,23 +54,17 @@ class CheckpointOptions:
             raise ConfigurationError(
                 f"checkpoints.format is {self.format!r}, a format of Megatron-core; use {RETIRED[self.format]!r}."
             )
-        if self.format not in SCHEMES:
-            raise ConfigurationError(
-                f"checkpoints.format is {self.format!r}; it must be one of {', '.join(SCHEMES)}."
-                + nearest(self.format, SCHEMES)
-            )
-        if self.async_save not in (None, *KINDS):
-            raise ConfigurationError(
-                f"checkpoints.async_save is {self.async_save!r}; it must be {' or '.join(KINDS)}, or null."
-                + nearest(str(self.async_save), KINDS)
-            )
-        if self.when_busy not in ("wait", "skip"):
-            raise ConfigurationError(f"checkpoints.when_busy is {self.when_busy!r}; it must be wait or skip.")
-        if self.resume_optimizer not in (None, "configured", "saved"):
-            raise ConfigurationError(
-                f"checkpoints.resume_optimizer (--resume.optimizer) is {self.resume_optimizer!r}; it must be "
-                "configured or saved."
-            )
+        for name, choices in (
+            ("format", tuple(SCHEMES)),
+            ("async_save", (None, *KINDS)),
+            ("when_busy", ("wait", "skip")),
+            ("resume_optimizer", (None, "configured", "saved")),
+        ):
+            if (value := getattr(self, name)) not in choices:
+                words = [each or "null" for each in choices]
+                raise ConfigurationError(
+                    f"checkpoints.{name}={value!r}; it must be one of {', '.join(words)}." + nearest(str(value), words)
+                )
         if self.when_busy == "skip" and self.async_save is None:
             raise ConfigurationError(
                 "checkpoints.when_busy='skip' does nothing without async_save: no save is ever in progress; choose "
