@@ -8,8 +8,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from megalight.data.chat.template import ChatTemplate
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError, decode_utf8
@@ -68,7 +66,6 @@ def measure(
     prompts, max_new_tokens = check_prompts(base, prompts, max_new_tokens)
     sequences: list[list[int]] = [[] for _ in prompts]
     counts = [Acceptance() for _ in prompts]
-    generator = torch.Generator(next(base.parameters()).device)
     for found in rounds(
         base,
         draft,
@@ -77,7 +74,7 @@ def measure(
         guesses=guesses,
         sampling_params=SamplingParams(temperature=0.0),
         ends=end_ids(base, eos_id),
-        generator=generator,
+        seeds=[0] * len(prompts),  # greedy: nothing is drawn
     ):
         for place, each in found.items():
             sequences[place] += each.tokens

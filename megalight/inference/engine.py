@@ -16,11 +16,12 @@ from torch import Generator, Tensor
 from megalight.errors import ConfigurationError, DataError, integer
 from megalight.inference.blocks import BlockPool
 from megalight.inference.cache import Cache
-from megalight.inference.generate import another, check_prompts, device_of, end_ids, last_logits, new_generator
+from megalight.inference.generate import PENDING, another, check_prompts, device_of, end_ids, last_logits, new_seed
 from megalight.inference.parallel import ParallelGPT, evaluating
-from megalight.inference.sampling import FAILED, SamplingParams, sample, seeded
+from megalight.inference.sampling import FAILED, SamplingParams, check_seed, sample
 from megalight.inference.scheduler import Completion, Request, Scheduler, Stop
 from megalight.models.gpt import GPT, GPTConfig
+from megalight.types import to_device
 
 
 class EngineStep(NamedTuple):
@@ -77,6 +78,22 @@ class _OpenStep(NamedTuple):
             self.undecided.remove(request)
 
 
+class _Flight(NamedTuple):
+    """A forward pass whose tokens the host does not know yet.
+
+    Attributes:
+        requests: those that get a token.
+        results: ``[1, n]`` or ``[2, n]`` float64 on the host: tokens, and their log-probabilities if one is wanted.
+        done: when the results are there; None: they are.
+        step: what is known.
+    """
+
+    requests: list[Request]
+    results: Tensor
+    done: torch.cuda.Event | None
+    step: EngineStep
+
+
 class DynamicEngine:
     """Completes requests together, each as if it were alone.
 
@@ -122,6 +139,12 @@ class DynamicEngine:
         # Ranks of a replica may hold different layers, and must plan the same.
         rows = model.every(cache.reversible) if isinstance(model, ParallelGPT) else cache.reversible
         self._schedule = Scheduler(cache, step_tokens, states=not rows)
+        # The newest token of each slot; on a GPU, the next pass begins before the host knows it.
+        self._newest = torch.zeros(max_sequences, dtype=torch.int64, device=device_of(model))
+        # Replicas that share experts step equally often, so none may be a pass ahead.
+        shares = isinstance(model, ParallelGPT) and model.shares_experts
+        self._runs_ahead = self._newest.device.type == "cuda" and not shares
+        self._flights: deque[_Flight] = deque()
         self._requests: dict[int, Request] = {}
         self._count = 0
         self._seeds: Generator | None = None
@@ -154,7 +177,7 @@ class DynamicEngine:
             stop: called with the completion's tokens after each of them; the completion ends if it returns True, which
                 must be the same on all ranks.
             seed: seed of its samples, from 0 to ``2**63 - 1``. They are those of ``generate`` with this prompt alone
-                and a generator of this seed. None: a new one.
+                and this seed. None: a new one.
             log_probs: whether the completion has the log-probabilities of its tokens.
 
         Raises:
@@ -181,7 +204,7 @@ class DynamicEngine:
             SamplingParams.of(sampling_params),
             end_ids(self._model, eos_id),
             stop,
-            seeded(device_of(self._model), self._new_seed() if seed is None else seed),
+            self._new_seed() if seed is None else check_seed(seed),
             [] if log_probs else None,
         )
         self._count += 1
@@ -203,6 +226,7 @@ class DynamicEngine:
             self._open.leave(request)
         if not self._requests:
             self._open = None
+            self._flights.clear()
 
     @property
     def unfinished(self) -> list[int]:
@@ -235,36 +259,101 @@ class DynamicEngine:
         self._open = None
         for number in step.finished:
             self._schedule.end(self._requests.pop(number))
+        if not self._requests:
+            self._flights.clear()
         return step
 
     def _pass(self) -> _OpenStep:
-        """Run a forward pass, and give each request that is ready its next token."""
-        schedule = self._schedule
+        """Let a forward pass begin, and the next one after it; return what the first gave."""
         try:
-            plan = schedule.plan()
-            counts = plan.counts
-            slots = [request.slot for request in counts if request.slot is not None]
-            fresh: list[list[int]] = []
-            for request, count in counts.items():
-                first = len(request.tokens) - schedule.unread(request)
-                fresh.append(request.tokens[first : first + count])
-            schedule.cache.copy_states(plan.restored)
-            logits = last_logits(self._model, schedule.cache, slots, fresh)
-            schedule.cache.copy_states(plan.kept)
-            # A part of a prompt has no next token yet.
-            ready = [place for place, request in enumerate(counts) if not schedule.unread(request)]
-            requests = [request for request in counts if not schedule.unread(request)]
-            chosen = _chosen(requests, logits, ready)
+            # Passes of requests that have all ended are of no use.
+            while self._flights and not self._alive(self._flights[0]):
+                self._flights.popleft()
+            if not self._flights:
+                self._launch()
+            if self._runs_ahead and len(self._flights) == 1 and self._schedule.may_run_ahead():
+                self._launch()
+            return self._collect()
         except BaseException:
             # Out of memory, or stopped by the user: some layers have the new tokens, others do not.
-            schedule.preempt_all()
+            self._abandon()
+            self._schedule.preempt_all()
             self.blocks.prefixes.clear()
             raise
+
+    def _alive(self, flight: _Flight) -> bool:
+        return not flight.requests or any(request.number in self._requests for request in flight.requests)
+
+    def _launch(self) -> None:
+        """Run a forward pass, and sample the next token of each request that is ready; wait for nothing."""
+        schedule = self._schedule
+        plan = schedule.plan()
+        counts = plan.counts
+        if not counts:
+            return
+        slots = [request.slot for request in counts if request.slot is not None]
+        fresh: list[list[int]] = []
+        for request, count in counts.items():
+            first = request.length - schedule.unread(request)
+            known = request.tokens[first : first + count]
+            fresh.append(known + [PENDING] * (count - len(known)))
+        schedule.cache.copy_states(plan.restored)
+        logits = last_logits(self._model, schedule.cache, slots, fresh, newest=self._newest)
+        schedule.cache.copy_states(plan.kept)
+        # A part of a prompt has no next token yet.
+        ready = [place for place, request in enumerate(counts) if not schedule.unread(request)]
+        requests = [request for request in counts if not schedule.unread(request)]
+        results = self._choose(requests, logits, ready)
+        for request in requests:
+            request.pending += 1
         found = {request.number: count for request, count in plan.shared.items()}
         step = EngineStep({}, {}, [request.number for request in plan.preempted], found)
+        self._flights.append(_Flight(requests, *_to_host(results), step))
+
+    def _choose(self, requests: Sequence[Request], logits: Tensor, rows: Sequence[int]) -> Tensor:
+        """Sample the next token of each request, and keep it for the next pass; return the results of the pass.
+
+        Args:
+            requests: ``n`` requests.
+            logits: ``[N, V]``.
+            rows: the row of each request.
+        """
+        device = logits.device
+        if not requests:
+            return torch.zeros(1, 0, dtype=torch.float64, device=device)
+        numbers = [(request.slot or 0, request.seed, request.length) for request in requests]
+        slots, seeds, positions = to_device(
+            [*(n[0] for n in numbers), *(n[1] for n in numbers), *(n[2] for n in numbers)], torch.int64, device
+        ).view(3, -1)
+        if len(rows) < len(logits):
+            logits = logits[to_device(rows, torch.int64, device)]
+        tokens = _drawn(requests, logits, seeds, positions)
+        self._newest[slots] = tokens
+        results = tokens.double()[None]
+        if any(request.log_probs is not None for request in requests):
+            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            chosen = wide.log_softmax(-1).gather(-1, tokens.clamp(min=0)[:, None])[:, 0]
+            results = torch.stack([results[0], chosen.double()])
+        return results
+
+    def _collect(self) -> _OpenStep:
+        """Wait for the oldest pass, and give its tokens to the requests that still run."""
+        schedule = self._schedule
+        if not self._flights:
+            return _OpenStep(EngineStep({}, {}, [], {}), deque())
+        flight = self._flights.popleft()
+        if flight.done is not None:
+            flight.done.synchronize()
+        tokens, *found = flight.results.tolist()
+        log_probs = found[0] if found else [None] * len(tokens)
         suspects: list[Request] = []
         undecided: deque[Request] = deque()
-        for request, token, log_prob in zip(requests, *chosen, strict=True):
+        step = flight.step
+        for request, number, log_prob in zip(flight.requests, tokens, log_probs, strict=True):
+            request.pending -= 1
+            if request.number not in self._requests:
+                continue  # it has ended, or was cancelled, after the pass began
+            token = int(number)
             if token == FAILED and not request.suspect:
                 suspects.append(request)
                 continue
@@ -278,8 +367,16 @@ class DynamicEngine:
                 request.suspect = False
                 suspects = [other for other in schedule.waiting if other.suspect]
         if suspects:
+            # NaN may have spread to what the next pass has read.
+            self._abandon()
             step.preempted.extend(request.number for request in schedule.isolate(suspects))
         return _OpenStep(step, undecided)
+
+    def _abandon(self) -> None:
+        """Forget the passes whose tokens the host does not know. The same tokens are sampled again."""
+        while self._flights:
+            for request in self._flights.popleft().requests:
+                request.pending -= 1
 
     def __iter__(self) -> Iterator[EngineStep]:
         """Step until no request is left; requests may be added meanwhile."""
@@ -298,6 +395,7 @@ class DynamicEngine:
 
     def suspend(self) -> None:
         """Give the memory of the cache back. Requests keep their tokens, and more may be added."""
+        self._abandon()
         self._schedule.preempt_all()
         self._schedule.cache.drop()
         self.suspended = True
@@ -309,52 +407,32 @@ class DynamicEngine:
     def _new_seed(self) -> int:
         if self._seeds is None:
             # On the host, where it makes no one wait.
-            self._seeds = Generator().manual_seed(new_generator(self._model).initial_seed())
+            self._seeds = Generator().manual_seed(new_seed(self._model))
         return int(torch.randint(2**62, (), generator=self._seeds))
 
 
-def _chosen(requests: Sequence[Request], logits: Tensor, rows: Sequence[int]) -> tuple[list[int], list[float | None]]:
-    """Return the next token of each request (:data:`FAILED`: none), and its log-probability if one is wanted.
-
-    Args:
-        requests: ``n`` requests.
-        logits: ``[N, V]``.
-        rows: the row of each request.
-    """
-    if not requests:
-        return [], []
-    if len(rows) < len(logits):
-        logits = logits[rows]
-    generators = [request.generator for request in requests if request.generator is not None]
-    states = [generator.get_state() for generator in generators]
-    try:
-        tokens = _drawn(requests, logits, generators)
-        found: list[float | None] = [None] * len(requests)
-        if any(request.log_probs is not None for request in requests):
-            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            found = wide.log_softmax(-1).gather(-1, tokens.clamp(min=0)[:, None])[:, 0].tolist()
-        chosen = tokens.tolist()
-        for token, generator, state in zip(chosen, generators, states, strict=True):
-            if token == FAILED:
-                generator.set_state(state)  # it samples again when it runs alone
-        return chosen, found
-    except BaseException:
-        # The same samples come again when the sequences run again.
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-        raise
+def _to_host(results: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Copy results to the host without a wait; return them, and when they are there."""
+    if results.device.type != "cuda":
+        return results, None
+    there = torch.empty(results.shape, dtype=results.dtype, pin_memory=True)
+    there.copy_(results, non_blocking=True)
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record()
+    return there, done
 
 
-def _drawn(requests: Sequence[Request], logits: Tensor, generators: Sequence[Generator]) -> Tensor:
+def _drawn(requests: Sequence[Request], logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     """Return the next token ``[n]`` of each request, from logits ``[n, V]``."""
     kinds: dict[SamplingParams, list[int]] = {}
     for place, request in enumerate(requests):
         kinds.setdefault(request.sampling_params, []).append(place)
     if len(kinds) == 1:
-        return sample(logits, requests[0].sampling_params, generators)
+        return sample(logits, requests[0].sampling_params, seeds, positions)
     tokens = torch.empty(len(requests), dtype=torch.long, device=logits.device)
     for sampling_params, places in kinds.items():
-        tokens[places] = sample(logits[places], sampling_params, [generators[place] for place in places])
+        at = to_device(places, torch.int64, logits.device)
+        tokens[at] = sample(logits[at], sampling_params, seeds[at], positions[at])
     return tokens
 
 

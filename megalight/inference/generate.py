@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import operator
 import reprlib
+import secrets
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from megalight.errors import ConfigurationError, DataError, integer
 from megalight.inference.cache import Cache
 from megalight.inference.parallel import ParallelGPT, evaluating
-from megalight.inference.sampling import SamplingParams, check_sampled, sample
+from megalight.inference.sampling import LARGEST_SEED, SamplingParams, check_sampled, check_seed, sample
 from megalight.inference.speculative import check_draft, rounds
 from megalight.models.eagle import DraftModel
 from megalight.models.gpt import GPT
 from megalight.models.vision import PackedImages
 from megalight.models.vlm.config import VLMConfig
+from megalight.types import to_device
+
+PENDING = -1
+"""Stands for a token that only the device knows yet."""
 
 
 def generate(
@@ -31,7 +36,7 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     eos_id: int | Collection[int] | None = None,
-    generator: Generator | None = None,
+    seed: int | None = None,
     axis_positions: Sequence[Tensor] | None = None,
     packed_images: PackedImages | None = None,
     draft: DraftModel | None = None,
@@ -48,8 +53,8 @@ def generate(
         top_k: see :class:`~megalight.inference.sampling.SamplingParams`.
         top_p: see :class:`~megalight.inference.sampling.SamplingParams`.
         eos_id: a completion ends with this token, or with one of these.
-        generator: random generator on the model's device, with the same state on all ranks. None makes a new one, so
-            torch's default generator does not change.
+        seed: seed of the first prompt's samples, from 0 to ``2**63 - 1``; each further prompt has the next one, and 0
+            follows the largest. None: a new one.
         axis_positions: for each prompt ``[A, n]``, on the host: positions of its tokens on several axes. The completion
             follows the largest of them. None: tokens have one position.
         packed_images: the images of a model that reads images. Their ``source`` counts the tokens of all prompts end to
@@ -76,7 +81,7 @@ def generate(
         max_new_tokens=max_new_tokens,
         sampling_params=sampling_params,
         eos_id=eos_id,
-        generator=generator,
+        seed=seed,
         axis_positions=axis_positions,
         packed_images=packed_images,
         draft=draft,
@@ -94,7 +99,7 @@ def stream(
     max_new_tokens: int,
     sampling_params: SamplingParams | None = None,
     eos_id: int | Collection[int] | None = None,
-    generator: Generator | None = None,
+    seed: int | None = None,
     axis_positions: Sequence[Tensor] | None = None,
     packed_images: PackedImages | None = None,
     draft: DraftModel | None = None,
@@ -108,12 +113,14 @@ def stream(
     prompts, max_new_tokens = check_prompts(model, prompts, max_new_tokens, axis_positions)
     _check_images(model, prompts, packed_images)
     ends, sampling_params = end_ids(model, eos_id), SamplingParams.of(sampling_params)
+    first = new_seed(model) if seed is None else check_seed(seed)
+    seeds = [(first + number) % (LARGEST_SEED + 1) for number in range(len(prompts))]
     if draft is None:
-        return _steps(model, prompts, max_new_tokens, sampling_params, ends, generator, axis_positions, packed_images)
+        return _steps(model, prompts, max_new_tokens, sampling_params, ends, seeds, axis_positions, packed_images)
     if axis_positions is not None:
         raise ConfigurationError("a draft's guesses have no axis_positions; leave the draft out.")
     check_draft(model, draft, guesses)
-    return _drafted(model, draft, prompts, max_new_tokens, guesses, sampling_params, ends, generator)
+    return _drafted(model, draft, prompts, max_new_tokens, guesses, sampling_params, ends, seeds)
 
 
 def _steps(
@@ -122,11 +129,10 @@ def _steps(
     max_new_tokens: int,
     sampling_params: SamplingParams,
     ends: Collection[int],
-    generator: Generator | None,
+    seeds: Sequence[int],
     axis_positions: Sequence[Tensor] | None,
     packed_images: PackedImages | None,
 ) -> Iterator[dict[int, int]]:
-    generator = generator or new_generator(model)
     # Room for the longest prompt and its completion, in every slot.
     # Slots belong to prompts, not to places in the batch: a prompt that ends leaves the others where they are.
     cache = Cache(model.layers, len(prompts), max(map(len, prompts)) + max_new_tokens)
@@ -143,8 +149,9 @@ def _steps(
         logits = last_logits(model, cache, active, fresh, axis_positions, packed_images)
         # Those of prompts; the cache knows what follows them.
         axis_positions = packed_images = None
+        draws = seeds_and_positions([seeds[prompt] for prompt in active], [cache.lengths[p] for p in active], logits)
         # The one wait for the device in a step: the host must know which prompts have ended.
-        chosen = sample(logits, sampling_params, generator).tolist()
+        chosen = sample(logits, sampling_params, *draws).tolist()
         step = dict(zip(active, chosen, strict=True))
         check_sampled({prompt: [token] for prompt, token in step.items()})
         yield step
@@ -163,9 +170,8 @@ def _drafted(
     guesses: int,
     sampling_params: SamplingParams,
     ends: Collection[int],
-    generator: Generator | None,
+    seeds: Sequence[int],
 ) -> Iterator[dict[int, int]]:
-    generator = generator or new_generator(model)
     for found in rounds(
         model,
         draft,
@@ -174,7 +180,7 @@ def _drafted(
         guesses=guesses,
         sampling_params=sampling_params,
         ends=ends,
-        generator=generator,
+        seeds=seeds,
     ):
         for place in range(max(len(each.tokens) for each in found.values())):
             yield {prompt: each.tokens[place] for prompt, each in found.items() if place < len(each.tokens)}
@@ -185,12 +191,16 @@ def device_of(model: GPT | ParallelGPT) -> torch.device:
     return model.device if isinstance(model, ParallelGPT) else next(model.parameters()).device
 
 
-def new_generator(model: GPT | ParallelGPT) -> Generator:
-    """Return a generator on the model's device with a new seed, the same on all ranks of a replica."""
-    generator = Generator(device_of(model))
-    seed = generator.seed()
-    # All ranks of a replica must sample the same tokens, so they use one seed.
-    return generator.manual_seed(model.agree(seed) if isinstance(model, ParallelGPT) else seed)
+def new_seed(model: GPT | ParallelGPT) -> int:
+    """Return a new seed, the same on all ranks of a replica, which must sample the same tokens."""
+    seed = secrets.randbelow(LARGEST_SEED + 1)
+    return model.agree(seed) if isinstance(model, ParallelGPT) else seed
+
+
+def seeds_and_positions(seeds: Sequence[int], positions: Sequence[int], like: Tensor) -> tuple[Tensor, Tensor]:
+    """Copy the seeds ``[N]`` and positions ``[N]`` of samples to the device of ``like``, in one piece."""
+    both = to_device([*seeds, *positions], torch.int64, like.device)
+    return both[: len(seeds)], both[len(seeds) :]
 
 
 def another(model: GPT | ParallelGPT, wanted: bool) -> bool:
@@ -205,13 +215,22 @@ def last_logits(
     fresh: Sequence[Sequence[int]],
     axis_positions: Sequence[Tensor] | None = None,
     packed_images: PackedImages | None = None,
+    newest: Tensor | None = None,
 ) -> Tensor:
-    """Run the new tokens of each slot, and return the logits ``[N, V]`` of the last token of each slot."""
+    """Run the new tokens of each slot, and return the logits ``[N, V]`` of the last token of each slot.
+
+    A token :data:`PENDING` is the one in ``newest [num_slots]`` on the device.
+    """
     device = device_of(model)
     with torch.no_grad(), evaluating(model):
         sequences = cache.extend(slots, [len(ids) for ids in fresh], device, axis_positions)
         # End to end, without padding: prompts of any lengths run in one pass.
-        tokens = torch.tensor([token for ids in fresh for token in ids], device=device)
+        tokens = to_device([token for ids in fresh for token in ids], torch.int64, device)
+        if newest is not None and any(ids[-1] == PENDING for ids in fresh):
+            assert sequences.pages is not None
+            # Where sampling failed there is no token, and the host will drop what follows.
+            there = sequences.expand(newest[sequences.pages.state_slot].clamp(min=0))
+            tokens = torch.where(tokens == PENDING, there, tokens)
         # Only the last token of each sequence needs logits: `[N, V]` instead of `[T, V]`.
         seen = {} if packed_images is None else {"packed_images": packed_images}
         if packed_images is not None:

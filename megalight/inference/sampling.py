@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from megalight.errors import ConfigurationError, MegalightError, as_float, integer
+from megalight.ops.draws import exponentials
 
 LARGEST_SEED = 2**63 - 1
 FAILED = -1
@@ -66,13 +67,13 @@ class SamplingParams:
         return given
 
 
-def seeded(device: torch.device | str, seed: int) -> Generator:
-    """Return a generator on a device.
+def check_seed(seed: int) -> int:
+    """Return a seed as a plain integer.
 
     Raises:
-        ConfigurationError: the seed is no integer from 0 to :data:`LARGEST_SEED`.
+        ConfigurationError: it is no integer from 0 to :data:`LARGEST_SEED`.
     """
-    return Generator(device).manual_seed(integer("seed", seed, 0, LARGEST_SEED))
+    return integer("seed", seed, 0, LARGEST_SEED)
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
@@ -116,26 +117,25 @@ def probabilities(logits: Tensor, sampling_params: SamplingParams) -> Tensor:
     return logits.softmax(-1)
 
 
-def sample(
-    logits: Tensor, sampling_params: SamplingParams, generator: Generator | Sequence[Generator] | None = None
-) -> Tensor:
+def sample(logits: Tensor, sampling_params: SamplingParams, seeds: Tensor, positions: Tensor) -> Tensor:
     """Sample token ids: ``[N, V] -> [N]``. Rows with NaN or infinity give :data:`FAILED`.
+
+    A sample follows from its row, its seed and its position alone (:mod:`megalight.ops.draws`).
 
     Args:
         logits: ``[N, V]``.
         sampling_params: how a token is chosen.
-        generator: on the logits' device, one for all rows or one for each; None is torch's default one.
+        seeds: ``[N]`` int64, from 0 to :data:`LARGEST_SEED`.
+        positions: ``[N]`` integers: which token of its sequence each row chooses.
     """
-    chances = probabilities(logits, sampling_params)
-    # for exponential e_i, the argmax of p_i / e_i is i with probability p_i; this needs no sync with the host
-    exponential = torch.empty_like(chances)
-    if isinstance(generator, Sequence):
-        for row, own in zip(exponential, generator, strict=True):
-            row.exponential_(generator=own)
+    if sampling_params.temperature == 0:
+        chosen = logits.argmax(-1)
     else:
-        exponential.exponential_(generator=generator)
+        chances = probabilities(logits, sampling_params)
+        # for exponential e_i, the argmax of p_i / e_i is i with probability p_i; this needs no sync with the host
+        chosen = (chances / exponentials(seeds, positions, chances.shape[-1])).argmax(-1)
     # A row's maximum is NaN where any of its values is. Without a wait for the device, as all of this.
-    return torch.where(logits.amax(-1).isfinite(), (chances / exponential).argmax(-1), FAILED)
+    return torch.where(logits.amax(-1).isfinite(), chosen, FAILED)
 
 
 def check_sampled(tokens: Mapping[int, Sequence[int]]) -> None:

@@ -10,8 +10,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from torch import Generator
-
 from megalight.inference.cache import Cache
 from megalight.inference.sampling import SamplingParams
 
@@ -49,11 +47,12 @@ class Request:
         sampling_params: how tokens are chosen.
         ends: tokens that end it.
         stop: ends it, too, if this is true of the completion so far.
-        generator: the request's own, so that its samples do not depend on other requests.
+        seed: the request's own, so that its samples do not depend on other requests.
         log_probs: of the completion's tokens, or None.
         slot: its slot in the cache while it runs.
         suspect: whether its logits were NaN or infinite in a pass with others, so that it runs alone next.
         failed: whether they are when it runs alone.
+        pending: how many tokens follow ``tokens`` that only the device knows yet.
     """
 
     number: int
@@ -63,11 +62,22 @@ class Request:
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
     ends: Collection[int] = ()
     stop: Stop | None = None
-    generator: Generator | None = None
+    seed: int = 0
     log_probs: list[float] | None = None
     slot: int | None = None
     suspect: bool = False
     failed: bool = False
+    pending: int = 0
+
+    @property
+    def length(self) -> int:
+        """Number of tokens, with those that only the device knows yet."""
+        return len(self.tokens) + self.pending
+
+    @property
+    def full(self) -> bool:
+        """Whether the completion is as long as it may be."""
+        return self.length - self.prompt_length >= self.max_new_tokens
 
     def take(self, token: int, log_prob: float | None) -> None:
         """Add the next token."""
@@ -109,7 +119,7 @@ class StepPlan(NamedTuple):
 
 
 class Scheduler:
-    """Requests that run, and those that wait.
+    """Requests that run, and those that wait. Plans count tokens, and need not know all of them.
 
     They begin in the order in which they came. No request overtakes another, so those that run are always the oldest.
     If a sequence that grows finds no free block, the youngest loses its own and waits. It begins again from its first
@@ -145,10 +155,12 @@ class Scheduler:
         # Only the youngest can have more than one token to run, as it began with what was left of a step. So a long
         # prompt does not stop those before it.
         for request in [*self.running]:
+            if request.pending and request.full:  # it waits for its last token
+                continue
             count = min(self.unread(request), left)
             if not count:
                 break
-            total = len(request.tokens) - self.unread(request) + count
+            total = request.length - self.unread(request) + count
             while request.slot is not None and blocks.missing(request.slot, total) > blocks.free:
                 plan.preempted.append(self.preempt())
             if request.slot is None:  # it has given its blocks to an older one, or found none for itself
@@ -165,7 +177,17 @@ class Scheduler:
 
     def unread(self, request: Request) -> int:
         """Return how many tokens of a request have not run since it got its slot."""
-        return len(request.tokens) - (0 if request.slot is None else self.cache.lengths[request.slot])
+        return request.length - (0 if request.slot is None else self.cache.lengths[request.slot])
+
+    def may_run_ahead(self) -> bool:
+        """Return whether a pass can be planned while tokens are pending: none would be preempted, none runs alone."""
+        blocks, missing = self.cache.blocks, 0
+        for request in self.running:
+            if request.suspect or request.slot is None:
+                return False
+            if not request.full:
+                missing += blocks.missing(request.slot, request.length)
+        return missing <= blocks.free and not any(request.suspect for request in self.waiting)
 
     def preempt(self) -> Request:
         """Let the youngest request that runs wait; return it."""
@@ -202,7 +224,7 @@ class Scheduler:
     def _run(self, plan: StepPlan, request: Request, slot: int, left: int) -> int:
         """Plan the next tokens of a request, at most ``left``; return how many."""
         stored, blocks = self.cache.lengths[slot], self.cache.blocks
-        end = min(stored + left, len(request.tokens))
+        end = min(stored + left, request.length)
         if request.suspect:
             plan.counts[request] = end - stored
             return end - stored
@@ -213,7 +235,7 @@ class Scheduler:
             if len(found) * blocks.size == fork:
                 plan.kept.append((slot, blocks.prefixes.snapshots.keep(found[-1])))
                 end = fork
-        blocks.remember(slot, request.tokens, stored, end)
+        blocks.remember(slot, request.tokens, stored, min(end, len(request.tokens)))
         plan.counts[request] = end - stored
         return end - stored
 

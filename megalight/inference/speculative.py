@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from megalight import checkpoint
 from megalight.checkpoint.disk.latest_checkpoint import latest_checkpoint
@@ -29,7 +29,7 @@ from megalight.models.eagle.serving_format import is_draft
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.hidden import KEPT, keeping
 from megalight.models.saved import companions_of, description, saved_model
-from megalight.types import PackedSequences
+from megalight.types import PackedSequences, to_device
 
 
 class DraftRound(NamedTuple):
@@ -76,7 +76,7 @@ def rounds(
     guesses: int,
     sampling_params: SamplingParams,
     ends: Collection[int],
-    generator: Generator,
+    seeds: Sequence[int],
 ) -> Iterator[dict[int, DraftRound]]:
     """Yield what each round yields for each prompt that goes on. The first one is the prompts' own pass.
 
@@ -88,7 +88,7 @@ def rounds(
         guesses: how many tokens the draft guesses in a round.
         sampling_params: how tokens are chosen.
         ends: tokens that end a sequence.
-        generator: random generator on the base's device.
+        seeds: of each prompt's samples. A draft does not change the samples, which follow from seed and position.
 
     Raises:
         ConfigurationError: ``guesses`` is out of range, the draft does not fit the base, or layers of the base cannot
@@ -104,10 +104,13 @@ def rounds(
     while given:
         with evaluating(base), evaluating(draft):
             logits, states = pair.check(given, guessed)
-        chosen = sample(torch.cat(list(logits.values())), sampling_params, generator).tolist()
+        # One choice after the newest token, and one after each guess: the last follows all that is stored.
+        last = {slot: pair.base.lengths[slot] for slot in given}
+        places = [(slot, at) for slot in given for at in range(last[slot] - len(guessed[slot]), last[slot] + 1)]
+        draws = to_device([*(seeds[slot] for slot, _ in places), *(at for _, at in places)], torch.int64, pair.device)
+        chosen = sample(torch.cat(list(logits.values())), sampling_params, *draws.view(2, -1)).tolist()
         found: dict[int, DraftRound] = {}
         for slot in list(given):
-            # One choice after the newest token, and one after each guess.
             choices, chosen = chosen[: len(guessed[slot]) + 1], chosen[len(guessed[slot]) + 1 :]
             check_sampled({slot: choices})
             found[slot] = _kept(choices, guessed[slot], ends)

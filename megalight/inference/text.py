@@ -24,7 +24,7 @@ from megalight.inference.engine import DynamicEngine
 from megalight.inference.generate import generate, stream
 from megalight.inference.images import ImageFile, prepare_images
 from megalight.inference.parallel import ParallelGPT
-from megalight.inference.sampling import SamplingParams, seeded
+from megalight.inference.sampling import SamplingParams
 from megalight.inference.scheduler import Completion
 from megalight.inference.text_requests import TextCompletion, TextRequest, before, stop_at
 from megalight.models.eagle import DraftModel
@@ -292,7 +292,7 @@ class TextGenerator:
             temperature: see :class:`~megalight.inference.sampling.SamplingParams`.
             top_k: see :class:`~megalight.inference.sampling.SamplingParams`.
             top_p: see :class:`~megalight.inference.sampling.SamplingParams`.
-            seed: seed of the sampling, from 0 to ``2**63 - 1``. None gives other results each time.
+            seed: see :func:`~megalight.inference.generate.generate`. None gives other results each time.
             ends: ids of further tokens that end a completion, such as the end of a chat model's answer.
             images: the images of each prompt, as paths or as the bytes of files. Each stands where the prompt has
                 ``<image>``, or :attr:`image_marker`.
@@ -318,10 +318,6 @@ class TextGenerator:
             ids, packed_images, axes = prepare_images(self._reader(), ids, images, resize=resize, device=device)
         else:
             self._check_without_images(ids)
-        generator = None
-        if seed is not None:
-            # On the model's device, where samples are drawn.
-            generator = seeded(device, seed)
         if max_new_tokens is None:
             max_new_tokens = self._room(max(map(len, ids), default=0))
         completions = generate(
@@ -332,7 +328,7 @@ class TextGenerator:
             top_k=top_k,
             top_p=top_p,
             eos_id=self.all_ends(ends),
-            generator=generator,
+            seed=seed,
             packed_images=packed_images,
             draft=draft,
             guesses=guesses,
@@ -375,7 +371,7 @@ class TextGenerator:
             max_new_tokens=room if max_new_tokens is None else min(room, max_new_tokens),
             sampling_params=sampling_params,
             eos_id=self.all_ends(ends),
-            generator=None if seed is None else seeded(next(self.model.parameters()).device, seed),
+            seed=seed,
         )
         tokens, told = list[int](), ""
         for step in steps:

@@ -141,20 +141,13 @@ def test_a_round_yields_its_right_guesses_and_one_token(
     assert acceptance_length(base, draft, PROMPTS, max_new_tokens=24) == mean
 
 
-def test_samples_with_a_draft_have_the_bases_distribution() -> None:
+def test_a_draft_does_not_change_samples() -> None:
+    """They follow from the seed and the place, so they are those of the base alone."""
     base, draft = models()
-    prompts, many = [[3, 1, 4]], 3000
-    generator = torch.Generator().manual_seed(0)
-    found = generate(
-        base, prompts * many, max_new_tokens=3, temperature=1.7, top_k=4, draft=draft, guesses=2, generator=generator
-    )
-    plain = generate(base, prompts * many, max_new_tokens=3, temperature=1.7, top_k=4, generator=generator)
-    counts = [torch.zeros(31), torch.zeros(31)]
-    for count, texts in zip(counts, (found, plain), strict=True):
-        count.index_add_(0, torch.tensor([text[2] for text in texts]), torch.ones(many))
-    # Of two samples of one distribution: far above chance, far below another distribution.
-    assert float((counts[0] - counts[1]).abs().sum()) / many < 0.12
-    assert int((counts[0] > 0).sum()) > 4
+    prompts, options = [[3, 1, 4]] * 200, {"max_new_tokens": 5, "temperature": 1.7, "top_k": 4, "seed": 5}
+    found = generate(base, prompts, draft=draft, guesses=2, **options)
+    assert found == generate(base, prompts, **options)
+    assert len({*map(tuple, found)}) > 50
 
 
 @pytest.mark.parametrize(("prompts", "new"), [([], 8), ([[1, 2, 3]], 1)])

@@ -37,8 +37,8 @@ def alone(model: GPT, new: int = 9, seed: int | None = None, eos: int | None = N
         options = {"temperature": 0.7, "top_k": 20, "top_p": 0.9}
     found = []
     for number, prompt in enumerate(PROMPTS):
-        generator = None if seed is None else torch.Generator().manual_seed(seed + number)
-        found += generate(model, [prompt], max_new_tokens=new, eos_id=eos, generator=generator, **options)
+        own = None if seed is None else seed + number
+        found += generate(model, [prompt], max_new_tokens=new, eos_id=eos, seed=own, **options)
     return found
 
 
@@ -73,6 +73,38 @@ def test_completions_are_those_of_each_prompt_alone(name: str, step_tokens: int,
         assert engine.unfinished == []
         if num_blocks == 6 and step_tokens >= 3:
             assert preempted, "the small pool forces nothing"
+
+
+@pytest.mark.parametrize("name", ["llama", "sinks", "experts", "mamba", "delta"])
+def test_a_pass_may_begin_before_the_tokens_of_the_last_one_are_known(name: str, poison: None) -> None:
+    """As on a GPU: texts end by their tokens, by functions and by length, are cancelled, preempted and suspended."""
+    model = build(**MODELS[name])
+    free = alone(model, 12, seed=11)
+    eos = free[2][4]
+    expected = alone(model, 12, seed=11, eos=eos)
+    engine = DynamicEngine(model, num_blocks=14, block_size=3, max_sequences=3, step_tokens=6)
+    engine._runs_ahead = True
+    ahead = 0
+    for turn in range(2):
+        for number, prompt in enumerate(PROMPTS):
+            engine.add(prompt, max_new_tokens=12, sampling_params=SAMPLED, seed=11 + number, eos_id=eos, log_probs=True)
+        engine.add(PROMPTS[0], max_new_tokens=12, sampling_params=GREEDY, stop=lambda new: len(new) == 3)
+        lost = engine.add([1, 2, 3], max_new_tokens=9, seed=1)
+        found: dict[int, Completion] = {}
+        for count, step in enumerate(engine):
+            ahead += len(engine._flights)
+            found |= step.finished
+            if count == 4:
+                engine.cancel(lost)
+            if turn and count == 7:
+                engine.suspend()
+                engine.resume()
+        assert [found[number].tokens for number in sorted(found)[:4]] == expected
+        assert all(len(each.log_probs or []) == len(each.tokens) for each in [*found.values()][:4] if each.log_probs)
+        assert found[lost - 1].tokens == alone(model, 3)[0]
+        assert engine.blocks.free == 14
+        assert engine.step() is None
+    assert ahead > 8
 
 
 def test_log_probabilities_are_those_of_a_whole_pass() -> None:
@@ -229,10 +261,7 @@ def test_nothing_is_lost_by_an_error_in_a_stop(length: int) -> None:
     model = build("hybrid")
     prompts = [[5, 6, 7], [8], [9, 10]]
     options: dict[str, Any] = {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "max_new_tokens": 6}
-    expected = [
-        generate(model, [prompt], generator=torch.Generator().manual_seed(seed), **options)[0]
-        for seed, prompt in enumerate(prompts)
-    ]
+    expected = [generate(model, [prompt], seed=seed, **options)[0] for seed, prompt in enumerate(prompts)]
     engine = DynamicEngine(model, num_blocks=40, block_size=3)
     # 3 ends in the first step, 0 in the step of the error, before it
     news = [length, 6, 6, 1]
@@ -331,12 +360,14 @@ def poisoned(model: GPT, token: int) -> GPT:
     return model
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("name", ["llama", "hybrid", "experts", "mamba"])
-def test_a_request_whose_logits_are_nan_fails_alone(name: str) -> None:
+def test_a_request_whose_logits_are_nan_fails_alone(name: str, ahead: bool) -> None:
     model = build(**MODELS[name])
     expected = alone(model, seed=11)
     bad = next(token for token in range(20, 61) if not any(token in tokens for tokens in expected))
     engine = DynamicEngine(poisoned(model, bad), num_blocks=9, block_size=3, step_tokens=7)
+    engine._runs_ahead = ahead
     numbers: list[int] = []
     for number, prompt in enumerate(PROMPTS):
         engine.add([*prompt, bad], max_new_tokens=9, sampling_params=GREEDY, log_probs=True)

@@ -101,10 +101,11 @@ def test_greedy_completions_equal_recomputation(style):
 
 def test_draws_equal_recomputation():
     model = build()
-    generator = torch.Generator().manual_seed(11)
-    rows = [list(prompt) for prompt in PROMPTS]
+    rows, seeds = [list(prompt) for prompt in PROMPTS], torch.arange(11, 15)
     for _ in range(6):
-        drawn = sample(last_logits(model, rows), SamplingParams(temperature=0.7, top_k=20, top_p=0.9), generator)
+        places = torch.tensor([len(row) for row in rows])
+        chosen = SamplingParams(temperature=0.7, top_k=20, top_p=0.9)
+        drawn = sample(last_logits(model, rows), chosen, seeds, places)
         for row, token in zip(rows, drawn.tolist(), strict=True):
             row.append(token)
     found = generate(
@@ -114,7 +115,7 @@ def test_draws_equal_recomputation():
         temperature=0.7,
         top_k=20,
         top_p=0.9,
-        generator=torch.Generator().manual_seed(11),
+        seed=11,
     )
     assert found == [row[len(prompt) :] for row, prompt in zip(rows, PROMPTS, strict=True)]
 

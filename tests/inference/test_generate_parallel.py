@@ -58,10 +58,7 @@ LAYOUTS = [
 
 
 def ask(model: Any, request: dict[str, Any]) -> list[list[int]]:
-    options = dict(request)
-    seed = options.pop("seed", None)
-    generator = None if seed is None else torch.Generator().manual_seed(seed)
-    return generate(model, PROMPTS, generator=generator, **options)
+    return generate(model, PROMPTS, **request)
 
 
 @functools.cache
@@ -121,7 +118,7 @@ def draft_of(name: str) -> DraftModel:
 
 def speculate(model: Any, draft: DraftModel) -> Any:
     """What each round yields, and what the draft guessed before it."""
-    options = {"max_new_tokens": 9, "guesses": 3, "ends": (), "generator": torch.Generator().manual_seed(3)}
+    options = {"max_new_tokens": 9, "guesses": 3, "ends": (), "seeds": range(3, 3 + len(PROMPTS))}
     guesses, guess = [], speculative._BaseAndDraft.guess
 
     def watched(*arguments: Any) -> Any:

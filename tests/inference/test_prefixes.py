@@ -8,7 +8,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,9 +23,8 @@ PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
 
 
 def drawn(model: GPT, prompt: list[int], new: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    options: dict[str, Any] = {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "generator": generator}
-    return generate(model, [prompt], max_new_tokens=new, **options)[0]
+    options: dict[str, Any] = {"temperature": 0.7, "top_k": 20, "top_p": 0.9}
+    return generate(model, [prompt], max_new_tokens=new, seed=seed, **options)[0]
 
 
 def collect(engine: DynamicEngine) -> tuple[list[list[int]], list[EngineStep]]:

@@ -10,6 +10,11 @@ from megalight.inference.sampling import FAILED, SamplingParams, keep_top_k, kee
 P = torch.tensor([[0.1, 0.5, 0.25, 0.15], [0.7, 0.1, 0.1, 0.1]], dtype=torch.float64)
 
 
+def drawn(rows: torch.Tensor, sampling_params: SamplingParams, seed: int = 3) -> list[int]:
+    seeds = torch.full((len(rows),), seed)
+    return sample(rows, sampling_params, seeds, torch.zeros(len(rows))).tolist()
+
+
 def kept(logits: torch.Tensor) -> list[list[int]]:
     return [row.nonzero().flatten().tolist() for row in ~logits.isinf()]
 
@@ -40,8 +45,8 @@ def test_temperature_sharpens():
 
 def test_temperature_zero_is_greedy():
     assert probabilities(P.log(), SamplingParams(temperature=0)).tolist() == [[0, 1, 0, 0], [1, 0, 0, 0]]
-    assert sample(P.log(), SamplingParams(temperature=0)).tolist() == [1, 0]
-    assert sample(P.log().half(), SamplingParams(temperature=1e-30)).tolist() == [1, 0]
+    assert drawn(P.log(), SamplingParams(temperature=0)) == [1, 0]
+    assert drawn(P.log().half(), SamplingParams(temperature=1e-30)) == [1, 0]
 
 
 def test_order_is_temperature_then_k_then_p():
@@ -53,16 +58,19 @@ def test_order_is_temperature_then_k_then_p():
 
 
 def test_draws_follow_the_distribution():
-    generator = torch.Generator().manual_seed(0)
-    draws = sample(P[:1].log().expand(20000, 4), SamplingParams(top_p=0.89), generator)
+    places = torch.arange(20000)
+    draws = sample(P[:1].log().expand(20000, 4), SamplingParams(top_p=0.89), torch.full((20000,), 3), places)
     shares = draws.bincount(minlength=4) / len(draws)
     torch.testing.assert_close(shares, torch.tensor([0.0, 5 / 9, 2.5 / 9, 1.5 / 9]), atol=0.015, rtol=0)
 
 
-def test_a_generator_of_its_own():
+def test_a_sample_follows_from_its_row_its_seed_and_its_position():
     state = torch.get_rng_state()
-    first = sample(P.log(), SamplingParams(), torch.Generator().manual_seed(3))
-    assert torch.equal(first, sample(P.log(), SamplingParams(), torch.Generator().manual_seed(3)))
+    rows, seeds, places = P[:1].log().expand(50, 4), torch.arange(50), torch.arange(50) // 2
+    found = sample(rows, SamplingParams(), seeds, places)
+    order = torch.randperm(50, generator=torch.Generator().manual_seed(0))[:20]
+    assert torch.equal(sample(rows[order], SamplingParams(), seeds[order], places[order]), found[order])
+    assert len({*found.tolist()}) == 4
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -70,19 +78,17 @@ def test_rows_that_are_not_finite_have_no_sample():
     bad = torch.full((3, 4), -torch.inf, dtype=torch.float64)
     bad[0], bad[1, 2], bad[2, 1] = torch.nan, torch.inf, torch.nan
     for sampling_params in (SamplingParams(), SamplingParams(temperature=0), SamplingParams(top_k=2, top_p=0.5)):
-        alone = [
-            sample(P[row : row + 1].log(), sampling_params, torch.Generator().manual_seed(row)) for row in range(2)
-        ]
-        generators = [torch.Generator().manual_seed(row) for row in (0, 7, 8, 9, 1)]
-        found = sample(torch.cat([P[:1].log(), bad, P[1:].log()]), sampling_params, generators)
-        assert found.tolist() == [int(alone[0]), FAILED, FAILED, FAILED, int(alone[1])]
+        alone = [drawn(P[row : row + 1].log(), sampling_params, row)[0] for row in range(2)]
+        seeds, rows = torch.tensor([0, 7, 8, 9, 1]), torch.cat([P[:1].log(), bad, P[1:].log()])
+        found = sample(rows, sampling_params, seeds, torch.zeros(5))
+        assert found.tolist() == [alone[0], FAILED, FAILED, FAILED, alone[1]]
     # Without a probability, but with others beside it, a token is only never sampled.
-    assert sample(torch.tensor([[0.0, -torch.inf]]), SamplingParams()).tolist() == [0]
+    assert drawn(torch.tensor([[0.0, -torch.inf]]), SamplingParams()) == [0]
 
 
 def test_temperatures_beyond_float32_are_as_its_smallest_and_its_largest():
     rows = P.log().float()
-    assert sample(rows, SamplingParams(temperature=1e-300)).tolist() == [1, 0]
+    assert drawn(rows, SamplingParams(temperature=1e-300)) == [1, 0]
     torch.testing.assert_close(probabilities(rows, SamplingParams(temperature=1e300)), torch.full((2, 4), 0.25))
 
 

@@ -47,8 +47,8 @@ def answers_of(model: GPT, task: RLTask, seed: str, size: int) -> list[list[int]
     """Each drawn alone, without an engine."""
     found = []
     for sample in range(size):
-        generator = torch.Generator().manual_seed(_sample_seed(seed, task.number, sample))
-        found += generate(model, [task.prompt], max_new_tokens=ROLLOUTS.max_new_tokens, eos_id=END, generator=generator)
+        own = _sample_seed(seed, task.number, sample)
+        found += generate(model, [task.prompt], max_new_tokens=ROLLOUTS.max_new_tokens, eos_id=END, seed=own)
     return found
 
 
