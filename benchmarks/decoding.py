@@ -183,9 +183,9 @@ def clock(run: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - begin, found
 
 
-def requests(count: int = 64) -> list[list[int]]:
+def requests(count: int = 64, seed: int = 0) -> list[list[int]]:
     """Return prompts of 100 to 1,024 tokens."""
-    draws = random.Random(0)
+    draws = random.Random(seed)
     return [[draws.randrange(10, 120000) for _ in range(draws.randint(100, 1024))] for _ in range(count)]
 
 
@@ -217,32 +217,78 @@ def models(arguments: argparse.Namespace) -> Row:
         return engine
 
     one = [asked[0][:128]]
-    generate(model, one, max_new_tokens=8, temperature=0)
+    few = generate(model, one, max_new_tokens=8, temperature=0)
+    generate(model, one, max_new_tokens=32, temperature=0)
     seconds, text = clock(lambda: generate(model, one, max_new_tokens=64, temperature=0))
     out["generate_batch_1"] = 64 / seconds
     engine = complete(one, 8)
     engine.run()
+    engine.add(one[0], max_new_tokens=8, sampling_params=greedy)
+    engine.run()
     engine.add(one[0], max_new_tokens=256, sampling_params=greedy)
     seconds, found = clock(engine.run)
     out["engine_batch_1"] = 256 / seconds
-    out["same_text"] = next(iter(found.values())).tokens[:64] == text[0]
+    out["same_text"] = next(iter(found.values())).tokens[:64] == text[0] and few[0] == text[0][:8]
     print(out, flush=True)
+    out |= steady(engine, one[0], greedy)
     del engine
-    complete(asked[:4], 4).run()
+    # Kernels are compiled first, those of long prompts, too: others would be when prompts first see enough keys.
+    long = [[token % 100000 + 10 for token in range(8000)]]
+    generate(model, long, max_new_tokens=1, temperature=0)
+    seconds, _ = clock(lambda: generate(model, long, max_new_tokens=1, temperature=0))
+    out["prefill_tflop_per_s"] = 2 * 8.03e9 * 8000 / seconds / 1e12
+    complete(requests(seed=1), 24).run()
     engine = complete(asked, 256)
+    if hasattr(engine, "create_cuda_graphs"):
+        out["create_graphs_seconds"], _ = clock(engine.create_cuda_graphs)
     torch.cuda.reset_peak_memory_stats()
-    seconds, found = clock(engine.run)
+    spans: list[float] = []
+    found = {}
+
+    def run() -> None:
+        begin = time.perf_counter()
+        for step in engine:
+            found.update(step.finished)
+            spans.append(time.perf_counter() - begin)
+            begin = time.perf_counter()
+
+    seconds, _ = clock(run)
+    slow = [span for span in spans if span > 0.02]
+    out |= {"steps": len(spans), "steps_above_20_ms": len(slow), "seconds_of_these": sum(slow), "slowest": max(spans)}
     out["engine_64_mixed"] = sum(len(each.tokens) for each in found.values()) / seconds
     out["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     out["uses"] = {str(key): value for key, value in getattr(engine, "graph_uses", {}).items()}
+    out |= steady(engine, asked[0], greedy, 64)
     print(out, flush=True)
-    if not arguments.short:
-        del engine
-        long = [[token % 100000 + 10 for token in range(8000)]]
-        generate(model, long, max_new_tokens=1, temperature=0)
-        seconds, _ = clock(lambda: generate(model, long, max_new_tokens=1, temperature=0))
-        out["prefill_tflop_per_s"] = 2 * 8.03e9 * 8000 / seconds / 1e12
     return out
+
+
+def steady(engine: Any, prompt: list[int], greedy: Any, count: int = 1) -> Row:
+    """Check that decode steps wait for nothing, and time a step beside the replay of its graph alone."""
+    if not getattr(engine, "graph_uses", None):
+        return {}
+    for _ in range(count):
+        engine.add(prompt, max_new_tokens=96, sampling_params=greedy)
+    for _ in range(32):
+        engine.step()
+    torch.cuda.set_sync_debug_mode("error")
+    begin = time.perf_counter()
+    for _ in range(48):
+        engine.step()
+    seconds = (time.perf_counter() - begin) / 48
+    torch.cuda.set_sync_debug_mode("default")
+    engine.run()
+    recorded = engine._graphs._steps[count].recording
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    engine._graphs._steps[count].fill(engine._schedule.cache, [], [], [])
+    host = time.perf_counter() - begin
+    replay = median(recorded.replay)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        recorded.replay()
+        torch.cuda.synchronize()
+    print(profile.key_averages().table(sort_by="cuda_time_total", row_limit=14, max_name_column_width=70), flush=True)
+    return {f"step_ms_{count}": seconds * 1e3, f"replay_ms_{count}": replay * 1e3, f"fill_ms_{count}": host * 1e3}
 
 
 def peers(arguments: argparse.Namespace) -> Row:
@@ -285,7 +331,6 @@ def main() -> None:
     parser.add_argument("part", choices=("kernels", "models", "peers"))
     parser.add_argument("result", type=Path)
     parser.add_argument("--package", type=Path, default=Path(__file__).resolve().parents[1])
-    parser.add_argument("--short", action="store_true", help="leave the long prompt out")
     arguments = parser.parse_args()
     sys.path.insert(0, str(arguments.package))
     torch.manual_seed(0)

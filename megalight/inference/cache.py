@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,8 @@ from megalight.types import PackedSequences, Pages
 class TokenBlocks:
     """A pool with one row per token, in the blocks of the cache."""
 
-    def __init__(self, cache: Cache) -> None:
-        self._cache = cache
+    def __init__(self, blocks: BlockPool) -> None:
+        self._blocks = blocks
         self._rows: Tensor | None = None
 
     def drop(self) -> None:
@@ -27,19 +28,19 @@ class TokenBlocks:
         self._rows = None
 
     def rows(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return the pool ``[blocks.count * blocks.size, *shape]``."""
+        """Return the pool ``[(blocks.count + 1) * blocks.size, *shape]``. The last block is a dummy."""
         if self._rows is None:
             # The whole pool at once, so that addresses stay fixed.
-            blocks = self._cache.blocks
-            self._rows = torch.empty(blocks.count * blocks.size, *shape, dtype=like.dtype, device=like.device)
+            count = (self._blocks.count + 1) * self._blocks.size
+            self._rows = torch.empty(count, *shape, dtype=like.dtype, device=like.device)
         return self._rows
 
 
 class SlotEntries:
-    """A pool with one entry per slot, and one for each of the snapshots of ``blocks``."""
+    """A pool with one entry per slot, one for each of the snapshots of ``blocks``, and a dummy."""
 
-    def __init__(self, cache: Cache) -> None:
-        self._cache = cache
+    def __init__(self, count: int) -> None:
+        self._count = count
         self._entries: Tensor | None = None
 
     def drop(self) -> None:
@@ -47,10 +48,9 @@ class SlotEntries:
         self._entries = None
 
     def entries(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return the pool ``[num_slots + blocks.snapshots, *shape]``."""
+        """Return the pool ``[num_slots + blocks.snapshots + 1, *shape]``."""
         if self._entries is None:
-            count = self._cache.num_slots + self._cache.blocks.snapshots
-            self._entries = torch.empty(count, *shape, dtype=like.dtype, device=like.device)
+            self._entries = torch.empty(self._count, *shape, dtype=like.dtype, device=like.device)
         return self._entries
 
     def copy(self, sources: list[int], targets: list[int]) -> None:
@@ -74,6 +74,7 @@ class Cache:
     Attributes:
         states: argument ``states`` of the model.
         lengths: number of stored tokens of each slot.
+        dummy_slot: an entry of no sequence.
         reversible: whether a slot can forget its last tokens: all states have one row per token.
 
     Raises:
@@ -90,6 +91,7 @@ class Cache:
         self.num_slots = num_slots
         self.capacity = capacity
         self.blocks = blocks or BlockPool(num_slots, num_slots, capacity)
+        self.dummy_slot = num_slots + self.blocks.snapshots
         self.lengths = [0] * num_slots
         self.reversible = True
         # Where the positions of a slot's next tokens are not their number: images take fewer positions than tokens.
@@ -107,14 +109,14 @@ class Cache:
 
     def per_token(self) -> TokenBlocks:
         """Make storage for one row per token."""
-        pool = TokenBlocks(self)
+        pool = TokenBlocks(self.blocks)
         self._pools.append(pool)
         return pool
 
     def per_sequence(self) -> SlotEntries:
         """Make storage for one entry per sequence."""
         self.reversible = False
-        pool = SlotEntries(self)
+        pool = SlotEntries(self.dummy_slot + 1)
         self._pools.append(pool)
         return pool
 
@@ -161,6 +163,20 @@ class Cache:
         for pool in self._pools:
             pool.drop()
 
+    def reserve(self, slots: Sequence[int], counts: Sequence[int]) -> list[int]:
+        """Reserve ``counts[i]`` more tokens in ``slots[i]``, as :meth:`extend`; return the lengths with them."""
+        # Checked before lengths change: an error leaves the cache as it was.
+        totals = [self.lengths[slot] + count for slot, count in zip(slots, counts, strict=True)]
+        if max(totals) > self.capacity:
+            raise DataError(
+                f"a sequence would have {max(totals)} tokens and the cache has room for {self.capacity}; "
+                "make the cache larger."
+            )
+        self.blocks.grow(dict(zip(slots, totals, strict=True)))
+        for slot, total in zip(slots, totals, strict=True):
+            self.lengths[slot] = total
+        return totals
+
     def extend(
         self,
         slots: Sequence[int],
@@ -185,16 +201,7 @@ class Cache:
                 those of the tokens.
         """
         past = [self.lengths[slot] for slot in slots]
-        # Checked before lengths change: an error leaves the cache as it was.
-        totals = [before + count for before, count in zip(past, counts, strict=True)]
-        if max(totals) > self.capacity:
-            raise DataError(
-                f"a sequence would have {max(totals)} tokens and the cache has room for {self.capacity}; "
-                "make the cache larger."
-            )
-        self.blocks.grow(dict(zip(slots, totals, strict=True)))
-        for slot, total in zip(slots, totals, strict=True):
-            self.lengths[slot] = total
+        totals = self.reserve(slots, counts)
         new = self._describe(slots, counts, past, totals, torch.device(device))
         if axis_positions is not None:
             self._axes = len(axis_positions[0])
@@ -223,15 +230,12 @@ class Cache:
         sequence = np.repeat(np.arange(sequences), number)
         positions = np.arange(tokens) - (offsets[:-1] - np.asarray(past))[sequence]
         block = self.blocks.table[rows[sequence], positions // size].astype(np.int64)
-        wide = np.concatenate([positions, block * size + positions % size, rows])
-        narrow = np.concatenate([offsets, np.asarray(totals, np.int32), self.blocks.table[rows, :width].ravel()])
-        # 64-bit numbers first, as they must be aligned.
-        packed = to_device_bytes(wide.astype(np.int64).view(np.uint8), narrow.view(np.uint8), device)
-        position, write, state_slot = torch.split(
-            packed[: wide.size * 8].view(torch.int64), [tokens, tokens, sequences]
-        )
-        cu_queries, lengths, table = torch.split(
-            packed[wide.size * 8 :].view(torch.int32), [sequences + 1, sequences, sequences * width]
+        position, write, state_slot, cu_queries, lengths, table = to_device_packed(
+            [
+                *(positions, block * size + positions % size, rows.astype(np.int64)),
+                *(offsets, np.asarray(totals, np.int32), self.blocks.table[rows, :width].ravel()),
+            ],
+            device,
         )
         pages = Pages(
             table.view(sequences, width),
@@ -248,9 +252,24 @@ class Cache:
         return PackedSequences(tuple(counts), cu_queries, position, uniform, pages=pages)
 
 
-def to_device_bytes(first: NDArray[np.uint8], second: NDArray[np.uint8], device: torch.device) -> Tensor:
-    """Copy two arrays end to end to a tensor on ``device`` without making the host wait for the device."""
-    tensor = torch.empty(first.size + second.size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    array = tensor.numpy()
-    array[: first.size], array[first.size :] = first, second
-    return tensor.to(device, non_blocking=True)
+ALIGNED = 16
+"""Bytes of which the places of arrays in one buffer are multiples: kernels are compiled for aligned pointers apart."""
+
+
+def places_of(sizes: Sequence[int]) -> list[int]:
+    """Return where arrays of so many bytes begin in one buffer, and its size."""
+    return [0, *accumulate(-(-size // ALIGNED) * ALIGNED for size in sizes)]
+
+
+def to_device_packed(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """Copy arrays to ``device`` in one piece, without making the host wait for the device."""
+    places = places_of([array.nbytes for array in arrays])
+    host = torch.empty(places[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    buffer = host.numpy()
+    for place, array in zip(places, arrays, strict=False):
+        buffer[place : place + array.nbytes].view(array.dtype)[:] = array
+    there = host.to(device, non_blocking=True)
+    return [
+        there[place : place + array.nbytes].view(torch.int64 if array.dtype == np.int64 else torch.int32)
+        for place, array in zip(places, arrays, strict=False)
+    ]

@@ -16,7 +16,8 @@ from torch import Generator, Tensor
 from megalight.errors import ConfigurationError, DataError, integer
 from megalight.inference.blocks import BlockPool
 from megalight.inference.cache import Cache
-from megalight.inference.generate import PENDING, another, check_prompts, device_of, end_ids, last_logits, new_seed
+from megalight.inference.generate import another, check_prompts, device_of, end_ids, last_logits, new_seed
+from megalight.inference.graphs import PENDING, DecodeGraphs
 from megalight.inference.parallel import ParallelGPT, evaluating
 from megalight.inference.sampling import FAILED, SamplingParams, check_seed, sample
 from megalight.inference.scheduler import Completion, Request, Scheduler, Stop
@@ -108,6 +109,8 @@ class DynamicEngine:
         block_size: tokens of a block.
         max_sequences: maximum number of sequences in a step.
         step_tokens: maximum number of tokens in a step. Longer prompts run in parts.
+        cuda_graphs: for about how many numbers of sequences decode steps are recorded, where they can be
+            (:class:`~megalight.inference.graphs.DecodeGraphs`). 0: for none.
 
     Attributes:
         blocks: who has which blocks.
@@ -126,6 +129,7 @@ class DynamicEngine:
         block_size: int = 16,
         max_sequences: int = 64,
         step_tokens: int = 512,
+        cuda_graphs: int = 16,
     ) -> None:
         _check_model(model)
         num_blocks = integer("num_blocks", num_blocks)
@@ -140,7 +144,8 @@ class DynamicEngine:
         rows = model.every(cache.reversible) if isinstance(model, ParallelGPT) else cache.reversible
         self._schedule = Scheduler(cache, step_tokens, states=not rows)
         # The newest token of each slot; on a GPU, the next pass begins before the host knows it.
-        self._newest = torch.zeros(max_sequences, dtype=torch.int64, device=device_of(model))
+        self._newest = torch.zeros(cache.dummy_slot + 1, dtype=torch.int64, device=device_of(model))
+        self._graphs = DecodeGraphs.of(model, cache, self._newest, cuda_graphs)
         # Replicas that share experts step equally often, so none may be a pass ahead.
         shares = isinstance(model, ParallelGPT) and model.shares_experts
         self._runs_ahead = self._newest.device.type == "cuda" and not shares
@@ -298,7 +303,11 @@ class DynamicEngine:
             known = request.tokens[first : first + count]
             fresh.append(known + [PENDING] * (count - len(known)))
         schedule.cache.copy_states(plan.restored)
-        logits = last_logits(self._model, schedule.cache, slots, fresh, newest=self._newest)
+        logits = None
+        if self._graphs is not None and not plan.restored and all(len(ids) == 1 for ids in fresh):
+            logits = self._graphs.run(slots, [ids[0] for ids in fresh])
+        if logits is None:
+            logits = last_logits(self._model, schedule.cache, slots, fresh, newest=self._newest)
         schedule.cache.copy_states(plan.kept)
         # A part of a prompt has no next token yet.
         ready = [place for place, request in enumerate(counts) if not schedule.unread(request)]
@@ -398,11 +407,23 @@ class DynamicEngine:
         self._abandon()
         self._schedule.preempt_all()
         self._schedule.cache.drop()
+        if self._graphs is not None:
+            self._graphs.drop()
         self.suspended = True
 
     def resume(self) -> None:
         """Go on. Texts run again from their first token, with the weights that the model has now."""
         self.suspended = False
+
+    def create_cuda_graphs(self) -> None:
+        """Record all decode steps now. Otherwise each is recorded when it is first needed; so it is after a suspend."""
+        if self._graphs is not None:
+            self._graphs.create()
+
+    @property
+    def graph_uses(self) -> dict[int, int]:
+        """How often the recorded step of each number of sequences was used."""
+        return {} if self._graphs is None else dict(self._graphs.uses)
 
     def _new_seed(self) -> int:
         if self._seeds is None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megalight.errors import ConfigurationError, DataError, integer
 from megalight.inference.cache import Cache
+from megalight.inference.graphs import PENDING, DecodeGraphs
 from megalight.inference.parallel import ParallelGPT, evaluating
 from megalight.inference.sampling import LARGEST_SEED, SamplingParams, check_sampled, check_seed, sample
 from megalight.inference.speculative import check_draft, rounds
@@ -23,8 +24,8 @@ from megalight.models.vision import PackedImages
 from megalight.models.vlm.config import VLMConfig
 from megalight.types import to_device
 
-PENDING = -1
-"""Stands for a token that only the device knows yet."""
+RECORDED = 16
+"""New tokens from which on :func:`generate` records decode steps."""
 
 
 def generate(
@@ -138,6 +139,10 @@ def _steps(
     cache = Cache(model.layers, len(prompts), max(map(len, prompts)) + max_new_tokens)
     active, fresh = list(range(len(prompts))), [list(prompt) for prompt in prompts]
     left = max_new_tokens
+    newest = torch.zeros(cache.dummy_slot + 1, dtype=torch.int64, device=device_of(model))
+    # To record a step takes as long as a few of them.
+    graphs = DecodeGraphs.of(model, cache, newest, 1) if max_new_tokens >= RECORDED and axis_positions is None else None
+    prefilled = False
     while another(model, bool(active)):
         # This replica has finished, but holds experts that others still need: their forward passes need its
         # collectives.
@@ -146,7 +151,10 @@ def _steps(
             with evaluating(model):
                 model.accompany()
             continue
-        logits = last_logits(model, cache, active, fresh, axis_positions, packed_images)
+        logits = graphs.run(active, [ids[0] for ids in fresh]) if graphs is not None and prefilled else None
+        if logits is None:
+            logits = last_logits(model, cache, active, fresh, axis_positions, packed_images)
+        prefilled = True
         # Those of prompts; the cache knows what follows them.
         axis_positions = packed_images = None
         draws = seeds_and_positions([seeds[prompt] for prompt in active], [cache.lengths[p] for p in active], logits)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megalight.ops.common import num_sms
-from megalight.ops.jit import LOG2E, Value, cdiv, constexpr, jit, next_power, tl
+from megalight.ops.jit import LOG2E, Value, cdiv, constexpr, jit, next_power, tl, triton
 from megalight.types import Pages
 
 FEW = 8
@@ -25,7 +25,8 @@ LONG = 4096
 """Rows of a sequence from which on blocks are large."""
 
 
-@jit
+# Numbers that differ from step to step: a kernel compiled for each kind of them would stop a run for seconds.
+@triton.jit(do_not_specialize=["first", "table_row"])  # type: ignore[untyped-decorator]
 def _attend(
     q: Value,
     k: Value,
@@ -210,8 +211,9 @@ def _combine(
 
 
 def splits_of(programs: int, sms: int) -> int:
-    """Return into how many parts keys are split, a power of 2, where there are so many programs without."""
-    return min(MOST, next_power(max(1, 4 * sms // programs)))
+    """Return into how many parts keys are split, where there are so many programs without."""
+    # Powers of 4: each number is a kernel of its own, whose compilation would stop a run for seconds.
+    return next((parts for parts in (1, 4, 16) if 2 * sms < programs * parts), MOST)
 
 
 def paged_attention(
@@ -312,7 +314,5 @@ def _blocks(rows: int, size: int, value_size: int, shared: bool) -> tuple[int, i
     wide = max(size, value_size) > 128
     if rows <= 16:
         return 16, 32 if wide else 64, 4, 4
-    if rows <= 64:
-        return next_power(rows), 32 if wide else 64, 4, 3
     # Fewer rows give more programs, where queries are few.
     return (64, 32, 4, 2) if wide else (64 if rows <= LONG else 128, 64, 4, 3)

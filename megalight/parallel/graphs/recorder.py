@@ -120,7 +120,8 @@ class CUDARecorder:
             # Before the capture: each replay then advances the generator, and draws other numbers.
             graph.register_generator_state(generator)
         if pool not in self._pools:
-            gc.collect()  # slow, so only once per pool
+            if settle:
+                gc.collect()  # slow, so only once per pool
             self._pools[pool] = torch.cuda.graph_pool_handle()
         handle = self._pools[pool]
         with no_collection(), silence():
