@@ -153,7 +153,8 @@ RUNS: dict[str, tuple[int, Any, dict[str, Any], int, int]] = {
 WHOLE_RUNS = (
     *("dp, all masters", "zero bubble", "recompute", "stochastic rounding", "units, vpp", "sharded gradients"),
     # Others have these features, beside more.
-    *("pp", "vpp", "experts, delayed scales"),
+    *("pp", "vpp", "experts, delayed scales", "layer, dp", "layer, tp", "layer, experts"),
+    "layer, vpp, first layer in bf16",
 )
 """Runs, of steps and of parts, that whole test sessions make."""
 

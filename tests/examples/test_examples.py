@@ -31,8 +31,8 @@ SPLIT = {
     "gpt_from_python": "--tensor-parallel 2",
 }
 """How those that split their model do it over two devices."""
-OFTEN = ("plain_lightning", "llama_pipeline", "fully_shard_trainer")
-"""Those that always run on two devices, too: replicas, a pipeline, sharded parameters.
+OFTEN = ("plain_lightning", "fully_shard_trainer")
+"""Those that always run on two devices, too: replicas, sharded parameters; pipelines do in test_llama_pipeline.py.
 
 A module with a plan of its own runs so in ``docs/from-lightning.md``.
 """

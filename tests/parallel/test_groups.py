@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import subprocess
+import sys
 
 import pytest
 import torch.distributed as dist
@@ -69,3 +71,10 @@ def _tokens_and_gradients() -> list[bool]:
 def test_tokens_of_experts_do_not_queue_behind_gradients() -> None:
     apart = [True, False, False, False, True, False, False, False, True]
     assert run(_tokens_and_gradients, 2) == [apart] * 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's schedulers")
+def test_threads_that_hold_tensors_do_not_abort_the_exit() -> None:
+    command = [sys.executable, "-m", "tests.parallel.exits", "2"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr

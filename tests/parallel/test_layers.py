@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from megalight.errors import ConfigurationError
-from megalight.parallel.layers import layers_of
+from megalight.parallel.layers import check_own_forwards, layers_of
 
 
 def model(layers: object) -> nn.Module:
@@ -32,3 +32,11 @@ def test_who_needs_layers_is_named(without: nn.Module, found: str) -> None:
     assert layers_of(without) == {}
     with pytest.raises(ConfigurationError, match=f"(?s)recompute needs .*{found}.*do without recompute"):
         layers_of(without, "recompute")
+
+
+def test_a_forward_that_somebody_has_set_is_not_hidden() -> None:
+    modules = [("first", nn.Identity()), ("second", nn.Identity())]
+    check_own_forwards(modules, "a graph")
+    modules[1][1].forward = lambda x: x
+    with pytest.raises(ConfigurationError, match=r"second \(Identity\) has a forward .* a graph would hide"):
+        check_own_forwards(modules, "a graph")

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megalight.errors import BackendError, LayoutError
 from megalight.ops.attention import attention
 from megalight.ops.common import mask
+from megalight.parallel.context.attention import _joint
 from megalight.parallel.context.ring import ring_attention, why_not
 from megalight.parallel.context.ring_blocks import blocks_of
 from megalight.parallel.context.spec import ContextSpec
@@ -155,3 +156,11 @@ def test_why_not(option: dict) -> None:
     answer = why_not(ContextSpec(2, None, (4, 2), **(plain | option)))
     assert answer is not None
     assert answer.startswith("has no")
+
+
+@pytest.mark.parametrize("lengths", [[16, 16], [24, 8]])
+def test_indices_are_on_the_device_of_the_sequences(lengths: list[int]) -> None:
+    share, _ = PackedSequences.of_lengths(lengths, "meta").zigzag(1, 4)
+    assert share.context is not None
+    joint, order = _joint(share.context, 2)
+    assert {joint.device.type, joint.positions.device.type, order.device.type} == {"meta"}

@@ -25,7 +25,7 @@ from megalight.parallel.peers.spin import Watch
 from megalight.parallel.shard import ShardSpec
 from tests.parallel.data_parallel.stale import stale_gradients
 from tests.parallel.graphs.tape import Tape
-from tests.parallel.peers.test_watch import Flags
+from tests.parallel.peers.test_spin import Flags
 
 
 class Steps:
