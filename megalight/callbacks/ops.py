@@ -9,9 +9,8 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Adam, AdamW, Optimizer
 
-from megalight.models.fused import fuse, unfuse
+from megalight.models.fused import Fused, fuse, unfuse
 from megalight.models.module import MegalightModule
-from megalight.models.transforms.fused import Fused
 from megalight.ops import use_backends
 
 

@@ -8,17 +8,20 @@ families in :data:`FAMILIES`.
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from megalight.errors import ConfigurationError
 from megalight.ops.activation import gated_pair
 from megalight.ops.attention import attention
 from megalight.ops.cross_entropy import linear_cross_entropy
 from megalight.ops.norm import add_rms_norm, rms_norm
 from megalight.ops.rotary import apply_rotary
+from megalight.parallel.transform import ModelTransform, register
 from megalight.types import PackedSequences
 
 
@@ -457,3 +460,24 @@ def __getattr__(name: str) -> Any:
             __import__(f"transformers.models.{folder}.modeling_{folder}")
             return _fused(prefix, name.removeprefix(prefix))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@register
+@dataclass(frozen=True)
+class Fused(ModelTransform):
+    """Lets modules of known families of ``transformers`` run our ops: see :func:`megalight.models.fused.fuse`."""
+
+    name: ClassVar[str] = "fused"
+
+    def change(self, model: nn.Module) -> None:
+        """Change the classes of the known modules. Names, parameters and plans stay.
+
+        Raises:
+            ConfigurationError: there is none.
+        """
+        if not fuse(model):
+            raise ConfigurationError(
+                f"FusedOps finds no decoder layer in {type(model).__name__} that it knows: it serves models of "
+                f"transformers of the families {', '.join(FAMILIES)}, and Megalight's own models run fused ops "
+                "anyway. Remove FusedOps."
+            )

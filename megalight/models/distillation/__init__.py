@@ -5,7 +5,6 @@ layer lies beside the student's, split alike, and the loss applies both to a chu
 other places are compared on the student's last stage, to which they travel along its pipeline.
 """
 
-from megalight.models.distillation.cached_teacher import CachedTeacher as CachedTeacher
 from megalight.models.distillation.distiller import OUTPUT as OUTPUT
 from megalight.models.distillation.distiller import SAVED as SAVED
 from megalight.models.distillation.distiller import TEACHER as TEACHER
@@ -15,4 +14,5 @@ from megalight.models.distillation.distiller import share_of as share_of
 from megalight.models.distillation.loss import DistillationLoss as DistillationLoss
 from megalight.models.distillation.loss import LayerPair as LayerPair
 from megalight.models.distillation.loss import read_modelopt as read_modelopt
+from megalight.models.distillation.teacher import CachedTeacher as CachedTeacher
 from megalight.models.distillation.teacher import Teacher as Teacher

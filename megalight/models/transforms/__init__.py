@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megalight.models.config import from_plain, to_plain
+from megalight.models.fused import Fused as Fused
 from megalight.models.transforms.comparison import HiddenStateComparison as HiddenStateComparison
-from megalight.models.transforms.fused import Fused as Fused
 from megalight.models.transforms.lora import DoRA as DoRA
 from megalight.models.transforms.lora import LoRA as LoRA
 from megalight.models.transforms.lora import activate as activate
