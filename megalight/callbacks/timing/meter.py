@@ -43,7 +43,7 @@ class Window:
 
 
 @dataclass
-class _Pending:
+class _PendingWindow:
     step: int
     steps: int
     tokens: int
@@ -70,7 +70,7 @@ class StepMeter:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._pending: deque[_Pending] = deque()
+        self._pending: deque[_PendingWindow] = deque()
         self._segments: list[tuple[Any, Any]] = []
         self._begun: Any = None
         self.last_step = 0
@@ -136,7 +136,7 @@ class StepMeter:
         steps = step - self.last_step
         waited = 0.0 if self._wait is None else self._wait.take()
         counts = (step, steps, self._tokens, self._sequence_length)
-        self._pending.append(_Pending(*counts, dict(values), tuple(tensors), host, segments, waited))
+        self._pending.append(_PendingWindow(*counts, dict(values), tuple(tensors), host, segments, waited))
         self.last_step, self._tokens, self._segments, self._begun = step, 0, [], now
         self._closed = True
 
