@@ -290,7 +290,7 @@ def told(name: HubName, kind: Kind) -> Iterator[None]:
         problem = f"it is no path and no name of the Hub ({error}). Names are owner/name or owner/name@revision."
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, httpx.TransportError) as error:
         cause = error
-        problem = _unreachable(error)
+        problem = _unreachable(error, kind, name)
     except errors.HfHubHTTPError as error:
         cause = error
         status = getattr(error.response, "status_code", None)
@@ -308,10 +308,15 @@ def told(name: HubName, kind: Kind) -> Iterator[None]:
     raise HubError(f"{name.given}: {problem}") from cause
 
 
-def _unreachable(error: BaseException) -> str:
+def _unreachable(error: BaseException, kind: Kind, name: HubName) -> str:
     from huggingface_hub import constants
 
     lacks = f"and the cache {constants.HF_HUB_CACHE} lacks it or a part of it"
+    if _offline() and kind == "dataset":
+        return (
+            f"HF_HUB_OFFLINE is set, {lacks}; streams always need the network. Download the files (hf download "
+            f"{name.repository} --repo-type dataset --local-dir FOLDER), and give the folder."
+        )
     if _offline():
         return (
             f"HF_HUB_OFFLINE is set, {lacks}. Run once without HF_HUB_OFFLINE, copy the cache of another machine, or "

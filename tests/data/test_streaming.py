@@ -25,7 +25,10 @@ from megalight.data.streaming.streams import (
 )
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError
+from megalight.strategies import MegatronStrategy
+from tests.support.environment import trainer
 from tests.support.hub import Hub, read_from, serving
+from tests.support.workers import run
 
 SHARDS = [[{"n": 100 * shard + row} for row in range(9 + shard)] for shard in range(4)]
 S = 6
@@ -293,7 +296,7 @@ class Recorder(pl.LightningModule):
         self.seen: list[torch.Tensor] = []
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
-        self.seen.append(batch.tokens)
+        self.seen.append(getattr(batch, "tokens", batch))
         return self.weight * 0
 
     def validation_step(self, batch: Any, index: int) -> None: ...
@@ -325,3 +328,32 @@ def test_a_run_of_lightning_resumes_exactly(hub: Hub, tmp_path: Path) -> None:
     rest = fit(6, str(tmp_path / "3.ckpt"), num_workers=2)
     assert len(whole) == 12
     assert torch.equal(torch.stack(whole), torch.stack(begun + rest))
+
+
+class Held(StreamingDataModule):
+    """Streams documents that are in memory. Batches are their tokens, which any module takes."""
+
+    collate = staticmethod(lambda samples: torch.from_numpy(np.stack([sample.tokens for sample in samples])))
+
+    def _open(self, split: str) -> Any:
+        texts = [f"document {number} " * (number % 3 + 1) for number in range(80)]
+        return Memory([[{"text": text} for text in part] for part in (texts[:40], texts[40:])])
+
+
+def _fit(folder: str, steps: int, resume: str | None) -> list[list[list[int]]]:
+    """Fit on as many data-parallel ranks as there are processes; return the tokens of this rank's batches."""
+    sizes = {"global_batch_size": 4, "sequence_length": 8, "shuffle_window": 8}
+    data = Held(dataset=folder, tokenizer=f"{folder}/tokenizer", **sizes)
+    runner, model = trainer(MegatronStrategy(), max_steps=steps, limit_val_batches=0), Recorder()
+    runner.fit(model, data, ckpt_path=resume)
+    runner.save_checkpoint(f"{folder}/{steps}.ckpt")
+    return [batch.tolist() for batch in model.seen]
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_a_run_on_two_ranks_goes_on_on_one(tmp_path: Path) -> None:
+    Tokenizer.train(["document 0123456789"], 262).save(tmp_path / "tokenizer")
+    begun = run(_fit, 2, str(tmp_path), 3, None)
+    (rest,) = run(_fit, 1, str(tmp_path), 6, str(tmp_path / "3.ckpt"))
+    (whole,) = run(_fit, 1, str(tmp_path), 6, None)
+    assert [one + other for one, other in zip(*begun, strict=True)] + rest == whole

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plain", action="store_true", help="turns are texts to continue; for a tokenizer without a chat template"
     )
-    parser.add_argument("--tokenizer", type=Path, help="tokenizer to use instead of the base's own")
+    parser.add_argument("--tokenizer", help="tokenizer, or its name, to use instead of the base's own")
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja file (default: the tokenizer's template)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
     parser.add_argument(

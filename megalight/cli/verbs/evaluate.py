@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="samples for the standard errors of metrics without a formula for them; 0: none (default: 100000)",
     )
     parser.add_argument("--seed", type=int, default=1234, help="of the choice of examples (default: 1234)")
-    parser.add_argument("--tokenizer", type=Path, help="tokenizer to use instead of the one in the checkpoint")
+    parser.add_argument("--tokenizer", help="tokenizer, or its name, to use instead of the one in the checkpoint")
     parser.add_argument(
         "--base", help="for a checkpoint of adapters: the weights that training began with, or a run's folder"
     )

@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, help="sample from the k most probable tokens")
     parser.add_argument("--top-p", type=float, help="sample from the fewest tokens with this total probability")
     parser.add_argument("--seed", type=int, help="seed of the sampling (default: another one each time)")
-    parser.add_argument("--tokenizer", type=Path, help="tokenizer to use instead of the one in the checkpoint")
+    parser.add_argument("--tokenizer", help="tokenizer, or its name, to use instead of the one in the checkpoint")
     parser.add_argument(
         "--base", help="for a checkpoint of adapters: the weights that training began with, or a run's folder"
     )
