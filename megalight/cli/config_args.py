@@ -92,6 +92,29 @@ def _bases() -> list[type]:
 FLAGS = ("-c", "--config")
 
 
+def named_recipes_as_text(words: Sequence[str]) -> list[str]:
+    """Return words in which names of recipes after ``-c`` are the YAML of the recipe; files win.
+
+    Raises:
+        ConfigurationError: a name has the form of one and there is none.
+    """
+    from megalight.cli.verbs.recipes import NAME, check_name
+
+    found = list(words)
+    for index, word in enumerate(found):
+        flag, equals, value = word.partition("=")
+        if flag not in FLAGS or (not equals and index + 1 == len(found)):
+            continue
+        place, name = (index, value) if equals else (index + 1, found[index + 1])
+        if NAME.fullmatch(name) and not Path(name).exists():
+            check_name(name)  # before torch is imported, which the recipes need
+            from megalight.cli.named_recipes import named
+
+            text = yaml.safe_dump(named(name).configuration, sort_keys=False)
+            found[place] = f"{flag}={text}" if equals else text
+    return found
+
+
 def check_files(words: Sequence[str]) -> None:
     """Check every file after ``-c`` in the words of a command.
 

@@ -31,7 +31,7 @@ EXAMPLES = {
 
 OPTIONS: dict[str, dict[str, str]] = {
     "configuration": {
-        "-c FILE": "a recipe in YAML; give several to stack them: later values win",
+        "-c FILE": "a recipe in YAML, or its name (megalight recipes); several stack: later win",
         "--print_config": "print the complete configuration and stop",
         "--export_hf=FOLDER": "write the trained model for transformers when training ends",
         "--ckpt_path=PATH": "a checkpoint, or a run's folder: its newest one. last: the newest of all runs",
@@ -169,7 +169,10 @@ def _dispatch(name: str, rest: list[str]) -> int:
     arguments.words = rest
     with reported(parser.prog, OSError):
         if parser.passed_on is not None:
+            from megalight.cli.config_args import named_recipes_as_text
+
             verb.check(arguments)  # type: ignore[attr-defined]  # its own options first: they need no torch
+            arguments.passed_on = named_recipes_as_text(arguments.passed_on)
             _check_passed_on(parser, arguments.passed_on)
         return verb.run(arguments)
 
@@ -205,10 +208,11 @@ def _train(name: str, rest: list[str]) -> int:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as ``python -m`` does: users' modules lie in the working directory
     with reported(f"megalight {name}"):
-        from megalight.cli.config_args import check_files, written_out
+        from megalight.cli.config_args import check_files, named_recipes_as_text, written_out
 
         every = "--help-all" in rest
-        rest = written_out(name, [word for word in rest if word != "--help-all"])
+        rest = named_recipes_as_text([word for word in rest if word != "--help-all"])
+        rest = written_out(name, rest)
         # Files first: a file that cannot be read would make every later message wrong.
         check_files(rest)
         if every or any(".help" in word for word in rest):

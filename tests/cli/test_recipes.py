@@ -9,14 +9,17 @@ import pytest
 import torch
 import yaml
 
+from megalight import strategies
 from megalight.cli import named_recipes
 from megalight.cli.main import main
 from megalight.cli.named_recipes import recipes
 from megalight.cli.verbs import recipes as verb
 from megalight.models.family import families
+from megalight.models.gpt.module import GPTModule
 from megalight.parallel.apply import check_split
+from megalight.parallel.data_parallel import DataParallelOptions
+from megalight.parallel.estimate import estimate
 from megalight.parallel.recompute import RecomputeOptions
-from megalight.strategies import MegatronStrategy
 from megalight.strategies.user_module import layout_for
 
 RECIPES = recipes()
@@ -27,18 +30,27 @@ def test_models_split_over_the_gpus_of_their_recipes(preset):
     """Four layers, among which Llama 4 has all of its kinds, or one of each kind; on the first and the last rank."""
     known = next(known for known in families() if preset in known.presets)
     kinds = "".join(dict.fromkeys(getattr(known.presets[preset], "layer_pattern", "")))
-    short = {"num_layers": len(kinds), "layer_pattern": kinds} if kinds else {"num_layers": 4}
-    module = known.module()(replace(known.presets[preset], **short))
+    modules, checked = {}, set()
     for name, recipe in RECIPES.items():
         if not name.startswith(f"{preset}-"):
             continue
-        trainer = recipe.configuration["trainer"]
+        trainer, degrees = recipe.configuration["trainer"], recipe.degrees
         options = dict(trainer["strategy"]["init_args"])
         recompute = RecomputeOptions(**options.pop("recompute", {}))
-        strategy = MegatronStrategy(**options, recompute=recompute)
+        kind = getattr(strategies, trainer["strategy"]["class_path"].rpartition(".")[2])
+        strategy = kind(**options, recompute=recompute)
+        if (stages := degrees.pipeline) not in modules:
+            pattern = kinds * stages
+            short = {"layer_pattern": pattern} if kinds else {}
+            short["num_layers"] = len(pattern) or max(4, stages)
+            modules[stages] = known.module()(replace(known.presets[preset], **short))
+        module = modules[stages]
         for rank in (0, trainer["devices"] - 1):
             mesh = strategy.grid(trainer["devices"], rank)
-            assert mesh.tp == recipe.tensor_parallel
+            assert (mesh.tp, mesh.pp, mesh.dp) == (degrees.tensor, stages, degrees.replicas)
+            if (degrees.tensor, stages, mesh.dp, rank) in checked:  # jobs share layouts
+                continue
+            checked.add((degrees.tensor, stages, mesh.dp, rank))
             with torch.device("meta"):
                 model = module.build_model()
             check_split(
@@ -52,28 +64,65 @@ def test_models_split_over_the_gpus_of_their_recipes(preset):
 
 def test_the_state_fits_and_a_smaller_degree_would_not():
     for name, recipe in RECIPES.items():
-        if "-pretrain-" not in name:
-            continue
-        degree, gpus = recipe.tensor_parallel, recipe.configuration["trainer"]["devices"]
+        degrees, gpus = recipe.degrees, recipe.configuration["trainer"]["devices"]
+        assert degrees.tensor * degrees.pipeline * degrees.replicas == gpus
+        assert degrees.state <= named_recipes.STATE_BYTES
+        if name.removesuffix(f"-{gpus}xGPU").endswith("-pretrain"):
 
-        def state(degree, gpus=gpus, parameters=recipe.parameters):
-            return (6 + 12 * degree / gpus) * parameters / degree
+            def state(degree, gpus=gpus, parameters=recipe.parameters):
+                return (6 + 12 * degree / gpus) * parameters / degree
 
-        assert state(degree) <= named_recipes.STATE_BYTES
-        assert degree == 1 or state(degree // 2) > named_recipes.STATE_BYTES
+            assert degrees.state == state(degrees.tensor)
+            assert degrees.tensor == 1 or state(degrees.tensor // 2) > named_recipes.STATE_BYTES
     assert "llama3_405b-pretrain-8xGPU" not in RECIPES
+    assert "llama3_70b-qlora-1xGPU" not in RECIPES  # its weights in bf16, before they are stored
 
 
-@pytest.mark.parametrize("name", ["gpt2_small-pretrain-1xGPU", "llama3_8b-lora-8xGPU", "bert_base-pretrain-4xGPU"])
-def test_a_printed_recipe_is_a_configuration(name, tmp_path, capsys):
+def test_the_memory_is_what_the_engine_will_keep():
+    """docs/choose-layout.md has the first two."""
+    for name, gib in (("pretrain-4xGPU", 44.9), ("pretrain-8xGPU", 33.7)):
+        assert RECIPES[f"llama3_8b-{name}"].degrees.state / 2**30 == pytest.approx(gib, abs=0.1)
+    sharded = DataParallelOptions(level="optim_grads_params")
+    for preset in ("llama3_8b", "qwen3_0_6b"):
+        with torch.device("meta"):
+            model = GPTModule(preset).build_model()
+        recipe = RECIPES[f"{preset}-pretrain-fsdp-8xGPU"]
+        assert recipe.degrees.state == pytest.approx(estimate(model, 8, sharded).device, rel=0.05)
+        assert f" {recipe.gib:.0f} GiB" in recipe.describe()
+
+
+NAMED = [
+    "gpt2_small-pretrain-1xGPU",
+    "bert_base-pretrain-4xGPU",
+    "llama3_8b-pretrain-fsdp-8xGPU",
+    "llama3_8b-pretrain-pp-8xGPU",
+    "qwen3_8b-sft-8xGPU",
+    "llama3_8b-lora-8xGPU",
+    "llama3_8b-qlora-1xGPU",
+]
+
+
+@pytest.mark.parametrize(
+    "name", [*NAMED, *(pytest.param(name, marks=pytest.mark.full) for name in RECIPES if name not in NAMED)]
+)
+def test_a_recipe_is_a_configuration_by_its_name_and_as_a_file(name, tmp_path, capsys):
     assert main(["recipes", name]) == 0
     path = tmp_path / "mine.yaml"
     path.write_text(capsys.readouterr().out)
-    assert main(["fit", "-c", str(path), "--print_config=skip_null"]) == 0
-    printed = yaml.safe_load(capsys.readouterr().out)
     given = yaml.safe_load(path.read_text())
+    assert given == RECIPES[name].configuration
+    assert main(["fit", "-c", name, "--print_config=skip_null"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
     assert printed["trainer"]["devices"] == given["trainer"]["devices"]
+    assert printed["data"]["class_path"].rpartition(".")[2] == given["data"]["class_path"].rpartition(".")[2]
     assert printed["data"]["init_args"]["global_batch_size"] == given["data"]["init_args"]["global_batch_size"]
+    chat = name.rsplit("-", 2)[-2] in ("sft", "lora", "qlora")
+    assert chat == given["data"]["class_path"].endswith("SFTDataModule")
+
+
+def test_a_wrong_name_of_a_recipe_after_c(capsys):
+    assert main(["fit", "-c", "llama3_8b-lora-3xGPU"]) == 2
+    assert "Did you mean 'llama3_8b-lora-" in capsys.readouterr().err
 
 
 def test_the_list_names_every_recipe_and_misspellings_are_helped(capsys):

@@ -71,7 +71,7 @@ def save_tasks(folder: Path) -> Path:
     return folder
 
 
-def save_model(folder: Path, length: int = 48) -> Path:
+def save_model(folder: Path, length: int = 48, *, width: int = 32, double: bool = True) -> Path:
     """Write a model of four layers with a tokenizer, whose choices are not all alike.
 
     GPT-2: no part of it computes in float32 where the rest is in float64.
@@ -83,7 +83,7 @@ def save_model(folder: Path, length: int = 48) -> Path:
     torch.manual_seed(5)
     config = GPT2Config(
         vocab_size=280,
-        n_embd=32,
+        n_embd=width,
         n_layer=4,
         n_head=4,
         n_positions=length,
@@ -93,6 +93,7 @@ def save_model(folder: Path, length: int = 48) -> Path:
         pad_token_id=tokenizer.pad_id,
         attn_pdrop=0.1,
     )
-    GPT2LMHeadModel(config).double().save_pretrained(folder)
+    model = GPT2LMHeadModel(config)
+    (model.double() if double else model).save_pretrained(folder)
     tokenizer.save(folder)
     return folder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import re
 from collections.abc import Iterable, Iterator
 
 from megalight.errors import ConfigurationError, nearest
@@ -11,7 +12,7 @@ from megalight.errors import ConfigurationError, nearest
 
 def describe() -> str:
     """Return the line for the overview."""
-    return "list named recipes (every preset on 1, 4 and 8 GPUs), or print one as YAML"
+    return "list named recipes (jobs with every preset on 1, 4 and 8 GPUs), or print one as YAML"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,8 +26,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the recipe, or the list."""
     import yaml
 
-    pass  # merged
-
     if arguments.name is not None:
         check_name(arguments.name)  # before torch is imported, which the recipes need
     from megalight.cli.named_recipes import named, recipes
@@ -37,21 +36,25 @@ def run(arguments: argparse.Namespace) -> int:
         print("\n".join(f"{name:<{width}}  {recipe.describe()}" for name, recipe in known.items()))
         return 0
     recipe = named(arguments.name)
-    lora = "weights" in recipe.configuration["model"]["init_args"]
+    chat = "weights" in recipe.configuration["model"]["init_args"]
     # As comments, so that the output is a recipe that can be saved as it is.
     print(f"# {recipe.name}: {recipe.describe().strip()}, for GPUs of 80 GB.")
-    print("#   megalight fit -c THIS_FILE --data.data=PREFIX" + (" --model.weights=FOLDER" if lora else ""))
-    if lora:
-        print("# FOLDER is a checkpoint, or a folder of transformers with the published weights.")
-    print("# PREFIX is what `megalight prepare` wrote, with the tokenizer of the model.")
+    print(f"#   megalight fit -c {recipe.name} --data.data=PREFIX" + (" --model.weights=MODEL" if chat else ""))
+    if chat:
+        print("# MODEL has the published weights: a name of the Hugging Face Hub, a folder, or a checkpoint.")
+    wrote = "megalight prepare --chat" if chat else "megalight prepare"
+    print(f"# PREFIX is what `{wrote}` wrote, with the tokenizer of the model.")
     print(yaml.safe_dump(recipe.configuration, sort_keys=False), end="")
     return 0
 
 
 GPUS = (1, 4, 8)
-PURPOSES = ("pretrain", "lora")
-PRESETS = {"megalight.models.gpt.presets": PURPOSES, "megalight.models.bert.presets": PURPOSES[:1]}
-"""Module of a family's presets -> the purposes of its recipes. Adapters are for models of text."""
+JOBS = ("pretrain", "pretrain-fsdp", "pretrain-pp", "sft", "lora", "qlora")
+PRESETS = {"megalight.models.gpt.presets": JOBS, "megalight.models.bert.presets": JOBS[:3]}
+"""Module of a family's presets -> the jobs of its recipes. Conversations and adapters are for models of text."""
+
+NAME = re.compile(r"[\w.]+-[a-z-]+-\d+xGPU")
+"""The form of the names."""
 
 
 def check_name(name: str) -> None:
@@ -61,10 +64,10 @@ def check_name(name: str) -> None:
         ConfigurationError: see :func:`no_recipe`.
     """
     possible = [
-        f"{preset}-{purpose}-{gpus}xGPU"
-        for module, purposes in PRESETS.items()
+        f"{preset}-{job}-{gpus}xGPU"
+        for module, jobs in PRESETS.items()
         for preset in preset_names(module)
-        for purpose in purposes
+        for job in jobs
         for gpus in GPUS
     ]
     if name not in possible:
