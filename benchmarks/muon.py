@@ -12,6 +12,7 @@ First one step of ``megalight.optim.Muon`` is compared with ``torch.optim.Muon``
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -156,6 +157,7 @@ def main() -> None:
     }
     for name, muon in (("adam", False), ("muon", True)):
         if device.type == "cuda":
+            gc.collect()  # the model of the run before is in reference cycles
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         result[name] = measure(options, muon, device)

@@ -362,7 +362,27 @@ class WholeMatrixOptimizer(Adam):
 
     def _updates(self) -> dict[Tensor, Tensor]:
         """Return what is subtracted from each parameter, times the learning rate, in the shape of the parameter."""
-        found: dict[Tensor, Tensor] = {}
+        if self.buckets is None:
+            return self._alone(dict(self._directions()))
+        if self.exchanges is None:
+            self.exchanges = list(self._exchanges())
+        # Parameters without a gradient in this step take part as zeros: all ranks send and receive the same always.
+        flats = {
+            index: torch.zeros(bucket.shard.numel, dtype=self.dtype, device=bucket.params.device)
+            for index, bucket in self.buckets.items()
+        }
+        views = {}
+        # One after the other, so that only one of them is in memory in a wide dtype.
+        for parameter, direction in self._directions():
+            index, start = self.places[parameter]
+            views[parameter] = flats[index][start : start + parameter.numel()]
+            views[parameter].copy_(direction)
+        for exchange, members in self.exchanges:
+            exchange.update({index: flats[index] for index in members}, self.update)
+        return views
+
+    def _directions(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the parameters with matrices that have a gradient, each with its direction."""
         for parameter, group in self._in_turn():
             if group["whole_matrices"]:
                 self._arrive(parameter)
@@ -373,8 +393,7 @@ class WholeMatrixOptimizer(Adam):
                 )
                 if scale is not None:
                     gradient = gradient * scale
-                found[parameter] = self.direction(gradient, self.state[parameter], group)
-        return self._alone(found) if self.buckets is None else self._exchanged(found)
+                yield parameter, self.direction(gradient, self.state[parameter], group)
 
     def _alone(self, directions: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """Update whole parameters; those of equal shape together."""
@@ -393,25 +412,6 @@ class WholeMatrixOptimizer(Adam):
             parts = torch.split(updated, [len(stack) for _, stack in members])
             result |= {p: part.reshape(p.shape) for (p, _), part in zip(members, parts, strict=True)}
         return result
-
-    def _exchanged(self, directions: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        """Update matrices that are divided among ranks."""
-        assert self.buckets is not None
-        if self.exchanges is None:
-            self.exchanges = list(self._exchanges())
-        # Parameters without a gradient in this step take part as zeros: all ranks send and receive the same always.
-        flats = {
-            index: torch.zeros(bucket.shard.numel, dtype=self.dtype, device=bucket.params.device)
-            for index, bucket in self.buckets.items()
-        }
-        views = {}
-        for parameter, direction in directions.items():
-            index, start = self.places[parameter]
-            views[parameter] = flats[index][start : start + parameter.numel()]
-            views[parameter].copy_(direction)
-        for exchange, members in self.exchanges:
-            exchange.update({index: flats[index] for index in members}, self.update)
-        return views
 
     def _exchanges(self) -> Iterator[tuple[MatrixExchange, list[int]]]:
         assert self.buckets is not None
