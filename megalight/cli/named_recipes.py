@@ -52,7 +52,7 @@ SEQUENCE = 4096
 
 
 @dataclass(frozen=True)
-class Job:
+class RecipeJob:
     """What a recipe does.
 
     Attributes:
@@ -75,12 +75,12 @@ class Job:
 
 
 JOBS = {
-    "pretrain": Job(),
-    "pretrain-fsdp": Job(layout="full"),
-    "pretrain-pp": Job(layout="pipeline"),
-    "sft": Job(rate=1e-5, chat=True, layout="full"),
-    "lora": Job(rate=2e-4, chat=True, frozen="bf16"),
-    "qlora": Job(rate=2e-4, chat=True, frozen="nf4"),
+    "pretrain": RecipeJob(),
+    "pretrain-fsdp": RecipeJob(layout="full"),
+    "pretrain-pp": RecipeJob(layout="pipeline"),
+    "sft": RecipeJob(rate=1e-5, chat=True, layout="full"),
+    "lora": RecipeJob(rate=2e-4, chat=True, frozen="bf16"),
+    "qlora": RecipeJob(rate=2e-4, chat=True, frozen="nf4"),
 }
 """The jobs, by the part of the name. On one GPU, ``full`` is no other layout; pipelines begin with several GPUs."""
 
@@ -242,7 +242,7 @@ def _power_of_two(limit: float) -> int:
     return 1 << int(limit).bit_length() - 1
 
 
-def _degrees(config: Any, parameters: int, job: Job, gpus: int) -> Degrees | None:
+def _degrees(config: Any, parameters: int, job: RecipeJob, gpus: int) -> Degrees | None:
     """Return the least degree whose state fits on each GPU; None if none does."""
     if gpus == 1 and job.layout != "tensor" and not job.chat:
         return None
@@ -298,14 +298,14 @@ def _divides(config: Any, degree: int) -> bool:
     return True
 
 
-def _optimizer(parameters: int, job: Job) -> dict[str, Any]:
+def _optimizer(parameters: int, job: RecipeJob) -> dict[str, Any]:
     """Adam as in published runs of this size (Llama 3, GPT-3): the larger the model, the lower the rate."""
     rate = job.rate or (6e-4 if parameters < 1e9 else 3e-4 if parameters < 20e9 else 1.5e-4)
     schedule = {"class_path": "megalight.optim.Cosine", "init_args": {"warmup": 50 if job.chat else 2000}}
     return {"lr": rate, "betas": [0.9, 0.95], "weight_decay": 0.0 if job.chat else 0.1, "schedule": schedule}
 
 
-def _callbacks(job: Job, config: Any) -> list[dict[str, Any]]:
+def _callbacks(job: RecipeJob, config: Any) -> list[dict[str, Any]]:
     # By steps: the last checkpoints are kept, whatever their loss.
     every = {"every_n_train_steps": 200 if job.chat else 1000, "save_top_k": 2, "monitor": "step", "mode": "max"}
     saving = {

@@ -79,7 +79,7 @@ class _OpenStep(NamedTuple):
             self.undecided.remove(request)
 
 
-class _Flight(NamedTuple):
+class _PendingPass(NamedTuple):
     """A forward pass whose tokens the host does not know yet.
 
     Attributes:
@@ -149,7 +149,7 @@ class DynamicEngine:
         # Replicas that share experts step equally often, so none may be a pass ahead.
         shares = isinstance(model, ParallelGPT) and model.shares_experts
         self._runs_ahead = self._newest.device.type == "cuda" and not shares
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[_PendingPass] = deque()
         self._requests: dict[int, Request] = {}
         self._count = 0
         self._seeds: Generator | None = None
@@ -286,7 +286,7 @@ class DynamicEngine:
             self.blocks.prefixes.clear()
             raise
 
-    def _alive(self, flight: _Flight) -> bool:
+    def _alive(self, flight: _PendingPass) -> bool:
         return not flight.requests or any(request.number in self._requests for request in flight.requests)
 
     def _launch(self) -> None:
@@ -317,7 +317,7 @@ class DynamicEngine:
             request.pending += 1
         found = {request.number: count for request, count in plan.shared.items()}
         step = EngineStep({}, {}, [request.number for request in plan.preempted], found)
-        self._flights.append(_Flight(requests, *_to_host(results), step))
+        self._flights.append(_PendingPass(requests, *_to_host(results), step))
 
     def _choose(self, requests: Sequence[Request], logits: Tensor, rows: Sequence[int]) -> Tensor:
         """Sample the next token of each request, and keep it for the next pass; return the results of the pass.
