@@ -480,7 +480,7 @@ def _on(shape: tuple[int, ...] | None) -> tuple[int, np.ndarray[Any, Any]]:
         model(torch.randn(2, 6, generator=draws, dtype=torch.float64)).square().mean().backward()
         sharded.optimizer.step()
     with sharded.full_parameters():
-        return sharded.engine.replicate, _flat(model)
+        return sharded.engine.options.replicate, _flat(model)
 
 
 def test_a_device_mesh_of_torch() -> None:

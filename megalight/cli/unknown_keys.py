@@ -55,6 +55,7 @@ MODULES = (
     "megalight.data.bert.module",
     "megalight.data.chat.module",
     "megalight.data.multimodal.module",
+    "megalight.data.streaming.module",
     "megalight.rl.data",
     "megalight.rl.module",
     "megalight.strategies",

@@ -29,7 +29,7 @@ def python(code: str) -> str:
 
 def test_only_the_family_that_is_asked_for_is_imported_and_never_lightning() -> None:
     loaded = "[name for name in sys.modules if name in ('megalight.models.bert', 'lightning', 'transformers')]"
-    plan = "from megalight.parallel.plan import plan_for; from torch import nn; plan_for(nn.Linear(1, 1))"
+    plan = "from megalight.parallel.model_plans import plan_for; from torch import nn; plan_for(nn.Linear(1, 1))"
     code = [
         f"import sys; {plan}; print([name for name in sys.modules if name.startswith('megalight.models')])",
         f"from megalight.models.family import family; family('gpt'); print({loaded})",

@@ -89,9 +89,13 @@ def input_gradient(grad_y: Tensor, weight: Tensor, out: Tensor | None = None) ->
     """``grad_y [..., out] x weight [out, in] -> [..., in]``, in ``grad_y``'s dtype; ``out`` as in :func:`product`."""
     if out is not None:
         return torch.mm(grad_y, readable(weight), out=out)
-    if (precision := precision_of(weight)) is not None:
-        return precision.input_gradient(grad_y, weight)
-    weight = readable(weight)
+    state: ParameterState | None = getattr(weight, "megalight", None)
+    if state is not None:
+        precision: LowPrecision | None = state.precision
+        if precision is not None:
+            return precision.input_gradient(grad_y, weight)
+        if state.stored is not None:
+            weight = readable(weight)
     weight = weight if weight.dtype == grad_y.dtype else weight.to(grad_y.dtype)
     odd = (weight.shape[0] | weight.shape[1]) % aligned.MULTIPLE and aligned.pays(weight, weight.shape)
     return aligned.input_gradient(grad_y, weight) if odd else grad_y @ weight
