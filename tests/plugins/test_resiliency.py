@@ -60,7 +60,7 @@ def test_a_restart_ends_the_save_under_way(tmp_path: Path) -> None:
     abort.follow(strategy)
     simple.save(path, 1)
     try:
-        with fault("gate:/nonexistent"):  # it would write for ever
+        with fault("gate:/dev/null/never"):  # it would write for ever
             simple.save(path, 2, strategy.saver)
         answers: list[Any] = []
         monitor = threading.Thread(target=lambda: answers.append(abort("state")))
@@ -106,7 +106,7 @@ def train(call: Optional[inprocess.CallWrapper] = None):
     abort.follow(strategy)
     if call.iteration == 0:
         simple.save(path, 1)
-        with fault("gate:/nonexistent"):  # it would write for ever
+        with fault("gate:/dev/null/never"):  # it would write for ever
             simple.save(path, 2, strategy.saver)
         runs.append(strategy.saver._worker.process)
         raise RuntimeError("a rank fails")

@@ -192,7 +192,7 @@ def test_what_is_replaced_stays_while_a_save_waits_for_the_one_before(tmp_path: 
     with fault(f"gate:{gate}"):
         saves.begin(one, simple.views(simple.tensors(1)))
     saves.saver.settle = settle_one  # type: ignore[method-assign]
-    with fault("gate:/nonexistent"):
+    with fault("gate:/dev/null/never"):
         saves.begin(two, simple.views(simple.tensors(2)))
     saves.remove(one)
     saves.saver.close()
@@ -329,7 +329,7 @@ def _ended(folder: str) -> list[str]:
             fit(f"{folder}/failed", At(2, fail), every_n_train_steps=1)
         except ArithmeticError as error:
             told.append(str(error))
-    with fault("gate:/nonexistent"):
+    with fault("gate:/dev/null/never"):
         fit(f"{folder}/aborted", At(3, lambda runner: runner.strategy.abort_saves()), every_n_train_steps=2, steps=3)
     return told
 

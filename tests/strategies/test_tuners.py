@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import lightning.pytorch as pl
@@ -30,12 +29,13 @@ class Sized(pl.LightningDataModule):
 
 
 def _tuner(ours: bool, folder: str) -> Tuner:
-    os.chdir(folder)
     options: dict[str, Any] = {"max_steps": 30, "limit_val_batches": 0}
     if ours:
-        return Tuner(trainer(strategy(), **options))
+        return Tuner(trainer(strategy(), folder, **options))
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    return Tuner(pl.Trainer(accelerator="cpu", devices=1, precision="64-true", **quiet, **options))
+    return Tuner(
+        pl.Trainer(accelerator="cpu", devices=1, precision="64-true", default_root_dir=folder, **quiet, **options)
+    )
 
 
 def _rates(ours: bool, folder: str) -> tuple[list[float], float | None, bool]:

@@ -218,7 +218,7 @@ def _one_fails(path: Path, what: str, victim: int) -> tuple[list[str], int]:
         checkpoint.save(path, model.views(), common={"step": 0})
         for step in (1, 2):
             kill = what == "kill" and step == 1
-            with fault("gate:/nonexistent" if kill else what if step == 1 and dist.get_rank() == victim else ""):
+            with fault("gate:/dev/null/never" if kill else what if step == 1 and dist.get_rank() == victim else ""):
                 background.save(path, model.views(), common={"step": step})
             if kill and dist.get_rank() == victim:
                 assert background._worker is not None
@@ -386,7 +386,7 @@ def test_waiting_alone_publishes_what_is_complete(tmp_path: Path, background: As
 def _left_alone(path: Path) -> bool:
     """Rank 1's worker dies; rank 0 does not hear of it from rank 1."""
     background, model = AsyncSaver(), Model(Layout(2, 1, "no_shard"), dist.get_rank(), filled=True)
-    with fault("gate:/nonexistent" if dist.get_rank() == 1 else ""):
+    with fault("gate:/dev/null/never" if dist.get_rank() == 1 else ""):
         background.save(path, model.views())
     if dist.get_rank() == 1:
         deadline = time.monotonic() + 60

@@ -547,7 +547,7 @@ def test_saves_beside_training(objects: Address, kind: Kind) -> None:
             simple.save(path, step, background)
             background.settle()
             assert simple.step_of(path) == step
-        with fault("gate:/nonexistent"):  # of the next worker
+        with fault("gate:/dev/null/never"):  # of the next worker
             background.abort()
             simple.save(path, 3, background)
         assert background._worker is not None
