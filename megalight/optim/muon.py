@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
 from megalight.ops.common import wide
-from megalight.ops.newton_schulz import QUINTIC, newton_schulz, newton_schulz_flops
 from megalight.optim.groups import GroupRule, check_rules, parameter_groups
 from megalight.optim.schedules import LRSchedule
 from megalight.optim.whole_matrices import GATHER_BYTES, WholeMatrixOptimizer
@@ -24,6 +23,52 @@ ADAM_NAMES = ("*embed*", "*head*", "*router*", "*norm*", "*bias*", "*conv*", "*m
 """Names of parameters that are no hidden matrices, whatever their shape."""
 HEAD_NAMES = ("*.attention.[qkv].weight",)
 """Canonical names of matrices that consist of attention heads."""
+
+
+QUINTIC = (3.4445, -4.7750, 2.0315)
+"""Coefficients of Muon: they raise small singular values quickly, and leave all of them between about 0.7 and 1.2."""
+
+
+@torch.no_grad()
+def newton_schulz(
+    matrices: Tensor,
+    *,
+    steps: int = 5,
+    coefficients: tuple[float, float, float] = QUINTIC,
+    eps: float = 1e-7,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """Replace the singular values of matrices by values near 1 (Newton-Schulz iteration; Jordan et al. 2024).
+
+    With ``X = G / |G|`` (Frobenius norm), each step computes ``X = a X + (b S + c S^2) X``, where ``S = X X^T``.
+
+    Args:
+        matrices: ``[B, m, n]``. A matrix of zeros stays zero.
+        steps: number of steps.
+        coefficients: ``(a, b, c)``.
+        eps: least norm by which a matrix is divided.
+        dtype: dtype of the products.
+
+    Returns:
+        ``[B, m, n]`` in ``dtype``.
+    """
+    a, b, c = coefficients
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.to(dtype)
+    # S is a product over the longer side, so that it is as small as can be.
+    x = x.mT if tall else x
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        square = x @ x.mT
+        polynomial = torch.baddbmm(square, square, square, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return x.mT if tall else x
+
+
+def newton_schulz_flops(m: int, n: int, steps: int = 5) -> int:
+    """Return the floating-point operations for one matrix ``[m, n]``: a multiplication and an addition count as two."""
+    short, long = min(m, n), max(m, n)
+    return steps * (4 * short * short * long + 2 * short**3)
 
 
 class Muon(WholeMatrixOptimizer):
@@ -46,7 +91,7 @@ class Muon(WholeMatrixOptimizer):
         nesterov: whether the update looks ahead.
         scale: ``match_rms_adamw``: ``0.2 sqrt(max(m, n))``, so that Adam's learning rates serve; ``original``:
             ``sqrt(max(1, m / n))``.
-        ns_steps, ns_coefficients, ns_eps, ns_dtype: see :func:`~megalight.ops.newton_schulz.newton_schulz`.
+        ns_steps, ns_coefficients, ns_eps, ns_dtype: see :func:`newton_schulz`.
         head_dim: rows of an attention head; each head of queries, keys and values is then a matrix of its own. 0: all
             heads of a name are one.
         head_names: patterns of canonical names with heads.

@@ -17,8 +17,8 @@ from megalight.errors import ConfigurationError
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.nn.canonical import parts
 from megalight.nn.init import initialize
-from megalight.ops.newton_schulz import QUINTIC, newton_schulz
 from megalight.optim import AdamConfig, Constant, GroupRule, Muon, MuonConfig
+from megalight.optim.muon import QUINTIC, newton_schulz
 from megalight.strategies import DataParallelOptions, MegatronStrategy
 from tests.strategies.test_experts import PLAIN
 from tests.strategies.training import (

@@ -27,25 +27,21 @@ def _errors(families: list[str]) -> dict[str, dict[str, float]]:
     return {family: errors_of(family) for family in families}
 
 
-def check(families: list[str], ranks: int) -> None:
+def check(families: list[str], ranks: int, tolerance: float) -> None:
     for found in run(_errors, ranks, families, timeout=240):
         for family, errors in found.items():
             assert errors.pop("share of parameters") < 0.99, f"{family}: nothing is split"
-            wrong = {name: error for name, error in errors.items() if not error <= 1e-6}
+            wrong = {name: error for name, error in errors.items() if not error <= tolerance}
             assert not wrong, f"{family}: {wrong}"
-            # Norms of some families compute in float32.
-            assert errors["loss"] <= (1e-6 if family in FLOAT32 else 1e-9)
-
-
-FLOAT32 = ("gemma2", "gpt_oss")
 
 
 def test_a_declared_plan_computes_what_the_model_does() -> None:
-    check(FAMILIES, 2)
+    check(FAMILIES, 2, 1e-9)
 
 
 def test_more_ranks_than_key_heads() -> None:
-    check(["qwen3", "gemma2"], 4)
+    # Their norms compute in float32, where a sum of four terms in another order rounds otherwise.
+    check(["qwen3", "gemma2"], 4, 1e-6)
 
 
 class Plain(pl.LightningModule):

@@ -28,8 +28,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     from megalight.cli.all_options import Schema
 
-    pass  # merged
-
     text = json.dumps(Schema().build(), indent=1)
     if arguments.output is None:
         print(text)
