@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -41,6 +42,7 @@ HINTS = ("token", "vocab", "merges", "piece", "bpe", "spm", "tekken")
 """Parts of the names of files that hold a tokenizer of ``transformers``."""
 
 SPECIALS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token", *MEDIA_KEYS)
+BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 PROBE = "Hello, world!\n\tdef f(x): return x**2  # 12345 naïve 東京 🙂\n\n"
 """Text that is encoded to compare tokenizers (:attr:`Tokenizer.identity`)."""
 
@@ -218,6 +220,21 @@ class Tokenizer:
         """The special tokens, token -> id: those that the tokenizer itself calls so."""
         added = self._model.get_added_tokens_decoder()
         return {token.content: number for number, token in added.items() if token.special}
+
+    @cached_property
+    def text_tokens(self) -> frozenset[int]:
+        """The tokens that are not special."""
+        return frozenset(self._vocabulary.values()) - {*self.specials.values()}
+
+    @cached_property
+    def byte_tokens(self) -> frozenset[int]:
+        """Tokens for single bytes, such as ``<0xE2>``, if runs of them decode together (byte fallback: Llama 2, Gemma).
+
+        One wrong byte makes all of its run replacement characters.
+        """
+        if '"ByteFallback"' not in json.dumps(json.loads(self.to_json()).get("decoder")):
+            return frozenset()
+        return frozenset(number for token, number in self._vocabulary.items() if BYTE.fullmatch(token))
 
     def for_plain_text(self, special_as_text: bool = False) -> Tokenizer:
         """Return a tokenizer for encoding plain text, in which no token stands for an image or a video.

@@ -20,6 +20,7 @@ from megalight.data.multimodal.template import ImageText, image_text_of
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import CheckpointError, ConfigurationError, DataError, LayoutError, integer
 from megalight.inference.blocks import BLOCK_SIZE, blocks_at_once
+from megalight.inference.detokenizer import Detokenizer
 from megalight.inference.engine import DynamicEngine
 from megalight.inference.generate import generate, stream
 from megalight.inference.images import ImageFile, prepare_images
@@ -50,12 +51,6 @@ TOKENIZER = "tokenizer.json"
 
 NEW_TOKENS = 128
 """Length of a completion for which nobody gave a limit, in tokens."""
-
-BEFORE = 8
-"""Tokens of a prompt behind which the first token of a streamed completion is decoded."""
-
-UNFINISHED = "\ufffd"
-"""What a text ends with whose last character lacks bytes."""
 
 
 def load_model(
@@ -373,15 +368,12 @@ class TextGenerator:
             eos_id=self.all_ends(ends),
             seed=seed,
         )
-        tokens, told = list[int](), ""
+        detokenizer = Detokenizer(self.tokenizer, ids)
         for step in steps:
-            tokens.append(step[0])
-            # A few tokens show how the first one reads behind the prompt.
-            text = self.tokenizer.decode_after(ids[-BEFORE:], tokens)
-            if not text.endswith(UNFINISHED):
-                yield text[len(told) :]
-                told = text
-        yield self.tokenizer.decode_after(ids[-BEFORE:], tokens)[len(told) :]
+            if part := detokenizer.add(step[0]):
+                yield part
+        if part := detokenizer.finish():
+            yield part
 
     def complete_each(
         self,
