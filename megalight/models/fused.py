@@ -22,6 +22,7 @@ from megalight.ops.cross_entropy import linear_cross_entropy
 from megalight.ops.norm import add_rms_norm, rms_norm
 from megalight.ops.rotary import apply_rotary
 from megalight.parallel.transform import ModelTransform, register
+from megalight.parallel.transformers_attention import NAME
 from megalight.types import PackedSequences
 
 
@@ -202,7 +203,8 @@ class Decoder(FusedModule):
         wanted = ("output_hidden_states", "output_attentions")
         recorded = any(kwargs.get(name) or getattr(self.config, name, False) for name in wanted)
         causal = getattr(self.config, "is_causal", True)
-        return self.config._attn_implementation == "sdpa" and causal and not recorded and "is_causal" not in kwargs
+        ours = self.config._attn_implementation in ("sdpa", NAME)
+        return ours and causal and not recorded and "is_causal" not in kwargs
 
     def _windows_shorter_than(self, length: int) -> bool:
         windows = (getattr(layer.self_attn, "sliding_window", None) for layer in self.layers)

@@ -32,6 +32,7 @@ from megalight.parallel.model import ParallelModel
 from megalight.parallel.run_engine import engine_over
 from megalight.parallel.step import StepDriver
 from megalight.parallel.transform import apply_transforms
+from megalight.parallel.transformers_attention import use_attention
 from megalight.strategies import _lightning, refusals
 from megalight.strategies.checkpoints.whole import unsplit
 from megalight.strategies.clipping import guard_clipping, unguard_clipping
@@ -97,6 +98,7 @@ def prepare(strategy: MeshStrategy, module: pl.LightningModule, step: StepDriver
 
 def _split(strategy: MeshStrategy, module: pl.LightningModule, root: nn.Module) -> ParallelModel:
     refusals.check_lazy(root)
+    use_attention(root)
     # Before the split: a batch norm cannot be replaced inside a layer that is split already.
     _lightning.sync_layers(strategy, module, strategy.mesh.group(*TOKEN_AXES))
     if isinstance(module, MegalightModule):

@@ -1,0 +1,318 @@
+"""Our attention behind the attention interface of ``transformers``, for every family that uses it.
+
+Models of ``transformers`` look up attention and the making of masks by a name in their configuration
+(``ALL_ATTENTION_FUNCTIONS``, ``ALL_MASK_ATTENTION_FUNCTIONS``). Under :data:`NAME`, a mask is no tensor but says what
+it means (:class:`Visible`): causal, a window, chunks, packed sequences, padding. The attention op has kernels for
+these. A mask of another form, such as that of images or of a static cache, is a tensor as with ``sdpa``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megalight.first_rank import only_first
+from megalight.ops.attention import attention
+from megalight.types import PackedSequences
+
+log = logging.getLogger(__name__)
+log.addFilter(only_first)
+
+NAME = "megalight"
+"""Name of our attention in a configuration (``attn_implementation``)."""
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What all sequences of a mask have in common.
+
+    Attributes:
+        causal: whether a query sees no later key.
+        window: number of earlier tokens that a query sees besides itself; None: all.
+        chunk: tokens of a chunk, outside of which a query sees nothing; None: there are no chunks.
+        documents: ``[B, S]``: the number of the document in its row that a token belongs to; None: a row is one.
+    """
+
+    causal: bool = False
+    window: int | None = None
+    chunk: int | None = None
+    documents: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Visible:
+    """Which keys each query sees, in place of a mask.
+
+    Attributes:
+        pattern: what all sequences have in common.
+        sequences: how queries, and keys if they differ, divide into sequences.
+        queries: ``[T]``: the queries that are tokens, of all ``B * Sq``; None: all are. Others get zeros.
+        keys: ``[Tk]``: the keys that are tokens, of all ``B * Sk``; None: all are.
+    """
+
+    pattern: Pattern
+    sequences: PackedSequences
+    queries: Tensor | None = None
+    keys: Tensor | None = None
+
+
+def pattern_of(function: Callable[..., Any]) -> Pattern | None:
+    """Return what a mask function of ``transformers`` means; None: it has a form that is not known."""
+    pattern = Pattern()
+    for part in _joined_by_and(function):
+        values = inspect.getclosurevars(part).nonlocals
+        match part.__qualname__.partition(".")[0]:
+            case "causal_mask_function":
+                pattern = replace(pattern, causal=True)
+            case "bidirectional_mask_function":
+                pass
+            case "sliding_window_overlay":
+                pattern = replace(pattern, window=int(values["sliding_window"]) - 1)
+            case "chunked_overlay":
+                # It counts from the first token behind padding, as chunks of a packed sequence do.
+                pattern = replace(pattern, chunk=int(values["chunk_size"]))
+            case "packed_sequence_mask_function":
+                pattern = replace(pattern, documents=values["packed_sequence_mask"])
+            case _:
+                return None
+    # A window that is not causal looks in both directions, and chunks are made for causal attention.
+    return pattern if pattern.causal or (pattern.window is None and pattern.chunk is None) else None
+
+
+def _joined_by_and(function: Callable[..., Any]) -> Iterator[Any]:
+    if function.__qualname__ != "and_masks.<locals>.and_mask":
+        yield function
+        return
+    for part in inspect.getclosurevars(function).nonlocals["mask_functions"]:
+        yield from _joined_by_and(part)
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> Any:
+    """Make a mask, as functions in ``ALL_MASK_ATTENTION_FUNCTIONS`` do.
+
+    Args:
+        batch_size: number of rows.
+        q_length: number of queries.
+        kv_length: number of keys.
+        q_offset: place of the first query; a tensor with a static cache.
+        kv_offset: place of the first key.
+        mask_function: which places see which.
+        attention_mask: ``[B, S]`` bool: False for padding. None: there is none.
+        device: where the mask is needed.
+        kwargs: arguments of the masks of ``sdpa``.
+
+    Returns:
+        :class:`Visible`, or a mask ``[B, 1, Sq, Sk]`` of bools if it has another form.
+    """
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    function = mask_function or causal_mask_function
+    pattern = None if torch.compiler.is_compiling() else pattern_of(function)
+    visible = None
+    # Behind the last query, a static cache has keys that are not written yet.
+    if pattern is not None and (not pattern.causal or _ends_alike(q_offset, q_length, kv_offset, kv_length)):
+        real = None if attention_mask is None else _padded(attention_mask, kv_offset, kv_length)
+        # A cache that has dropped the first tokens of a chunk no longer knows where it began.
+        if pattern.chunk is None or not kv_offset:
+            visible = _visible(pattern, batch_size, q_length, kv_length, real, torch.device(device))
+    if visible is not None:
+        return visible
+    kwargs["allow_is_causal_skip"] = kwargs["allow_is_bidirectional_skip"] = False
+    return sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=function,
+        attention_mask=attention_mask,
+        device=device,
+        **kwargs,
+    )
+
+
+def _ends_alike(q_offset: Any, q_length: int, kv_offset: int, kv_length: int) -> bool:
+    return isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
+
+
+def _padded(attention_mask: Tensor, offset: int, length: int) -> Tensor:
+    """Return which of ``length`` keys are tokens ``[B, Sk]``. Those that the mask does not reach are not."""
+    missing = offset + length - attention_mask.shape[-1]
+    return nn.functional.pad(attention_mask, (0, max(0, missing)))[:, offset : offset + length]
+
+
+def _visible(
+    pattern: Pattern, batch: int, queries: int, keys: int, real: Tensor | None, device: torch.device
+) -> Visible | None:
+    if pattern.documents is not None:
+        if real is not None or queries != keys:
+            return None
+        documents = pattern.documents.expand(batch, -1)
+        # Numbers count from 0 in each row; the first of a row begins another document than the last of the one before.
+        first = torch.ones_like(documents, dtype=torch.bool)
+        first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+        starts = first.flatten().nonzero().flatten().tolist()
+        lengths = [end - start for start, end in zip(starts, [*starts[1:], batch * queries], strict=True)]
+        return Visible(replace(pattern, documents=None), PackedSequences.of_lengths(lengths, device))
+    if real is None or bool(real.all()):
+        return Visible(pattern, _of(((queries,) * batch), ((keys,) * batch), device))
+    if not pattern.causal:
+        seen = real.sum(1).tolist()
+        if not all(seen):
+            return None
+        # Queries may be of another sequence, so padding of keys says nothing of them.
+        sequences = _of((queries,) * batch, tuple(seen), device, same=False)
+        return Visible(pattern, sequences, keys=real.flatten().nonzero().flatten())
+    local = pattern.window is not None or pattern.chunk is not None
+    # Without the padding inside of a row, its tokens would be nearer to each other.
+    if local and bool((real.int().diff(dim=1, prepend=real.new_zeros(batch, 1).int()).clamp(min=0).sum(1) > 1).any()):
+        return None
+    tokens = real[:, -queries:]
+    rows = tokens.any(1)
+    sizes = torch.stack([tokens.sum(1), real.sum(1)])[:, rows].tolist()
+    if not sizes[0]:
+        return None
+    sequences = _of(tuple(sizes[0]), tuple(sizes[1]), device)
+    keep = (real & rows[:, None]).flatten().nonzero().flatten()
+    return Visible(pattern, sequences, tokens.flatten().nonzero().flatten(), keep)
+
+
+def _of(queries: tuple[int, ...], keys: tuple[int, ...], device: torch.device, same: bool = True) -> PackedSequences:
+    sequences = PackedSequences.of_lengths(queries, device)
+    if same and queries == keys:
+        return sequences
+    return replace(sequences, keys=PackedSequences.of_lengths(keys, device))
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention, as functions in ``ALL_ATTENTION_FUNCTIONS`` compute it.
+
+    Args:
+        module: the attention module.
+        query: ``[B, H, Sq, D]``.
+        key: ``[B, Hkv, Sk, D]``.
+        value: ``[B, Hkv, Sk, Dv]``.
+        attention_mask: what :func:`mask` made, a mask ``[B, 1, Sq, Sk]``, or None: ``is_causal`` says it all.
+        dropout: probability to drop a weight.
+        scaling: factor on scores.
+        is_causal: without a mask, whether a query sees no later key. None: the module knows.
+        softcap: scores become ``softcap * tanh(score / softcap)``.
+        s_aux: ``[H]`` sinks.
+        kwargs: further arguments of the interface. Windows are in the mask.
+
+    Returns:
+        ``[B, Sq, H, Dv]``, and weights if they were asked for of a mask that is a tensor.
+    """
+    if attention_mask is None and kwargs.get("position_bias") is None:
+        batch, _, queries, _ = query.shape
+        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        attention_mask = Visible(Pattern(causal), _of((queries,) * batch, (key.shape[2],) * batch, query.device))
+    if not isinstance(attention_mask, Visible):
+        options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
+        return _masked(module, query, key, value, attention_mask, softcap, s_aux, options)
+    if torch.is_autocast_enabled(query.device.type):
+        # Rotary embedding leaves float32, as autocast does not reach it.
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    batch, heads, length, _ = query.shape
+    q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
+    if attention_mask.queries is not None:
+        q = q.index_select(0, attention_mask.queries)
+    if attention_mask.keys is not None:
+        k, v = k.index_select(0, attention_mask.keys), v.index_select(0, attention_mask.keys)
+    pattern = attention_mask.pattern
+    out = attention(
+        q,
+        k,
+        v,
+        attention_mask.sequences,
+        causal=pattern.causal,
+        scale=scaling,
+        window=pattern.window,
+        chunk=pattern.chunk,
+        softcap=softcap,
+        dropout=dropout,
+        sink=None if s_aux is None else s_aux.to(q.dtype),
+    )
+    if attention_mask.queries is not None:
+        out = out.new_zeros(batch * length, *out.shape[1:]).index_copy(0, attention_mask.queries, out)
+    return out.view(batch, length, heads, -1), None
+
+
+def _masked(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    given: Any,
+    softcap: float | None,
+    sinks: Tensor | None,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """Attention with a mask that is a tensor: that of ``transformers``."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    found: tuple[Tensor, Tensor | None]
+    if softcap is None and sinks is None:
+        found = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, given, **options)
+        return found
+    if isinstance(given, Tensor) and given.dtype == torch.bool:
+        given = torch.zeros_like(given, dtype=query.dtype).masked_fill(~given, torch.finfo(query.dtype).min)
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    # Families take sinks from their module.
+    found = eager(module, query, key, value, given, softcap=softcap, **options)
+    return found
+
+
+def use_attention(root: nn.Module) -> int:
+    """Let models of ``transformers`` in ``root`` use our attention, and return how many do.
+
+    A model keeps what its user chose if that is not the default (``sdpa``, or ``eager`` where a family lacks it). The
+    name is not written into configurations that are saved.
+    """
+    if "transformers" not in sys.modules:
+        return 0
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, mask)
+    changed = 0
+    for module in root.modules():
+        if not isinstance(module, PreTrainedModel) or not module._supports_attention_backend:
+            continue
+        config = module.config
+        default = "sdpa" if module._supports_sdpa else "eager"
+        if config._attn_implementation == default and not getattr(config, "output_attentions", False):
+            # The public setter would set models inside, too, whose class may not use the interface.
+            config._attn_implementation_internal = NAME
+        changed += config._attn_implementation == NAME
+    return changed
