@@ -27,7 +27,7 @@ LEVELS = (
     {"models", "training", "sharding"},
     {"plugins", "inference", "towers"},
     {"strategies", "evaluation"},
-    {"callbacks", "loggers"},
+    {"callbacks", "loggers", "serving"},
     {"rl"},
     {"cli"},
     {"__main__"},

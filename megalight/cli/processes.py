@@ -64,31 +64,11 @@ def check_ranks(arguments: argparse.Namespace, *, replicas: bool = False) -> Non
 def joined_ranks(arguments: argparse.Namespace) -> Iterator[tuple[ParallelMesh | None, torch.device]]:
     """Join the processes of a command; yield their mesh, None for a single one, and the device of this one."""
     import torch
-    import torch.distributed as dist
 
-    from megalight.parallel.groups import end_at_exit
-    from megalight.parallel.mesh import ParallelMesh
+    from megalight.parallel.mesh import join_ranks
 
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if int(os.environ.get("WORLD_SIZE") or 1) == 1:
-        yield None, device
-        return
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK") or 0))
-        torch.cuda.set_device(device)
-    ours = not dist.is_initialized()
-    if ours:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        # Threads of the group that outlive the interpreter would abort the process.
-        end_at_exit()
-    mesh = ParallelMesh(
-        dist.get_world_size(),
-        dist.get_rank(),
-        tp=arguments.tensor_parallel,
-        ep=arguments.expert_parallel,
-        pp=arguments.pipeline_parallel,
-    )
-    yield mesh, device
+    yield join_ranks(device, tp=arguments.tensor_parallel, ep=arguments.expert_parallel, pp=arguments.pipeline_parallel)
 
 
 def add_process_arguments(parser: argparse.ArgumentParser) -> None:

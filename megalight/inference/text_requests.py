@@ -44,9 +44,9 @@ class TextRequest:
 
     def __post_init__(self) -> None:
         texts = [self.stop] if isinstance(self.stop, str) else self.stop
-        several = isinstance(texts, Sequence) and all(_is_text(text) and text for text in texts)
+        several = isinstance(texts, Sequence) and all(is_text(text) and text for text in texts)
         for name, holds, what in (
-            ("prompt", _is_text(self.prompt), "a text of Unicode"),
+            ("prompt", is_text(self.prompt), "a text of Unicode"),
             ("stop", several, "a text, or a list of texts, none empty"),
             ("log_probs", isinstance(self.log_probs, bool), "true or false"),
         ):
@@ -59,7 +59,7 @@ class TextRequest:
             integer("seed", self.seed, 0, LARGEST_SEED)
 
 
-def _is_text(value: Any) -> bool:
+def is_text(value: Any) -> bool:
     """Return whether a value is a text that UTF-8 can write, so without half a pair of surrogates."""
     try:
         return isinstance(value, str) and value.encode() is not None

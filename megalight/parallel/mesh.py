@@ -11,6 +11,7 @@ example the stages that share a tied weight.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megalight.errors import LayoutError, nearest
 from megalight.parallel.degrees import check_world_size
-from megalight.parallel.groups import shared_group
+from megalight.parallel.groups import end_at_exit, shared_group
 
 DENSE_AXES = ("pp", "dp", "cp", "tp")
 EXPERT_AXES = ("pp", "edp", "ep", "etp")
@@ -256,3 +257,27 @@ def _whole(axis: str) -> str:
 def _view(axis: str) -> tuple[str, ...]:
     """Return the view of the ranks that contains ``axis``; ``pp`` is in both, and the dense view is used."""
     return DENSE_AXES if axis in DENSE_AXES else EXPERT_AXES
+
+
+def join_ranks(
+    device: torch.device, *, tp: int = 1, ep: int = 1, pp: int = 1
+) -> tuple[ParallelMesh | None, torch.device]:
+    """Join the processes that torchrun has started; return their mesh, and the device of this one.
+
+    Args:
+        device: cpu or cuda. Each process has a GPU of its own.
+        tp, ep, pp: see :class:`ParallelMesh`.
+
+    Returns:
+        None for the mesh if this is a single process.
+    """
+    if int(os.environ.get("WORLD_SIZE") or 1) == 1:
+        return None, device
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK") or 0))
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        # Threads of the group that outlive the interpreter would abort the process.
+        end_at_exit()
+    return ParallelMesh(dist.get_world_size(), dist.get_rank(), tp=tp, ep=ep, pp=pp), device

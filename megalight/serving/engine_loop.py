@@ -1,0 +1,264 @@
+"""The loop around an engine, which all ways to generate share: requests in, text and tokens of each step out.
+
+:class:`EngineLoop` runs in the thread that calls it. :class:`EngineThread` runs one in a thread of its own, so that
+requests come in, and go, while a step runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+from megalight.data.tokenizer import Tokenizer
+from megalight.errors import ConfigurationError, MegalightError
+from megalight.inference import DynamicEngine, SamplingParams
+from megalight.inference.detokenizer import Detokenizer
+from megalight.inference.scheduler import Reason
+from megalight.inference.text_requests import is_text
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRequest:
+    """A request to an engine.
+
+    Attributes:
+        id: the caller's name of it. No other request that runs has the same.
+        prompt: token ids.
+        max_new_tokens: maximum length of the completion, in tokens.
+        sampling_params: how tokens are chosen.
+        ends: tokens that end the completion.
+        stop: texts that end it, which they are no part of.
+        seed: of its samples; None: another one each time.
+        log_probs: whether the last output has the log-probabilities of all tokens.
+
+    Raises:
+        ConfigurationError: a stop text is empty, or no text.
+    """
+
+    id: str
+    prompt: Sequence[int]
+    max_new_tokens: int
+    sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    ends: Collection[int] = ()
+    stop: Sequence[str] = ()
+    seed: int | None = None
+    log_probs: bool = False
+
+    def __post_init__(self) -> None:
+        texts = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if not all(is_text(text) and text for text in texts):
+            raise ConfigurationError(f"stop is {self.stop!r}; it must be a text, or a list of texts, none empty.")
+        object.__setattr__(self, "stop", texts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOutput:
+    """What a step gave one request.
+
+    Attributes:
+        id: the request.
+        text: new text, which later outputs continue. It may be empty.
+        tokens: new tokens.
+        reason: why the completion ended; None: it goes on.
+        log_probs: at the end, of all tokens, before temperature, top-k and top-p; None: nobody asked.
+        cached_tokens: tokens of the prompt that did not run, because the prefix cache had them.
+        error: why the request was refused, or lost. Nothing follows.
+    """
+
+    id: str
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    reason: Reason | None = None
+    log_probs: list[float] | None = None
+    cached_tokens: int = 0
+    error: Exception | None = None
+
+    @property
+    def last(self) -> bool:
+        """Whether nothing follows."""
+        return self.reason is not None or self.error is not None
+
+
+class _Running:
+    """A request in the engine."""
+
+    def __init__(self, request: EngineRequest, tokenizer: Tokenizer | None) -> None:
+        self.id, self.stops = request.id, bool(request.stop)
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, request.prompt, request.stop)
+        self._read = 0
+        self._text = ""
+
+    def read(self, token: int) -> None:
+        """Decode the next token."""
+        self._read += 1
+        if self._detokenizer is not None:
+            self._text += self._detokenizer.add(token)
+
+    def stop(self, tokens: Sequence[int]) -> bool:
+        """Decode the tokens that are new; return whether a stop text has come. The engine calls it."""
+        for token in tokens[self._read :]:
+            self.read(token)
+        return self._detokenizer is not None and self._detokenizer.stopped
+
+    def text(self, *, ended: bool) -> str:
+        """Return the new text."""
+        if ended and self._detokenizer is not None:
+            self._text += self._detokenizer.finish()
+        text, self._text = self._text, ""
+        return text
+
+
+class EngineLoop:
+    """An engine that speaks of requests by their ids, and of text.
+
+    Args:
+        engine: the engine, with no requests of others.
+        tokenizer: decodes tokens; None: outputs have no text.
+    """
+
+    def __init__(self, engine: DynamicEngine, tokenizer: Tokenizer | None) -> None:
+        self.engine, self._tokenizer = engine, tokenizer
+        self._running: dict[int, _Running] = {}
+        self._numbers: dict[str, int] = {}
+
+    def add(self, request: EngineRequest) -> None:
+        """Add a request.
+
+        Raises:
+            ConfigurationError: there are stop texts and no tokenizer, or a request of this id runs; or see
+                :meth:`DynamicEngine.add`.
+            DataError: see :meth:`DynamicEngine.add`.
+        """
+        if request.id in self._numbers:
+            raise ConfigurationError(f"a request {request.id!r} runs already; give each an id of its own.")
+        if request.stop and self._tokenizer is None:
+            raise ConfigurationError("stop needs a tokenizer; give one, or end tokens.")
+        running = _Running(request, self._tokenizer)
+        number = self.engine.add(
+            request.prompt,
+            max_new_tokens=request.max_new_tokens,
+            sampling_params=request.sampling_params,
+            eos_id=request.ends or None,
+            stop=running.stop if request.stop else None,
+            seed=request.seed,
+            log_probs=request.log_probs,
+        )
+        self._running[number], self._numbers[request.id] = running, number
+
+    def abort(self, request_id: str) -> None:
+        """Take a request out and its blocks back. Nothing happens if it has ended."""
+        number = self._numbers.pop(request_id, None)
+        if number is not None:
+            del self._running[number]
+            self.engine.cancel(number)
+
+    def abort_all(self) -> None:
+        """Take all requests out."""
+        for request_id in [*self._numbers]:
+            self.abort(request_id)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is left, or the engine is suspended."""
+        return not self._numbers or self.engine.suspended
+
+    def step(self) -> list[EngineOutput]:
+        """Run one forward pass; return what it gave each request. See :meth:`DynamicEngine.step` for errors."""
+        step = self.engine.step()
+        if step is None:
+            return []
+        outputs = []
+        for number in {**step.shared, **step.tokens, **step.finished}:
+            # A pass that ran ahead may tell of a request that was aborted since.
+            if (running := self._running.get(number)) is None:
+                continue
+            tokens = [step.tokens[number]] if number in step.tokens else []
+            if tokens and not running.stops:
+                running.read(tokens[0])
+            completion = step.finished.get(number)
+            outputs.append(
+                EngineOutput(
+                    id=running.id,
+                    text=running.text(ended=completion is not None),
+                    tokens=tokens,
+                    reason=None if completion is None else completion.reason,
+                    log_probs=None if completion is None else completion.log_probs,
+                    cached_tokens=step.shared.get(number, 0),
+                )
+            )
+            if completion is not None:
+                del self._running[number], self._numbers[running.id]
+        return outputs
+
+
+@dataclass(frozen=True)
+class Abort:
+    """A command: take the request of this id out."""
+
+    id: str
+
+
+Command = EngineRequest | Abort | Callable[[EngineLoop], None]
+"""What :class:`EngineThread` does between steps."""
+
+
+class EngineThread:
+    """Runs an :class:`EngineLoop` in a thread, which ends with the first error of a step.
+
+    Args:
+        loop: the loop, which nobody else uses meanwhile.
+        sink: called in the thread with the outputs of each step.
+        failed: called in the thread with the error that ended it.
+    """
+
+    def __init__(
+        self,
+        loop: EngineLoop,
+        sink: Callable[[list[EngineOutput]], None],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        self._loop, self._sink, self._failed = loop, sink, failed
+        self._commands: SimpleQueue[Command | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="megalight-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, command: Command) -> None:
+        """Do something before the next step. A request that is refused gets an output with the error."""
+        self._commands.put(command)
+
+    def close(self) -> None:
+        """End the thread after the step that runs, and take all requests out."""
+        self._commands.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while self._obey():
+                if not self._loop.idle and (outputs := self._loop.step()):
+                    self._sink(outputs)
+        except BaseException as error:
+            log.exception("the engine has stopped")
+            self._failed(error)
+
+    def _obey(self) -> bool:
+        """Follow all commands, and wait for one if there is nothing else to do; return whether the thread goes on."""
+        while self._loop.idle or not self._commands.empty():
+            command = self._commands.get()
+            if command is None:
+                self._loop.abort_all()
+                return False
+            if isinstance(command, EngineRequest):
+                try:
+                    self._loop.add(command)
+                except MegalightError as error:
+                    self._sink([EngineOutput(id=command.id, error=error)])
+            elif isinstance(command, Abort):
+                self._loop.abort(command.id)
+            else:
+                command(self._loop)
+        return True

@@ -1,0 +1,597 @@
+"""Generate in Python: :class:`LLM` for many prompts at once, :class:`AsyncLLM` for requests that come at any time."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import lightning.pytorch as pl
+import torch
+
+from megalight.data.chat.template import ChatTemplate
+from megalight.data.tokenizer import Tokenizer
+from megalight.errors import ConfigurationError, DataError, LayoutError, MegalightError, integer
+from megalight.evaluation import Continuation, LogLikelihood, log_likelihoods
+from megalight.inference import DynamicEngine, ParallelGPT, SamplingParams, TextGenerator
+from megalight.inference.blocks import BLOCK_SIZE
+from megalight.inference.scheduler import Reason
+from megalight.inference.text import NEW_TOKENS, begun
+from megalight.models.gpt import GPT
+from megalight.parallel.mesh import join_ranks
+from megalight.serving.asynchronous import Queue, QueueShutDown, get_asyncio_loop
+from megalight.serving.engine_loop import Abort, EngineLoop, EngineOutput, EngineRequest, EngineThread
+from megalight.strategies.inference import InferenceModel
+
+Prompt: TypeAlias = str | Sequence[int]
+"""A text, or token ids."""
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+"""A conversation: ``[{"role": "user", "content": "Hello"}]``."""
+
+CACHE_TOKENS = 65_536
+"""Tokens for which the cache has room where nobody says otherwise, if the model's longest sequence fits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Sizes of an engine.
+
+    Attributes:
+        cache_tokens: tokens for which the cache has room. None: 65,536, or as many as ``max_sequences`` sequences can
+            have, and at least the model's longest sequence.
+        max_sequences: maximum number of sequences in a step.
+        step_tokens: maximum number of tokens in a step. Longer prompts run in parts.
+    """
+
+    cache_tokens: int | None = None
+    max_sequences: int = 64
+    step_tokens: int = 512
+
+    def engine(self, model: GPT | ParallelGPT) -> DynamicEngine:
+        """Return a new engine.
+
+        Raises:
+            ConfigurationError: a number is out of range; or see :class:`DynamicEngine`.
+        """
+        tokens, longest = self.cache_tokens, model.config.max_sequence_length
+        if tokens is None:
+            tokens = max(longest, min(CACHE_TOKENS, integer("max_sequences", self.max_sequences) * longest))
+        return DynamicEngine(
+            model,
+            num_blocks=-(-integer("cache_tokens", tokens) // BLOCK_SIZE),
+            block_size=BLOCK_SIZE,
+            max_sequences=self.max_sequences,
+            step_tokens=self.step_tokens,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationOutput:
+    """A completion.
+
+    Attributes:
+        text: the new text, up to a stop text. Empty without a tokenizer.
+        tokens: its tokens, with the one that ended it.
+        reason: why it ended: an ``end`` token, a ``stop`` text, its ``length``, or an ``error``: NaN or infinity in the
+            logits.
+        log_probs: of its tokens, before temperature, top-k and top-p; None: nobody asked.
+        prompt_tokens: tokens of the prompt.
+        cached_tokens: those of them that did not run, because the prefix cache had them.
+    """
+
+    text: str
+    tokens: list[int]
+    reason: Reason
+    log_probs: list[float] | None
+    prompt_tokens: int
+    cached_tokens: int
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Numbers of tokens, under the names of OpenAI's API."""
+        new = len(self.tokens)
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": new,
+            "total_tokens": self.prompt_tokens + new,
+        }
+
+
+@dataclass
+class ServedModel:
+    """A model with its tokenizer and its engine: what :class:`LLM` and :class:`AsyncLLM` have in common.
+
+    Attributes:
+        model: the model, whole or this rank's part.
+        tokenizer: converts text to token ids and back; None: prompts are ids, and completions have no text.
+        ends: tokens that end a completion.
+        start: tokens that are put before texts that do not begin with them.
+        options: sizes of the engine.
+    """
+
+    model: GPT | ParallelGPT
+    tokenizer: Tokenizer | None
+    ends: frozenset[int] = frozenset()
+    start: tuple[int, ...] = ()
+    options: EngineOptions = field(default_factory=EngineOptions)
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        tensor_parallel: int = 1,
+        device: str | torch.device | None = None,
+        options: EngineOptions | None = None,
+        **weights: Any,
+    ) -> ServedModel:
+        """Load a model; see :class:`LLM`."""
+        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        world = int(os.environ.get("WORLD_SIZE") or 1)
+        if integer("tensor_parallel", tensor_parallel) != world:
+            raise LayoutError(
+                f"tensor_parallel is {tensor_parallel}, and there are {world} processes; start the program by torchrun "
+                f"--nproc-per-node {tensor_parallel}."
+            )
+        mesh, where = join_ranks(where, tp=tensor_parallel)
+        found = TextGenerator.from_checkpoint(path, device=where, mesh=mesh, **weights)
+        return cls(found.model, found.tokenizer, frozenset(found.all_ends()), found.start, options or EngineOptions())
+
+    @cached_property
+    def loop(self) -> EngineLoop:
+        """The engine's loop, which the first caller makes."""
+        return EngineLoop(self.options.engine(self.model), self.tokenizer)
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The tokenizer's chat template.
+
+        Raises:
+            DataError: there is none.
+        """
+        return ChatTemplate.of(self.words)
+
+    @cached_property
+    def template_ends(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        return frozenset(self.template.ends(self.words))
+
+    @property
+    def words(self) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+            ConfigurationError: there is none.
+        """
+        if self.tokenizer is None:
+            raise ConfigurationError("there is no tokenizer, so prompts must be token ids; give tokenizer=, too.")
+        return self.tokenizer
+
+    def ids_of(self, prompt: Prompt) -> list[int]:
+        """Return the token ids of a prompt. An empty text is the end of a document, as in front of a new one.
+
+        Raises:
+            ConfigurationError: it is a text, and there is no tokenizer.
+            DataError: the text holds half of a surrogate pair.
+        """
+        if not isinstance(prompt, str):
+            return list(prompt)
+        eod = self.words.eod_id
+        return begun(self.words.encode(prompt), self.start) or ([] if eod is None else [eod])
+
+    def chat_ids(self, messages: Messages, tools: list[Any] | None = None) -> list[int]:
+        """Return the token ids of a conversation, up to where the assistant's answer begins.
+
+        Raises:
+            DataError: there is no template, or it refuses the messages.
+        """
+        return self.ids_of(self.template.render(messages, tools, answer=True))
+
+    def room(self, prompt: Sequence[int]) -> int:
+        """Return how many tokens a completion of this prompt can have: the model's, and the cache's; at least 1."""
+        blocks = self.loop.engine.blocks
+        return max(1, min(self.model.config.max_sequence_length, blocks.count * blocks.size + 1) - len(prompt))
+
+
+class LLM:
+    """A model that completes prompts together, in this process.
+
+    Args:
+        path: a checkpoint, a run's folder (its newest checkpoint), a folder of ``transformers``, or a name of the
+            Hugging Face Hub.
+        tensor_parallel: number of processes that share every layer, started by torchrun. All of them make the same
+            calls, and get the same results.
+        tokenizer: a ``tokenizer.json``, its folder, or its name, to use instead of the one in ``path``.
+        device: None: a GPU if there is one.
+        dtype: dtype of the weights. None keeps the saved dtype.
+        base: the weights that training began with, for a checkpoint of adapters.
+        cache_tokens, max_sequences, step_tokens: see :class:`EngineOptions`.
+
+    Raises:
+        CheckpointError, DataError, ConfigurationError: see :meth:`TextGenerator.from_checkpoint`.
+        LayoutError: there is another number of processes.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        tensor_parallel: int = 1,
+        tokenizer: str | os.PathLike[str] | None = None,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        base: str | os.PathLike[str] | None = None,
+        cache_tokens: int | None = None,
+        max_sequences: int = 64,
+        step_tokens: int = 512,
+    ) -> None:
+        self.served = ServedModel.from_checkpoint(
+            path,
+            tensor_parallel=tensor_parallel,
+            device=device,
+            options=EngineOptions(cache_tokens=cache_tokens, max_sequences=max_sequences, step_tokens=step_tokens),
+            tokenizer=tokenizer,
+            dtype=dtype,
+            base=base,
+        )
+        self._trained: InferenceModel | None = None
+        self._ids = itertools.count()
+
+    @classmethod
+    def from_module(
+        cls,
+        module: pl.LightningModule,
+        tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
+        *,
+        cache_tokens: int | None = None,
+        max_sequences: int = 64,
+        step_tokens: int = 512,
+    ) -> LLM:
+        """Return one for the model of a LightningModule: in a notebook, or between two training steps.
+
+        Under :class:`~megalight.strategies.MegatronStrategy` it computes in the layout of the training; all ranks make
+        the same calls. Each call reads the weights that the module has then, and gives the cache's memory back.
+
+        Args:
+            module: a module with a GPT as ``model``, such as ``GPTModule``.
+            tokenizer: the tokenizer, a ``tokenizer.json``, its folder, or its name. None: prompts are token ids, and
+                completions have no text.
+            cache_tokens, max_sequences, step_tokens: see :class:`EngineOptions`.
+
+        Raises:
+            ConfigurationError: the model does not generate text, or is sharded by a strategy of Lightning's.
+        """
+        strategy = None if module._trainer is None else module._trainer.strategy
+        trained = InferenceModel(getattr(module, "model", None), strategy)
+        words = tokenizer if tokenizer is None or isinstance(tokenizer, Tokenizer) else Tokenizer.load(tokenizer)
+        ends = frozenset[int]() if words is None or words.eod_id is None else frozenset([words.eod_id])
+        options = EngineOptions(cache_tokens=cache_tokens, max_sequences=max_sequences, step_tokens=step_tokens)
+        found = cls.__new__(cls)
+        found.served = ServedModel(trained.model, words, ends, options=options)
+        found._trained, found._ids = trained, itertools.count()
+        return found
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        stop: str | Sequence[str] = (),
+        ends: Collection[int] = (),
+        seed: int | None = None,
+        log_probs: bool = False,
+    ) -> list[GenerationOutput]:
+        """Complete prompts together; return the completions in their order.
+
+        Args:
+            prompts: one or several, as texts or token ids.
+            sampling_params: how tokens are chosen, for all prompts or for each.
+            max_new_tokens: maximum length of a completion, in tokens. None: 128, or fewer where the model's longest
+                sequence ends.
+            stop: texts that end a completion, which they are no part of.
+            ends: further tokens that end a completion.
+            seed: of the samples of the first prompt; each further prompt has the next one. None gives other results
+                each time.
+            log_probs: whether completions have the log-probabilities of their tokens.
+
+        Raises:
+            DataError, ConfigurationError: see :meth:`DynamicEngine.add`; no prompt runs then.
+        """
+        ids = [self.served.ids_of(prompt) for prompt in _several(prompts)]
+        return self._run(ids, sampling_params, max_new_tokens, stop, {*ends, *self.served.ends}, seed, log_probs)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: list[Any] | None = None,
+        max_new_tokens: int | None = None,
+        stop: str | Sequence[str] = (),
+        seed: int | None = None,
+        log_probs: bool = False,
+    ) -> list[GenerationOutput]:
+        """Answer one or several conversations, as the tokenizer's chat template writes them; see :meth:`generate`.
+
+        Raises:
+            DataError: there is no chat template, or it refuses the messages; or see :meth:`generate`.
+        """
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = [messages] if one else messages
+        ids = [self.served.chat_ids(each, tools) for each in conversations]
+        ends = self.served.ends | self.served.template_ends
+        return self._run(ids, sampling_params, max_new_tokens, stop, ends, seed, log_probs)
+
+    def score(self, prompts: Sequence[Prompt], completions: Sequence[Prompt]) -> list[LogLikelihood]:
+        """Return the sum of log-probabilities of each completion after its prompt, and whether it is the greedy one.
+
+        Raises:
+            DataError: there is another number of completions, one is empty, or a token is outside the vocabulary.
+        """
+        if len(prompts) != len(completions):
+            raise DataError(f"there are {len(prompts)} prompts and {len(completions)} completions; give equally many.")
+        pairs = []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            tokens = self.served.words.encode(completion) if isinstance(completion, str) else completion
+            pairs.append(Continuation(self.served.ids_of(prompt), tokens))
+        with self._weights():
+            return log_likelihoods(self.served.model, pairs)
+
+    def suspend(self) -> None:
+        """Give the memory of the cache back. The next call allocates it again."""
+        self.served.loop.engine.suspend()
+
+    def _run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        max_new_tokens: int | None,
+        stop: str | Sequence[str],
+        ends: Collection[int],
+        seed: int | None,
+        log_probs: bool,
+    ) -> list[GenerationOutput]:
+        each = [sampling_params] * len(prompts) if not isinstance(sampling_params, Sequence) else [*sampling_params]
+        if len(each) != len(prompts):
+            raise DataError(f"there are {len(prompts)} prompts and {len(each)} sampling_params; give equally many.")
+        loop, found = self.served.loop, dict[str, _Collected]()
+        try:
+            loop.engine.resume()
+            for place, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
+                limit = min(NEW_TOKENS, self.served.room(prompt)) if max_new_tokens is None else max_new_tokens
+                request = EngineRequest(
+                    id=str(next(self._ids)),
+                    prompt=prompt,
+                    max_new_tokens=limit,
+                    sampling_params=SamplingParams.of(params),
+                    ends=ends,
+                    stop=stop,
+                    seed=None if seed is None else seed + place,
+                    log_probs=log_probs,
+                )
+                loop.add(request)
+                found[request.id] = _Collected(len(prompt))
+            with self._weights():
+                while not loop.idle:
+                    for output in loop.step():
+                        found[output.id].add(output)
+        finally:
+            loop.abort_all()
+            if self._trained is not None:
+                # The next step of the training changes the weights, and needs the memory.
+                loop.engine.suspend()
+        return [collected.output() for collected in found.values()]
+
+    @contextmanager
+    def _weights(self) -> Iterator[None]:
+        if self._trained is None:
+            yield
+            return
+        with self._trained.with_weights(False):
+            yield
+
+
+def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Return a list of prompts; what is given may be a single one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    every: list[Any] = [*prompts]
+    # Rows of arrays are token ids, too.
+    return [every] if every and not isinstance(every[0], str | Sequence) and not getattr(every[0], "ndim", 0) else every
+
+
+class _Collected:
+    """The outputs of one request, joined."""
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self._prompt_tokens, self._cached_tokens = prompt_tokens, 0
+        self._text, self._tokens = list[str](), list[int]()
+        self._last: EngineOutput | None = None
+
+    def add(self, output: EngineOutput) -> None:
+        self._text.append(output.text)
+        self._tokens += output.tokens
+        self._cached_tokens = max(self._cached_tokens, output.cached_tokens)
+        self._last = output
+
+    def output(self) -> GenerationOutput:
+        assert self._last is not None and self._last.reason is not None
+        return GenerationOutput(
+            text="".join(self._text),
+            tokens=self._tokens,
+            reason=self._last.reason,
+            log_probs=self._last.log_probs,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+        )
+
+
+class AsyncLLM:
+    """A model that completes prompts which come at any time, in a thread of its own. For ``asyncio``.
+
+    The first error of a step ends it: all streams raise it, and :attr:`failed` is set.
+
+    Args:
+        path: see :class:`LLM`; the others, too. The model is whole.
+
+    Attributes:
+        served: the model.
+        failed: set when a step has failed.
+        failure: its error.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        tokenizer: str | os.PathLike[str] | None = None,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        base: str | os.PathLike[str] | None = None,
+        cache_tokens: int | None = None,
+        max_sequences: int = 64,
+        step_tokens: int = 512,
+    ) -> None:
+        options = EngineOptions(cache_tokens=cache_tokens, max_sequences=max_sequences, step_tokens=step_tokens)
+        served = ServedModel.from_checkpoint(
+            path, device=device, options=options, tokenizer=tokenizer, dtype=dtype, base=base
+        )
+        self._serve(served)
+
+    @classmethod
+    def of(cls, served: ServedModel) -> AsyncLLM:
+        """Return one for a model that is loaded."""
+        found = cls.__new__(cls)
+        found._serve(served)
+        return found
+
+    def _serve(self, served: ServedModel) -> None:
+        self.served = served
+        self.failed, self.failure = asyncio.Event(), None
+        self._streams: dict[str, Queue[EngineOutput]] = {}
+        self._ids = itertools.count()
+        self._events: asyncio.AbstractEventLoop | None = None
+        self._thread: EngineThread | None = None
+        self._closed = False
+
+    failure: BaseException | None
+
+    async def submit(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        """Yield what each step gives a request, until it ends. Whoever leaves the iteration aborts the request.
+
+        Raises:
+            DataError, ConfigurationError: the engine refuses the request.
+            MegalightError: a step has failed, or :meth:`shutdown` was called.
+        """
+        if self._closed or self.failure is not None:
+            raise MegalightError("the engine has stopped; start it again.") from self.failure
+        if request.id in self._streams:
+            raise ConfigurationError(f"a request {request.id!r} runs already; give each an id of its own.")
+        thread, stream = self._started(), Queue[EngineOutput]()
+        self._streams[request.id] = stream
+        thread.submit(request)
+        try:
+            while True:
+                output = await stream.get()
+                if output.error is not None:
+                    raise output.error
+                yield output
+                if output.last:
+                    return
+        except QueueShutDown:
+            raise MegalightError("the engine has stopped, and the request is lost; send it again.") from self.failure
+        finally:
+            if self._streams.pop(request.id, None) is not None:
+                thread.submit(Abort(request.id))
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        stop: str | Sequence[str] = (),
+        ends: Collection[int] = (),
+        seed: int | None = None,
+        log_probs: bool = False,
+    ) -> AsyncIterator[EngineOutput]:
+        """Yield the completion of a prompt in parts, as they come: see :meth:`LLM.generate`, and :meth:`submit`."""
+        ids = self.served.ids_of(prompt)
+        limit = min(NEW_TOKENS, self.served.room(ids)) if max_new_tokens is None else max_new_tokens
+        request = EngineRequest(
+            id=f"generate-{next(self._ids)}",
+            prompt=ids,
+            max_new_tokens=limit,
+            sampling_params=SamplingParams.of(sampling_params),
+            ends={*ends, *self.served.ends},
+            stop=stop,
+            seed=seed,
+            log_probs=log_probs,
+        )
+        async for output in self.submit(request):
+            yield output
+
+    async def suspend(self) -> None:
+        """Give the memory of the cache back. Requests keep their tokens, and wait."""
+        await self._between_steps(lambda loop: loop.engine.suspend())
+
+    async def resume(self) -> None:
+        """Go on with all requests, from their first token."""
+        await self._between_steps(lambda loop: loop.engine.resume())
+
+    async def shutdown(self) -> None:
+        """End after the step that runs. Streams that have not ended raise a ``MegalightError``."""
+        self._closed = True
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.close)
+        self._end_streams()
+
+    async def _between_steps(self, act: Callable[[EngineLoop], None]) -> None:
+        thread, done = self._started(), get_asyncio_loop().create_future()
+
+        def command(loop: EngineLoop) -> None:
+            act(loop)
+            events.call_soon_threadsafe(done.set_result, None)
+
+        events = get_asyncio_loop()
+        thread.submit(command)
+        # Shielded: nobody sets a future that was cancelled.
+        await asyncio.shield(done)
+
+    def _started(self) -> EngineThread:
+        if self._thread is None:
+            self._events = get_asyncio_loop()
+            self._thread = EngineThread(self.served.loop, self._arrived, self._ended)
+        return self._thread
+
+    def _arrived(self, outputs: list[EngineOutput]) -> None:
+        assert self._events is not None
+        self._events.call_soon_threadsafe(self._deliver, outputs)
+
+    def _deliver(self, outputs: list[EngineOutput]) -> None:
+        for output in outputs:
+            # Nobody waits for a request that was aborted meanwhile.
+            if (stream := self._streams.get(output.id)) is not None:
+                stream.put_nowait(output)
+                if output.last:
+                    del self._streams[output.id]
+
+    def _ended(self, error: BaseException) -> None:
+        assert self._events is not None
+        self._events.call_soon_threadsafe(self._fail, error)
+
+    def _fail(self, error: BaseException) -> None:
+        self.failure = error
+        self.failed.set()
+        self._end_streams()
+
+    def _end_streams(self) -> None:
+        for stream in self._streams.values():
+            stream.shutdown()
+        self._streams.clear()
