@@ -6,9 +6,11 @@ packed. Keys and values lie in blocks, which a request takes as it grows and giv
 
 from __future__ import annotations
 
+import secrets
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor
@@ -16,13 +18,16 @@ from torch import Generator, Tensor
 from megalight.errors import ConfigurationError, DataError, integer
 from megalight.inference.blocks import BlockPool
 from megalight.inference.cache import Cache
-from megalight.inference.generate import another, check_prompts, device_of, end_ids, last_logits, new_seed
+from megalight.inference.generate import check_prompts, device_of, end_ids, new_seed
 from megalight.inference.graphs import PENDING, DecodeGraphs
 from megalight.inference.parallel import ParallelGPT, evaluating
-from megalight.inference.sampling import FAILED, SamplingParams, check_seed, sample
+from megalight.inference.sampling import FAILED, LARGEST_SEED, SamplingParams, check_seed, sample
 from megalight.inference.scheduler import Completion, Request, Scheduler, Stop
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.types import to_device
+
+_Call = tuple[str, tuple[Any, ...]]
+"""A method, and its arguments."""
 
 
 class EngineStep(NamedTuple):
@@ -79,19 +84,36 @@ class _OpenStep(NamedTuple):
             self.undecided.remove(request)
 
 
+class _Results(NamedTuple):
+    """What a pass gives.
+
+    Attributes:
+        values: ``[R, n]`` float64 on the host.
+        done: when they are there; None: they are.
+    """
+
+    values: Tensor
+    done: torch.cuda.Event | None
+
+    def rows(self) -> list[list[float]]:
+        """Wait for the values."""
+        if self.done is not None:
+            self.done.synchronize()
+        rows: list[list[float]] = self.values.tolist()
+        return rows
+
+
 class _PendingPass(NamedTuple):
     """A forward pass whose tokens the host does not know yet.
 
     Attributes:
         requests: those that get a token.
-        results: ``[1, n]`` or ``[2, n]`` float64 on the host: tokens, and their log-probabilities if one is wanted.
-        done: when the results are there; None: they are.
+        results: tokens, and their log-probabilities if one is wanted; None: the last stage of the pipeline has them.
         step: what is known.
     """
 
     requests: list[Request]
-    results: Tensor
-    done: torch.cuda.Event | None
+    results: _Results | None
     step: EngineStep
 
 
@@ -99,8 +121,10 @@ class DynamicEngine:
     """Completes requests together, each as if it were alone.
 
     A completion follows from its own request, not from others, from how its prompt was divided, or from preemption: it
-    has its own random numbers. Logits are equal up to rounding, as shapes of products differ. On a model that is
-    divided over ranks, all ranks of a replica make the same calls.
+    has its own random numbers. Logits are equal up to rounding, as shapes of products differ.
+
+    On a model that is divided over ranks, all ranks of a replica make the same calls. Or the first of them makes all
+    calls, and the others call :meth:`follow`.
 
     Args:
         model: a whole model on any device, or this rank's part of a model. Its weights may change while the engine is
@@ -111,6 +135,7 @@ class DynamicEngine:
         step_tokens: maximum number of tokens in a step. Longer prompts run in parts.
         cuda_graphs: for about how many numbers of sequences decode steps are recorded, where they can be
             (:class:`~megalight.inference.graphs.DecodeGraphs`). 0: for none.
+        first_rank_only: on a divided model, the first rank of a replica makes all calls, and tells the other ranks.
 
     Attributes:
         blocks: who has which blocks.
@@ -130,6 +155,7 @@ class DynamicEngine:
         max_sequences: int = 64,
         step_tokens: int = 512,
         cuda_graphs: int = 16,
+        first_rank_only: bool = False,
     ) -> None:
         _check_model(model)
         num_blocks = integer("num_blocks", num_blocks)
@@ -146,9 +172,16 @@ class DynamicEngine:
         # The newest token of each slot; on a GPU, the next pass begins before the host knows it.
         self._newest = torch.zeros(cache.dummy_slot + 1, dtype=torch.int64, device=device_of(model))
         self._graphs = DecodeGraphs.of(model, cache, self._newest, cuda_graphs)
-        # Replicas that share experts step equally often, so none may be a pass ahead.
-        shares = isinstance(model, ParallelGPT) and model.shares_experts
-        self._runs_ahead = self._newest.device.type == "cuda" and not shares
+        self._parallel = model if isinstance(model, ParallelGPT) else None
+        # How many passes may have begun before the host knows the tokens of the first: with a pipeline one in each
+        # stage, of other requests; else a second one of the same requests, which takes their tokens on the device.
+        self._stages = self._parallel.stages if self._parallel is not None else 1
+        self._runs_ahead = self._newest.device.type == "cuda" and self._stages == 1
+        self._leads = self._follows = False
+        if first_rank_only and self._parallel is not None:
+            self._leads, self._follows = self._parallel.first, not self._parallel.first
+        self._calls: list[_Call] = []
+        self._agreement: Callable[[], bool] | None = None
         self._flights: deque[_PendingPass] = deque()
         self._requests: dict[int, Request] = {}
         self._count = 0
@@ -190,6 +223,7 @@ class DynamicEngine:
                 completion are too long together for the model, or for all blocks of the cache.
             ConfigurationError: another value is of the wrong kind or out of range.
         """
+        self._check_asked()
         (prompt,), max_new_tokens = check_prompts(self._model, [prompt], max_new_tokens)
         if stop is not None and not callable(stop):
             raise ConfigurationError(f"stop is {stop!r}; it must be a function of the completion's tokens.")
@@ -212,10 +246,15 @@ class DynamicEngine:
             self._new_seed() if seed is None else check_seed(seed),
             [] if log_probs else None,
         )
-        self._count += 1
+        self._enter(request)
+        # What a request does after each token, its first rank alone knows.
+        self._tell("_enter", replace(request, tokens=[*prompt], stop=None))
+        return request.number
+
+    def _enter(self, request: Request) -> None:
+        self._count = request.number + 1
         self._requests[request.number] = request
         self._schedule.waiting.append(request)
-        return request.number
 
     def cancel(self, number: int) -> None:
         """Take a request out, wherever it is.
@@ -223,8 +262,16 @@ class DynamicEngine:
         Raises:
             DataError: there is no such request, or it has ended.
         """
+        self._check_asked()
         if number not in self._requests:
             raise DataError(f"there is no request {number}, or it has ended.")
+        self._leave(number)
+        self._tell("_leave", number)
+
+    def _leave(self, number: int) -> None:
+        """Take a request out, unless it has ended."""
+        if number not in self._requests:
+            return
         request = self._requests.pop(number)
         self._schedule.end(request)
         if self._open is not None:
@@ -248,54 +295,136 @@ class DynamicEngine:
             Exception: what the forward pass raises: all requests then start again in the next step. Or what a ``stop``
                 raises: the next step asks it again, and returns what this one did. Cancel the request to go on without.
         """
+        self._check_asked()
         if self.suspended:
             raise ConfigurationError("the engine is suspended and has no cache; call resume() first.")
-        if not another(self._model, bool(self._requests)):
+        if self._calls or self._shares_experts or (self._requests and self._open is None):
+            self._tell("_advance", self._open is not None)
+        return self._advance()
+
+    def _advance(self, kept: bool = False) -> EngineStep | None:
+        """Do what :meth:`step` does. ``kept``: no pass is run here, as the first rank still closes the last one."""
+        if not self._another():
             return None
-        if self._requests and self._open is None:
+        if self._open is None and not kept:
             self._open = self._pass()
-        elif isinstance(self._model, ParallelGPT) and self._model.shares_experts:
-            # Another replica needs the experts that this one holds.
-            with evaluating(self._model):
-                self._model.accompany()
+        elif self._shares_experts:
+            self._accompany()
         if self._open is None:
-            return EngineStep({}, {}, [], {})
+            return None
         step = self._open.close()
         self._open = None
-        for number in step.finished:
+        for number, completion in step.finished.items():
             self._schedule.end(self._requests.pop(number))
+            if completion.reason == "stop":  # the other ranks do not know it
+                self._tell("_leave", number)
         if not self._requests:
             self._flights.clear()
         return step
 
+    @property
+    def _shares_experts(self) -> bool:
+        return self._parallel is not None and self._parallel.shares_experts
+
+    def _another(self) -> bool:
+        """Return whether another pass follows, here or in a replica that shares experts."""
+        wanted = bool(self._requests)
+        if self._parallel is None or not self._shares_experts:
+            return wanted
+        # The replicas agree while the pass before runs, so that none waits for another. At the end they accompany a
+        # pass of nobody.
+        if self._agreement is None or not self._agreement():
+            self._agreement = None
+            if not self._parallel.any_replica(wanted):
+                return False
+        self._agreement = self._parallel.asking_replicas(wanted)
+        return True
+
+    def follow(self) -> None:
+        """Do what the first rank of the replica is asked to do, until its :meth:`close`. The other ranks call this.
+
+        Raises:
+            ConfigurationError: this rank is the first, or all ranks make the same calls.
+        """
+        if self._parallel is None or not self._follows:
+            raise ConfigurationError(
+                "this rank follows no other: it is the first rank of its replica, or all ranks make the same calls "
+                "(first_rank_only=False)."
+            )
+        while True:
+            for name, argument in self._parallel.call(list[_Call]()):
+                if name == "close":
+                    return
+                getattr(self, name)(*argument)
+
+    def close(self) -> None:
+        """Let the other ranks return from :meth:`follow`. It does nothing where all ranks make the same calls."""
+        self._check_asked()
+        self._tell("close")
+
+    def _check_asked(self) -> None:
+        if self._follows:
+            raise ConfigurationError(
+                "the first rank of the replica makes all calls (first_rank_only=True); call follow() on this rank."
+            )
+
+    def _tell(self, name: str, *arguments: Any) -> None:
+        """Let the other ranks do what the first one does, now or with the next pass."""
+        if not self._leads:
+            return
+        self._calls.append((name, arguments))
+        if name not in ("_enter", "_leave"):
+            assert self._parallel is not None
+            calls, self._calls = self._calls, []
+            self._parallel.call(calls)
+
+    def _accompany(self) -> None:
+        """Take part in a pass of another replica, which needs the experts that this one holds."""
+        assert self._parallel is not None
+        with evaluating(self._parallel):
+            self._parallel.accompany()
+
     def _pass(self) -> _OpenStep:
-        """Let a forward pass begin, and the next one after it; return what the first gave."""
+        """Let passes begin, as many as may be on their way; return what the first of them gave."""
+        schedule, flights = self._schedule, self._flights
+        shares = self._shares_experts
+        depth = 2 if self._runs_ahead else self._stages
         try:
             # Passes of requests that have all ended are of no use.
-            while self._flights and not self._alive(self._flights[0]):
-                self._flights.popleft()
-            if not self._flights:
-                self._launch()
-            if self._runs_ahead and len(self._flights) == 1 and self._schedule.may_run_ahead():
-                self._launch()
+            while flights and not self._alive(flights[0]):
+                flights.popleft()
+            begun = False
+            while len(flights) < depth and (not flights or schedule.may_run_ahead()):
+                begun = self._launch()
+                # Replicas that share experts begin one pass in each step.
+                if not begun or shares:
+                    break
+            if shares and not begun:
+                self._accompany()
+            if shares and begun and len(flights) < depth:
+                return _OpenStep(EngineStep({}, {}, [], {}), deque())
             return self._collect()
         except BaseException:
             # Out of memory, or stopped by the user: some layers have the new tokens, others do not.
             self._abandon()
-            self._schedule.preempt_all()
+            schedule.preempt_all()
             self.blocks.prefixes.clear()
             raise
 
     def _alive(self, flight: _PendingPass) -> bool:
         return not flight.requests or any(request.number in self._requests for request in flight.requests)
 
-    def _launch(self) -> None:
-        """Run a forward pass, and sample the next token of each request that is ready; wait for nothing."""
+    def _launch(self) -> bool:
+        """Run a forward pass, and sample the next token of each request that is ready; wait for nothing.
+
+        Return False if there is nothing to run.
+        """
         schedule = self._schedule
-        plan = schedule.plan()
+        stages = self._stages - len(self._flights) if self._stages > 1 else 1
+        plan = schedule.plan(stages, pending=self._stages == 1)
         counts = plan.counts
         if not counts:
-            return
+            return False
         slots = [request.slot for request in counts if request.slot is not None]
         fresh: list[list[int]] = []
         for request, count in counts.items():
@@ -307,17 +436,40 @@ class DynamicEngine:
         if self._graphs is not None and not plan.restored and all(len(ids) == 1 for ids in fresh):
             logits = self._graphs.run(slots, [ids[0] for ids in fresh])
         if logits is None:
-            logits = last_logits(self._model, schedule.cache, slots, fresh, newest=self._newest)
+            logits = self._logits(slots, fresh)
         schedule.cache.copy_states(plan.kept)
         # A part of a prompt has no next token yet.
         ready = [place for place, request in enumerate(counts) if not schedule.unread(request)]
         requests = [request for request in counts if not schedule.unread(request)]
-        results = self._choose(requests, logits, ready)
+        results = None if logits is None else _to_host(self._choose(requests, logits, ready))
         for request in requests:
             request.pending += 1
         found = {request.number: count for request, count in plan.shared.items()}
         step = EngineStep({}, {}, [request.number for request in plan.preempted], found)
-        self._flights.append(_PendingPass(requests, *_to_host(results), step))
+        self._flights.append(_PendingPass(requests, results, step))
+        return True
+
+    def _logits(self, slots: Sequence[int], fresh: Sequence[Sequence[int]]) -> Tensor | None:
+        """Run the new tokens of each slot, and return the logits ``[N, V]`` of the last token of each slot.
+
+        A token :data:`PENDING` is the newest of its slot. Only the last stage of a pipeline has logits.
+        """
+        cache, device = self._schedule.cache, self._newest.device
+        with torch.no_grad(), evaluating(self._model):
+            sequences = cache.extend(slots, [len(ids) for ids in fresh], device)
+            # End to end, without padding: prompts of any lengths run in one pass.
+            tokens = to_device([token for ids in fresh for token in ids], torch.int64, device)
+            if any(ids[-1] == PENDING for ids in fresh):
+                assert sequences.pages is not None
+                # Where sampling failed there is no token, and the host will drop what follows.
+                there = sequences.expand(self._newest[sequences.pages.state_slot].clamp(min=0))
+                tokens = torch.where(tokens == PENDING, there, tokens)
+            # Only the last token of each sequence needs logits: `[N, V]` instead of `[T, V]`.
+            last = sequences.cu_seqlens[1:].long() - 1
+            if self._parallel is not None:
+                return self._parallel.on_last_stage(tokens, sequences, states=cache.states, rows=last)
+            logits: Tensor | None = self._model(tokens, sequences, states=cache.states, rows=last).logits
+            return logits
 
     def _choose(self, requests: Sequence[Request], logits: Tensor, rows: Sequence[int]) -> Tensor:
         """Sample the next token of each request, and keep it for the next pass; return the results of the pass.
@@ -351,9 +503,12 @@ class DynamicEngine:
         if not self._flights:
             return _OpenStep(EngineStep({}, {}, [], {}), deque())
         flight = self._flights.popleft()
-        if flight.done is not None:
-            flight.done.synchronize()
-        tokens, *found = flight.results.tolist()
+        rows = None if flight.results is None else flight.results.rows()
+        if self._stages > 1:
+            assert self._parallel is not None
+            rows = self._parallel.agree(rows, -1)
+        assert rows is not None
+        tokens, *found = rows
         log_probs = found[0] if found else [None] * len(tokens)
         suspects: list[Request] = []
         undecided: deque[Request] = deque()
@@ -404,6 +559,11 @@ class DynamicEngine:
 
     def suspend(self) -> None:
         """Give the memory of the cache back. Requests keep their tokens, and more may be added."""
+        self._check_asked()
+        self._tell("_suspend")
+        self._suspend()
+
+    def _suspend(self) -> None:
         self._abandon()
         self._schedule.preempt_all()
         self._schedule.cache.drop()
@@ -413,6 +573,11 @@ class DynamicEngine:
 
     def resume(self) -> None:
         """Go on. Texts run again from their first token, with the weights that the model has now."""
+        self._check_asked()
+        self._tell("_resume")
+        self._resume()
+
+    def _resume(self) -> None:
         self.suspended = False
 
     def create_cuda_graphs(self) -> None:
@@ -428,19 +593,20 @@ class DynamicEngine:
     def _new_seed(self) -> int:
         if self._seeds is None:
             # On the host, where it makes no one wait.
-            self._seeds = Generator().manual_seed(new_seed(self._model))
+            seed = secrets.randbelow(LARGEST_SEED + 1) if self._leads else new_seed(self._model)
+            self._seeds = Generator().manual_seed(seed)
         return int(torch.randint(2**62, (), generator=self._seeds))
 
 
-def _to_host(results: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Copy results to the host without a wait; return them, and when they are there."""
+def _to_host(results: Tensor) -> _Results:
+    """Copy results to the host without a wait."""
     if results.device.type != "cuda":
-        return results, None
+        return _Results(results, None)
     there = torch.empty(results.shape, dtype=results.dtype, pin_memory=True)
     there.copy_(results, non_blocking=True)
     done = torch.cuda.Event()  # type: ignore[no-untyped-call]
     done.record()
-    return there, done
+    return _Results(there, done)
 
 
 def _drawn(requests: Sequence[Request], logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megalight.errors import ConfigurationError, DataError, integer
 from megalight.inference.cache import Cache
-from megalight.inference.graphs import PENDING, DecodeGraphs
+from megalight.inference.graphs import DecodeGraphs
 from megalight.inference.parallel import ParallelGPT, evaluating
 from megalight.inference.sampling import LARGEST_SEED, SamplingParams, check_sampled, check_seed, sample
 from megalight.inference.speculative import check_draft, rounds
@@ -223,22 +223,13 @@ def last_logits(
     fresh: Sequence[Sequence[int]],
     axis_positions: Sequence[Tensor] | None = None,
     packed_images: PackedImages | None = None,
-    newest: Tensor | None = None,
 ) -> Tensor:
-    """Run the new tokens of each slot, and return the logits ``[N, V]`` of the last token of each slot.
-
-    A token :data:`PENDING` is the one in ``newest [num_slots]`` on the device.
-    """
+    """Run the new tokens of each slot, and return the logits ``[N, V]`` of the last token of each slot."""
     device = device_of(model)
     with torch.no_grad(), evaluating(model):
         sequences = cache.extend(slots, [len(ids) for ids in fresh], device, axis_positions)
         # End to end, without padding: prompts of any lengths run in one pass.
         tokens = to_device([token for ids in fresh for token in ids], torch.int64, device)
-        if newest is not None and any(ids[-1] == PENDING for ids in fresh):
-            assert sequences.pages is not None
-            # Where sampling failed there is no token, and the host will drop what follows.
-            there = sequences.expand(newest[sequences.pages.state_slot].clamp(min=0))
-            tokens = torch.where(tokens == PENDING, there, tokens)
         # Only the last token of each sequence needs logits: `[N, V]` instead of `[T, V]`.
         seen = {} if packed_images is None else {"packed_images": packed_images}
         if packed_images is not None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megalight.attachments import APPLIED
 from megalight.errors import ConfigurationError
@@ -19,6 +22,7 @@ from megalight.models.vision import PackedImages
 from megalight.models.vlm.config import VLMConfig
 from megalight.models.vlm.model import VLM, TowerPart
 from megalight.parallel.apply import whole_tokens
+from megalight.parallel.groups import new_group, shared_group, uses_backend
 from megalight.parallel.layers import layers_of
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.pipeline import schedules
@@ -34,6 +38,7 @@ FROM_CHECKPOINT = (
 )
 REPLICA_AXES = ("pp", "cp", "tp")
 """Mesh axes over which one replica of the model is divided."""
+FOREVER = timedelta(days=365)
 
 
 class ParallelGPT(nn.Module):
@@ -73,6 +78,7 @@ class ParallelGPT(nn.Module):
             model.mesh.rank("pp"), schedules.build("forward_only", layout.pp, layout.vpp)
         )
         self._forms: dict[str, tuple[torch.dtype, int]] = {}
+        self._calls: ProcessGroup | None = None
 
     @property
     def config(self) -> GPTConfig | VLMConfig:
@@ -110,7 +116,20 @@ class ParallelGPT(nn.Module):
         """
         if packed_images is not None and self._blind is not None:
             raise ConfigurationError(f"images cannot be read in this layout: {self._blind}; {FROM_CHECKPOINT}")
-        return GPTOutput(logits=self._run(tokens, sequences, (), states, rows, packed_images)[0])
+        carry = self._run(tokens, sequences, (), states, rows, packed_images)
+        count = tokens.numel() if rows is None else rows.numel()
+        return GPTOutput(logits=self._from_stage(-1, "logits", None if carry is None else carry["logits"], count))
+
+    @torch.no_grad()
+    def on_last_stage(
+        self, tokens: Tensor, sequences: PackedSequences, *, states: Mapping[str, Any] | None, rows: Tensor
+    ) -> Tensor | None:
+        """Compute logits ``[N, V]``, as :meth:`forward` does, on the last stage alone; return None on the others.
+
+        A stage waits for no later one, so several passes may be on their way through the stages.
+        """
+        carry = self._run(tokens, sequences, (), states, rows, None)
+        return None if carry is None else carry["logits"]
 
     @torch.no_grad()
     def with_states(
@@ -130,9 +149,12 @@ class ParallelGPT(nn.Module):
         Returns:
             ``[N, V]``, and ``[T, n h]``: the outputs of the ``n`` modules side by side.
         """
-        logits, carry = self._run(tokens, sequences, places, states, rows, None)
-        found = None if carry is None else torch.cat([carry[KEPT + name] for name in places], -1)
-        return logits, self._from_stage(-1, "states", found, tokens.numel())
+        carry = self._run(tokens, sequences, places, states, rows, None)
+        logits, found = None, None
+        if carry is not None:
+            logits, found = carry["logits"], torch.cat([carry[KEPT + name] for name in places], -1)
+        count = tokens.numel() if rows is None else rows.numel()
+        return self._from_stage(-1, "logits", logits, count), self._from_stage(-1, "states", found, tokens.numel())
 
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:
@@ -151,8 +173,8 @@ class ParallelGPT(nn.Module):
         states: Mapping[str, Any] | None,
         rows: Tensor | None,
         packed_images: PackedImages | None,
-    ) -> tuple[Tensor, Carry | None]:
-        """Return the logits, and the last chunk's carry on the last stage."""
+    ) -> Carry | None:
+        """Return the last chunk's carry on the last stage."""
 
         def step(chunk: nn.Module, batch: Mapping[str, Any], carry: Carry | None) -> Carry:
             hidden = None if carry is None else carry["hidden"]
@@ -173,14 +195,17 @@ class ParallelGPT(nn.Module):
         # form of carries follows from it.
         with whole_tokens(self):
             last = self._executor.forward(self._rank_schedule, [{"tokens": tokens, "places": tuple(places)}], step)
-        count = tokens.numel() if rows is None else rows.numel()
-        carry = last[0] if last else None
-        return self._from_stage(-1, "logits", None if carry is None else carry["logits"], count), carry
+        return last[0] if last else None
 
     @property
     def shares_experts(self) -> bool:
         """Whether several replicas share experts, so that these must run equally often."""
         return self._coupling is not None
+
+    @property
+    def stages(self) -> int:
+        """The number of pipeline stages."""
+        return self.mesh.pp
 
     @property
     def first(self) -> bool:
@@ -189,26 +214,49 @@ class ParallelGPT(nn.Module):
 
     def every(self, flag: bool) -> bool:
         """Return whether the flag is set on all ranks of the replica."""
-        group = self.mesh.group(*REPLICA_AXES)
+        group = self._hosts
         if group is None:
             return flag
-        flags = [False] * group.size()
-        dist.all_gather_object(flags, flag, group)
-        return all(flags)
+        found = torch.tensor(int(flag))
+        dist.all_reduce(found, dist.ReduceOp.MIN, group)
+        return bool(found)
 
-    def agree(self, value: T) -> T:
-        """Return the value of the replica's first rank, on all its ranks."""
+    def agree(self, value: T, stage: int = 0) -> T:
+        """Return the value of the first rank of a stage, on all ranks of the replica; the device is not waited for."""
+        return self._told(value, self._hosts, stage)
+
+    def call(self, value: T) -> T:
+        """Return the value of the first rank, as :meth:`agree` does; others wait for it for as long as it takes."""
+        if self._hosts is not None and self._calls is None:
+            self._calls = new_group(self.mesh.ranks(*REPLICA_AXES), "calls", "gloo", timeout=FOREVER)
+        return self._told(value, self._calls, 0)
+
+    @cached_property
+    def _hosts(self) -> ProcessGroup | None:
+        """The ranks of the replica, over gloo."""
         group = self.mesh.group(*REPLICA_AXES)
+        if group is None or uses_backend("gloo", group=group):
+            return group
+        return shared_group(self.mesh.ranks(*REPLICA_AXES), "decisions on the host", backend="gloo")
+
+    def _told(self, value: T, group: ProcessGroup | None, stage: int) -> T:
         if group is None:
-            # Over the whole replica, because its ranks sample the same tokens.
             return value
+        place = stage % self.stages
+        source = next(rank for rank in self.mesh.ranks(*REPLICA_AXES) if self.mesh.rank("pp", of=rank) == place)
         box = [value]
-        dist.broadcast_object_list(box, self.mesh.ranks(*REPLICA_AXES)[0], group, device=self.device)
+        dist.broadcast_object_list(box, source, group, device=torch.device("cpu"))
         return box[0]
 
     def any_replica(self, wanted: bool) -> bool:
         """Return whether this replica, or one with which it shares experts, needs another forward pass."""
         return wanted if self._coupling is None else self._coupling.most(int(wanted)) > 0
+
+    def asking_replicas(self, wanted: bool) -> Callable[[], bool]:
+        """Ask what :meth:`any_replica` does; return what waits for the answer."""
+        assert self._coupling is not None
+        answer = self._coupling.asking(int(wanted))
+        return lambda: answer() > 0
 
     def accompany(self) -> None:
         """Take part in another replica's forward pass with one dummy token."""

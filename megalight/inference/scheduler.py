@@ -149,12 +149,19 @@ class Scheduler:
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
 
-    def plan(self) -> StepPlan:
-        """Choose the tokens of the next forward pass, and reserve their blocks. :meth:`Cache.extend` must follow."""
+    def plan(self, passes: int = 1, pending: bool = True) -> StepPlan:
+        """Choose the tokens of the next forward pass, and reserve their blocks. :meth:`Cache.extend` must follow.
+
+        Args:
+            passes: so many passes may begin before tokens are known, so each takes a part of the requests.
+            pending: whether requests may run whose newest token only the device knows.
+        """
         left, plan, blocks = self.step_tokens, StepPlan({}, [], {}, [], []), self.cache.blocks
+        going = [request for request in self.running if pending or not request.pending]
+        going = going[: -(-len(going) // passes)]
         # Only the youngest can have more than one token to run, as it began with what was left of a step. So a long
         # prompt does not stop those before it.
-        for request in [*self.running]:
+        for request in going:
             if request.pending and request.full:  # it waits for its last token
                 continue
             count = min(self.unread(request), left)

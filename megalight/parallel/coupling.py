@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,12 +84,21 @@ class Coupling:
 
     def most(self, number: int) -> int:
         """Return the largest of the ranks' numbers."""
+        return self.asking(number)()
+
+    def asking(self, number: int) -> Callable[[], int]:
+        """Ask for the largest of the ranks' numbers; return what waits for it."""
         if self._group is None:
             # On the host, so that the number is known before any work is queued, and no GPU has to finish first.
             self._group = new_group(self.ranks, "counts", backend="gloo")
         largest: Tensor = torch.tensor(number)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
-        return int(largest)
+        work = dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+        def answer() -> int:
+            work.wait()
+            return int(largest)
+
+        return answer
 
     def fill_up(self, micro_batches: Sequence[Any]) -> list[Any]:
         """Return the micro-batches with empty ones added, so that all ranks have the same number."""

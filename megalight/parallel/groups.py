@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -40,6 +41,7 @@ def new_group(
     backend: str | None = None,
     max_ctas: int | None = None,
     urgent: bool = False,
+    timeout: timedelta | None = None,
 ) -> ProcessGroup:
     """Create a group of global ``ranks``. Only these ranks call this, all at the same time.
 
@@ -53,6 +55,7 @@ def new_group(
         max_ctas: largest number of GPU SMs that a message occupies, also while it waits for the other side.
             None: NCCL's choice. Other backends ignore it; call :func:`check_max_ctas` for a value that a user gave.
         urgent: whether messages get SMs before computation that is also waiting for them.
+        timeout: how long a rank may wait for the others. None: torch's, 30 minutes for gloo.
 
     Raises:
         LayoutError: torch.distributed is not initialized.
@@ -70,7 +73,9 @@ def new_group(
             options.config.max_ctas, options.config.min_ctas = max_ctas, 1
     # `use_local_synchronization` lets only the members take part; then the name alone tells them which group is meant.
     with _named(f"{purpose} {' '.join(map(str, ranks))} {backend}"):
-        group = dist.new_group(list(ranks), backend=backend, pg_options=options, use_local_synchronization=True)
+        group = dist.new_group(
+            list(ranks), timeout=timeout, backend=backend, pg_options=options, use_local_synchronization=True
+        )
     assert isinstance(group, ProcessGroup)
     return group
 

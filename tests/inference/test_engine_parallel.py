@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 import torch
 
 import megalight
+from megalight.errors import ConfigurationError
 from megalight.inference import Completion, DynamicEngine, ParallelGPT, SamplingParams, generate
 from megalight.nn.init import initialize
 from tests.inference.test_engine import raising
@@ -52,7 +54,13 @@ def test_every_rank_gets_the_completions_of_one_device(name: str, ranks: int, op
     results = run(_complete, ranks, name, options)
     for (found, found_logs, found_steps), unseeded in results:
         assert found == tokens
-        assert found_steps == steps
+        if "pipeline_parallel" in options:
+            # Each stage has a part of the texts, so that all of them compute at once.
+            at_once = [len(new) for new, *_ in found_steps]
+            assert sum(at_once) == sum(map(len, tokens))
+            assert max(at_once) <= 5, "a pass with almost all texts"
+        else:
+            assert found_steps == steps
         assert abs(found_logs - logs).max() < 1e-9
         assert unseeded == results[0][1], "ranks draw differently"
 
@@ -112,4 +120,91 @@ def test_replicas_that_share_experts_step_together(error: bool) -> None:
     for replica, found, steps in run(_each, 2, {"expert_parallel": 2}, error):
         prompts, count = REQUESTS[replica]
         assert found == [generate(whole, [prompt], max_new_tokens=count, temperature=0)[0] for prompt in prompts]
-        assert steps == 9
+        assert steps == 10, "9, and one in which they find that all have ended"
+
+
+def arrivals(engine: DynamicEngine, seed: int = 3) -> dict[int, tuple[list[int], int, int]]:
+    """Ask at random times, with cancels and suspends: number -> prompt, seed, length, of those that must complete."""
+    chance = random.Random(seed)
+    expected: dict[int, tuple[list[int], int, int]] = {}
+    found: dict[int, Completion] = {}
+    for turn in range(14):
+        for _ in range(chance.choice([0, 1, 1, 2]) if turn < 10 else 0):
+            prompt, count = chance.choice(PROMPTS), chance.randint(1, 9)
+            number = engine.add(prompt, max_new_tokens=count, seed=turn, log_probs=turn % 2 == 0)
+            expected[number] = prompt, turn, count
+        number = engine.add([1, 2], max_new_tokens=20, stop=lambda new: len(new) == 2, seed=turn)
+        expected[number] = [1, 2], turn, 2
+        if turn % 4 == 1:
+            engine.cancel(engine.add([3, 4], max_new_tokens=20))
+            if number in engine.unfinished:
+                engine.cancel(number)
+                del expected[number]
+        if turn in (4, 9):
+            engine.suspend()
+            engine.resume()
+        if (step := engine.step()) is not None:
+            found |= step.finished
+    found |= engine.run()
+    assert {number: len(each.tokens) for number, each in found.items()} == {n: e[2] for n, e in expected.items()}
+    return {number: (each.tokens, *expected[number]) for number, each in found.items()}  # type: ignore[misc]
+
+
+def _asked(name: str, options: dict[str, Any]) -> Any:
+    _, _, model = divided(name, options)
+    engine = DynamicEngine(model, num_blocks=8, block_size=3, step_tokens=5, first_rank_only=True)
+    if not model.first:
+        with pytest.raises(ConfigurationError, match="the first rank of the replica makes all calls"):
+            engine.add([1], max_new_tokens=1)
+        engine.follow()
+        return None
+    with pytest.raises(ConfigurationError, match="this rank follows no other"):
+        engine.follow()
+    found = arrivals(engine)
+    engine.close()
+    assert engine.blocks.free == 8
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "options"), [LAYOUTS[0], LAYOUTS[2], LAYOUTS[3], LAYOUTS[6], ("early", 2, PP)], ids=str
+)
+def test_one_rank_is_asked(name: str, ranks: int, options: dict[str, Any]) -> None:
+    model = one_device(name)
+    found, *others = run(_asked, ranks, name, options)
+    assert others == [None] * (ranks - 1)
+    assert len(found) > 15
+    for tokens, prompt, seed, count in found.values():
+        assert tokens == generate(model, [prompt], max_new_tokens=count, seed=seed)[0]
+
+
+def _asked_with_experts(ahead: bool) -> Any:
+    split = megalight.parallelize(
+        build().double().to("meta"),
+        megalight.Layout(expert_parallel=2, tensor_parallel=2, sequence_parallel=True),
+        seed=3,
+        fill=True,
+    )
+    model = ParallelGPT(split)
+    engine = DynamicEngine(model, num_blocks=8, block_size=3, step_tokens=5, first_rank_only=True)
+    engine._runs_ahead = ahead
+    if not model.first:
+        engine.follow()
+        return None
+    prompts, count = REQUESTS[split.mesh.rank("dp")]
+    for prompt in prompts:
+        engine.add(prompt, max_new_tokens=count, sampling_params=SamplingParams(temperature=0), stop=raising(99))
+    found = engine.run()
+    engine.close()
+    return split.mesh.rank("dp"), [completion.tokens for completion in found.values()]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_one_rank_of_each_replica_is_asked_where_these_share_experts(ahead: bool) -> None:
+    whole = build().double()
+    initialize(whole, 3, "model.")
+    results = [found for found in run(_asked_with_experts, 4, ahead) if found is not None]
+    assert [replica for replica, _ in results] == [0, 1]
+    for replica, found in results:
+        prompts, count = REQUESTS[replica]
+        assert found == [generate(whole, [prompt], max_new_tokens=count, temperature=0)[0] for prompt in prompts]
