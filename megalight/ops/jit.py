@@ -9,6 +9,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
+
 from megalight.errors import MissingPackageError
 from megalight.imports import require
 
@@ -85,6 +87,33 @@ def cdiv(n: int, size: int) -> int:
 def next_power(n: int) -> int:
     """Return the smallest power of two that is at least ``n``: Triton's block shapes must be powers of two."""
     return 1 << (n - 1).bit_length() if n > 1 else 1
+
+
+@lru_cache
+def _has_dependent_launch(device: int) -> bool:
+    return bool(torch.cuda.get_device_capability(device) >= (9, 0))
+
+
+def dependent_launch(x: torch.Tensor) -> bool:
+    """Return whether kernels on ``x`` with :func:`start_dependents` are launched before their predecessor has ended.
+
+    It is so in CUDA graphs of inference: there many kernels take a few microseconds each, of which one or two are the
+    way from one to the next.
+    """
+    if torch.is_grad_enabled() or not x.is_cuda or not torch.cuda.is_current_stream_capturing():
+        return False
+    return _has_dependent_launch(x.get_device())
+
+
+@jit
+def start_dependents(PDL: constexpr) -> None:
+    """Wait until the kernel before this one has ended and its results are visible; let the next one begin.
+
+    The launch then has ``launch_pdl=PDL`` (programmatic dependent launch).
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @jit

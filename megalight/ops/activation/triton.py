@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megalight.ops.common import apply, once_differentiable
-from megalight.ops.jit import UNIT, Value, cdiv, constexpr, jit, next_power, tl
+from megalight.ops.jit import UNIT, Value, cdiv, constexpr, dependent_launch, jit, next_power, start_dependents, tl
 from megalight.ops.quantize.amax_history import annotate_amax
 
 BLOCK = 2048
@@ -77,7 +77,9 @@ def _triton_forward(
     MEASURE: constexpr,
     UNIT: constexpr,
     BLOCK: constexpr,
+    PDL: constexpr,
 ) -> None:
+    start_dependents(PDL)
     size, stride = size * UNIT, stride * UNIT
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -162,6 +164,7 @@ class _TritonActivation(torch.autograd.Function):
         grid = y.numel() // max(1, size), cdiv(size, block)
         parts = _parts(y, grid) if measure else y  # a kernel that does not measure writes no parts
         if grid[0]:
+            pdl = dependent_launch(x)
             _triton_forward[grid](
                 x,
                 y,
@@ -173,6 +176,8 @@ class _TritonActivation(torch.autograd.Function):
                 MEASURE=measure,
                 UNIT=unit,
                 BLOCK=block,
+                PDL=pdl,
+                launch_pdl=pdl,
                 num_warps=4,
             )
         ctx.save_for_backward(x)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalight.ops.common import apply, once_differentiable
+from megalight.ops.common import HALF, apply, lazy, once_differentiable, triton_why_not
 from megalight.ops.linear import aligned, weight_gradient
 from megalight.ops.linear.low_precision import LowPrecision, precision_of
 from megalight.ops.linear.weight_gradient import queue_for
@@ -43,12 +43,33 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     own = state is not None and (state.main_grad is not None or precision is not None or state.stored is not None)
     # The plain case goes to torch, whose autograd is written in C++ and keeps fewer things on the host.
     if not own and recipe_of(x) is None and main_grad_of(bias) is None:
+        if not torch.is_grad_enabled() and takes_gemv(x, weight):
+            single: Tensor = _gemv(x, weight, bias)
+            return single
         # Here and below in place, as a function of its own would be called for every layer.
         odd = (weight.shape[0] | weight.shape[1]) % aligned.MULTIPLE and aligned.pays(weight, weight.shape)
         return aligned.product(x, weight, bias) if odd else F.linear(x, weight, bias)
     hidden = may_hide(x, weight, bias)
     out: Tensor = apply(_Linear, x, None, None, (weight, bias)) if hidden else apply(_Linear, x, weight, bias, None)
     return out
+
+
+def takes_gemv(x: Tensor, weight: Tensor) -> bool:
+    """Return whether ``x`` is a single token for which the kernel of ``ops/linear/gemv.py`` is made."""
+    return (
+        x.is_cuda
+        and x.numel() == weight.shape[1]
+        and weight.dtype in HALF
+        and x.dtype == weight.dtype
+        and weight.is_contiguous()
+        and not weight.shape[1] % 8  # rows begin at multiples of 16 bytes
+        and not torch.compiler.is_compiling()
+        and not torch.is_autocast_enabled("cuda")
+        and triton_why_not("cuda") is None
+    )
+
+
+_gemv = lazy("megalight.ops.linear.gemv", "gemv")
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:

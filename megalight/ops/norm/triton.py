@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megalight.ops.common import apply, num_sms, once_differentiable
-from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, tl
+from megalight.ops.jit import Value, cdiv, constexpr, dependent_launch, jit, next_power, start_dependents, tl
 from megalight.ops.parameter import may_hide, state_of
 from megalight.ops.quantize.amax_history import annotate_amax
 
@@ -47,7 +47,9 @@ def _forward(
     MEASURE: constexpr,
     ROWS: constexpr,
     BLOCK: constexpr,
+    PDL: constexpr,
 ) -> None:
+    start_dependents(PDL)
     # A tile `[ROWS, BLOCK]` holds whole rows: sums over a row need no second pass and no other program.
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -228,6 +230,7 @@ def _run_forward(
     programs = cdiv(rows, tile["ROWS"])
     parts = torch.empty(programs, dtype=torch.float32, device=x.device) if measure else None
     if rows:
+        pdl = dependent_launch(x)
         _forward[(programs,)](
             x,
             residual,
@@ -245,6 +248,8 @@ def _run_forward(
             ADD=residual is not None,
             BIAS=bias is not None,
             MEASURE=measure,
+            PDL=pdl,
+            launch_pdl=pdl,
             **tile,
         )
     return y, total, mean, rstd, parts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megalight.ops.jit import Value, constexpr, jit, next_power, tl
+from megalight.ops.jit import Value, constexpr, dependent_launch, jit, next_power, start_dependents, tl
 from megalight.ops.rotary.triton import turn
 
 
@@ -40,7 +40,9 @@ def _append(
     VALUE_BLOCK: constexpr,
     INTERLEAVED: constexpr,
     ROTATE: constexpr,
+    PDL: constexpr,
 ) -> None:
+    start_dependents(PDL)
     # 64 bits: rows of a pool times their width pass 2^31.
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(write + token)
@@ -75,6 +77,7 @@ def paged_append(
     (tokens, heads, size), kv_heads, value_size = q.shape, k.shape[1], v.shape[-1]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     half = size // 2 if cos is None else cos.shape[-1]
+    pdl = dependent_launch(q)
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     _append[(tokens,)](
         *(q, k, v, out, k_pool, v_pool, write, cos, sin),
@@ -93,6 +96,8 @@ def paged_append(
         VALUE_BLOCK=next_power(value_size // 2),
         INTERLEAVED=interleaved,
         ROTATE=cos is not None,
+        PDL=pdl,
+        launch_pdl=pdl,
         num_warps=4 if heads * size <= 8192 else 8,
     )
     return out

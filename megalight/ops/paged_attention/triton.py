@@ -14,7 +14,18 @@ import torch
 from torch import Tensor
 
 from megalight.ops.common import num_sms
-from megalight.ops.jit import LOG2E, Value, cdiv, constexpr, jit, next_power, tl, triton
+from megalight.ops.jit import (
+    LOG2E,
+    Value,
+    cdiv,
+    constexpr,
+    dependent_launch,
+    jit,
+    next_power,
+    start_dependents,
+    tl,
+    triton,
+)
 from megalight.types import Pages
 
 FEW = 8
@@ -64,12 +75,14 @@ def _attend(
     SINK: constexpr,
     SHARED: constexpr,
     PRECISION: constexpr,
+    PDL: constexpr,
 ) -> None:
     """Attend to one part of the keys with one block of rows.
 
     ``DIM`` features of a key are read at once; with ``SHARED`` they are the value, and ``TAIL`` more follow. ``out`` is
     ``[T, H, VALUE]``, or with several parts ``[T, H, SPLITS, VALUE]`` in float32 beside ``sums [T, H, SPLITS]``.
     """
+    start_dependents(PDL)
     block = tl.program_id(0)
     kv_head = tl.program_id(1)
     pair = tl.program_id(2)
@@ -189,8 +202,10 @@ def _combine(
     VALUE_BLOCK: constexpr,
     SPLITS: constexpr,
     SINK: constexpr,
+    PDL: constexpr,
 ) -> None:
     """Combine the parts of one head of one token by their log-sum-exps, which are powers of 2."""
+    start_dependents(PDL)
     spot = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, SPLITS)
     feature = tl.arange(0, VALUE_BLOCK)
@@ -270,6 +285,7 @@ def _launch(
         tokens = sum(pages.query_lengths[:count])
         written = torch.empty(tokens, heads, splits, value_size, dtype=torch.float32, device=q.device)
         sums = torch.empty(tokens, heads, splits, dtype=torch.float32, device=q.device)
+    pdl = dependent_launch(q)
     read, tail = (value_size, size - value_size) if shared else (size, 0)
     _attend[(blocks, kv_heads, count * splits)](
         *(q, k_pool, v_pool, pages.block_table, pages.lengths, pages.cu_queries, written, sums, sink),
@@ -293,6 +309,8 @@ def _launch(
         SINK=sink is not None,
         SHARED=shared,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        PDL=pdl,
+        launch_pdl=pdl,
         num_warps=warps,
         num_stages=stages,
     )
@@ -303,6 +321,8 @@ def _launch(
             VALUE_BLOCK=next_power(value_size),
             SPLITS=splits,
             SINK=sink is not None,
+            PDL=pdl,
+            launch_pdl=pdl,
             num_warps=4,
         )
 
