@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -33,6 +34,7 @@ from megalight.parallel.data_parallel.buffers import FlatParameters
 from megalight.parallel.data_parallel.masters import history
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.random import RandomStreams
+from megalight.parallel.shard import ShardSpec
 from megalight.parallel.source import Target, parameter_targets, shard_targets
 
 log = logging.getLogger(__name__)
@@ -306,6 +308,13 @@ class TrainingRun:
         for name in sorted({name for shard, state in held for name in state if _flat(state[name], shard.master)}):
             having = [(shard, state[name]) for shard, state in held if name in state]
             yield State(f"{STATE}{name}.", [tensor for _, tensor in having], [shard for shard, _ in having])
+        # State of whole matrices, each on one rank.
+        homes: dict[str, list[FlatShard]] = defaultdict(list)
+        for name, matrix, tensor in getattr(optimizer, "home_tensors", tuple)():
+            slots = [(ShardSpec.replicated(matrix, tuple(tensor.shape)), 0)]
+            homes[name].append(FlatShard(0, 0, tensor.numel(), tensor.view(-1), slots))
+        for name, shards in homes.items():
+            yield State(f"{STATE}{name}.", [shard.master for shard in shards], shards)
         for name, tensors in self.extra.items():
             yield State(f"{name}.", tensors, engine.shards)
 

@@ -12,8 +12,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from megalight.errors import ConfigurationError
 from megalight.optim.adam import Adam, MomentDtype, check_numbers
 from megalight.optim.groups import GroupRule, check_rules, parameter_groups
-from megalight.optim.muon import Muon, MuonConfig
+from megalight.optim.muon import MuonConfig
 from megalight.optim.schedules import LRSchedule
+from megalight.optim.whole_matrices import WholeMatrixOptimizer
+from megalight.optim.whole_matrix_config import WholeMatrixConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,7 @@ class AdamConfig:
         exp_avg_sq_dtype: the same for the second moment.
         backend: backend of the op ``adam``. ``auto`` takes the best one that can serve (``megalight doctor --all``).
         muon: lets Muon update hidden matrices, and Adam the rest. None: Adam updates everything.
+        matrices: lets another optimizer of whole matrices do so, such as :class:`~megalight.optim.ShampooConfig`.
 
     Raises:
         ConfigurationError: a number is out of range, or Muon cannot have an option.
@@ -51,19 +54,30 @@ class AdamConfig:
     exp_avg_sq_dtype: MomentDtype = "float32"
     backend: str = "auto"
     muon: MuonConfig | None = None
+    matrices: WholeMatrixConfig | None = None
 
     def __post_init__(self) -> None:
         # Now, and not when the optimizer is made: processes have started by then.
         check_numbers(self.lr, self.betas, self.eps, self.weight_decay)
-        if self.muon is None:
+        if (whole := self.whole) is None:
             return
+        if self.muon is not None and self.matrices is not None:
+            raise ConfigurationError(
+                f"both muon and matrices ({type(self.matrices).__name__}) are given; matrices have one optimizer, so "
+                "leave one of the two out."
+            )
         for name, value, needed in (
             ("decoupled_weight_decay", self.decoupled_weight_decay, True),
             ("exp_avg_dtype", self.exp_avg_dtype, "float32"),
             ("exp_avg_sq_dtype", self.exp_avg_sq_dtype, "float32"),
         ):
             if value != needed:
-                raise ConfigurationError(f"{name} is {value!r}; beside muon it must be {needed!r}.")
+                raise ConfigurationError(f"{name} is {value!r}; beside {whole.field} it must be {needed!r}.")
+
+    @property
+    def whole(self) -> WholeMatrixConfig | None:
+        """The configuration of the optimizer of matrices; None: Adam updates everything."""
+        return self.muon or self.matrices
 
     def check(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Check that every rule matches a parameter of the whole model.
@@ -72,10 +86,10 @@ class AdamConfig:
             ConfigurationError: a pattern matches no trainable parameter.
         """
         trained = [pair for pair in named_parameters if pair[1].requires_grad]
-        if self.muon is not None:
-            self.muon.check(trained)
-            trained = [pair for pair in trained if not self.muon.takes(*pair)]
-        if trained or self.rules or self.muon is None:
+        if (whole := self.whole) is not None:
+            whole.check(trained)
+            trained = [pair for pair in trained if not whole.takes(*pair)]
+        if trained or self.rules or whole is None:
             check_rules([name for name, _ in trained], self.rules)
 
     def build(
@@ -90,20 +104,20 @@ class AdamConfig:
                 :meth:`check` with the whole model.
         """
         named = list(named_parameters)
-        muon = self.muon
-        if muon is not None and not part:
+        whole = self.whole
+        if whole is not None and not part:
             self.check(named)
-        rest = named if muon is None else [pair for pair in named if not muon.takes(*pair)]
+        rest = named if whole is None else [pair for pair in named if not whole.takes(*pair)]
         groups = parameter_groups(
             rest,
             lr=self.lr,
             weight_decay=self.weight_decay,
             rules=self.rules,
             decay_all=self.decay_all,
-            part=part or muon is not None,
+            part=part or whole is not None,
         )
-        if muon is not None:
-            return self._with_muon(muon, muon.groups(named), groups, max_steps)
+        if whole is not None:
+            return self._with_whole(whole, whole.groups(named), groups, max_steps)
         optimizer = Adam(
             groups,
             self.lr,
@@ -119,12 +133,12 @@ class AdamConfig:
         schedule = self.schedule and self.schedule.for_run(max_steps)
         return optimizer, schedule.build(optimizer) if schedule else None
 
-    def _with_muon(
-        self, muon: MuonConfig, matrices: list[dict[str, Any]], rest: list[dict[str, Any]], max_steps: int
-    ) -> tuple[Muon, LambdaLR | None]:
+    def _with_whole(
+        self, whole: WholeMatrixConfig, matrices: list[dict[str, Any]], rest: list[dict[str, Any]], max_steps: int
+    ) -> tuple[WholeMatrixOptimizer, LambdaLR | None]:
         for group in rest:
             group |= {"whole_matrices": False, "name": f"adam/{group['name']}"}
-        optimizer = muon.build(
+        optimizer = whole.build(
             [*matrices, *rest],
             lr=self.lr,
             betas=self.betas,
@@ -133,7 +147,7 @@ class AdamConfig:
             backend=self.backend,
         )
         own = self.schedule and self.schedule.for_run(max_steps)
-        theirs = muon.schedule.for_run(max_steps) if muon.schedule else own
+        theirs = whole.schedule.for_run(max_steps) if whole.schedule else own
         if theirs is None and own is None:
             return optimizer, None
         leading = theirs or own

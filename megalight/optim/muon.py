@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalight.errors import ConfigurationError
 from megalight.ops.common import wide
-from megalight.optim.groups import GroupRule, check_rules, parameter_groups
-from megalight.optim.schedules import LRSchedule
 from megalight.optim.whole_matrices import GATHER_BYTES, WholeMatrixOptimizer
+from megalight.optim.whole_matrix_config import WholeMatrixConfig
 
 UpdateScale = Literal["match_rms_adamw", "original"]
 ProductDtype = Literal["bfloat16", "float32", "float64"]
-ADAM_NAMES = ("*embed*", "*head*", "*router*", "*norm*", "*bias*", "*conv*", "*magnitude*", "*sink*")
-"""Names of parameters that are no hidden matrices, whatever their shape."""
 HEAD_NAMES = ("*.attention.[qkv].weight",)
 """Canonical names of matrices that consist of attention heads."""
 
@@ -147,7 +143,7 @@ class Muon(WholeMatrixOptimizer):
         buffer: Tensor = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
         return gradient.lerp(buffer, momentum) if self.nesterov else buffer
 
-    def update(self, matrices: Tensor) -> Tensor:
+    def update(self, matrices: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         """Return scaled, orthogonalized matrices, ``[B, m, n]``."""
         m, n = matrices.shape[-2:]
         scale = 0.2 * sqrt(max(m, n)) if self.scale == "match_rms_adamw" else sqrt(max(1, m / n))
@@ -180,85 +176,34 @@ def check_muon(momentum: float, scale: str, ns_steps: int, ns_dtype: str, head_d
 
 
 @dataclass(frozen=True, kw_only=True)
-class MuonConfig:
+class MuonConfig(WholeMatrixConfig):
     """Which parameters Muon updates, and how: the field ``muon`` of :class:`~megalight.optim.AdamConfig`.
 
     Attributes:
-        lr: peak learning rate of matrices.
-        momentum, nesterov, scale, ns_steps, ns_coefficients, ns_dtype, head_dim, gather_bytes: see
-            :class:`~megalight.optim.Muon`.
-        weight_decay: decoupled decay coefficient of matrices.
-        schedule: schedule of their learning rate; None: that of Adam.
-        rules: exceptions by name pattern, for matrices.
-        names: patterns of the parameters that Muon updates. Empty: all matrices that ``adam_names`` leaves.
-        adam_names: patterns of parameters that Adam updates. Empty: embeddings, the head, routers, norms, biases,
-            convolutions.
+        momentum, nesterov, scale, ns_steps, ns_coefficients, ns_dtype, head_dim: see :class:`~megalight.optim.Muon`.
 
     Raises:
         ConfigurationError: a number is out of range.
     """
 
-    lr: float = 3e-4
     momentum: float = 0.95
     nesterov: bool = True
-    weight_decay: float = 0.1
     scale: UpdateScale = "match_rms_adamw"
     ns_steps: int = 5
     ns_coefficients: tuple[float, float, float] = QUINTIC
     ns_dtype: ProductDtype = "bfloat16"
     head_dim: int = 0
-    gather_bytes: int = GATHER_BYTES
-    schedule: LRSchedule | None = None
-    rules: tuple[GroupRule, ...] = ()
-    names: tuple[str, ...] = ()
-    adam_names: tuple[str, ...] = ()
+
+    field = "muon"
+    optimizer = "Muon"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_muon(self.momentum, self.scale, self.ns_steps, self.ns_dtype, self.head_dim, self.gather_bytes)
-        for name, value in (("lr", self.lr), ("weight_decay", self.weight_decay)):
-            if not value >= 0:
-                raise ConfigurationError(f"{name} of Muon is {value}; it must be at least 0.")
 
-    def takes(self, name: str, parameter: nn.Parameter) -> bool:
-        """Return whether Muon updates a parameter.
-
-        Raises:
-            ConfigurationError: a pattern of ``names`` matches a vector, or patterns of both kinds match a name.
-        """
-        named, adam = _match(name, self.names), _match(name, self.adam_names or ADAM_NAMES)
-        if named and self.adam_names and adam:
-            raise ConfigurationError(
-                f"{name} matches {named!r} of muon.names and {adam!r} of muon.adam_names; only one may match it."
-            )
-        if named and parameter.ndim < 2:
-            raise ConfigurationError(
-                f"{name} of shape {list(parameter.shape)} matches {named!r} of muon.names, and is no matrix; Adam "
-                "updates vectors. Let no pattern of names match it."
-            )
-        return bool(named) if self.names else parameter.ndim > 1 and not adam
-
-    def check(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Check that every pattern matches a parameter of the whole model, and that some are updated.
-
-        Raises:
-            ConfigurationError: a pattern matches no trainable parameter, or Muon would update none.
-        """
-        patterns = [GroupRule(pattern) for pattern in (*self.names, *self.adam_names)]
-        check_rules([name for name, _ in named_parameters], [*self.rules, *patterns])
-        if not any(self.takes(*pair) for pair in named_parameters):
-            raise ConfigurationError("Muon updates none of the parameters; leave muon out, or correct its patterns.")
-
-    def groups(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
-        """Return the parameter groups of the matrices that Muon updates, among these parameters."""
-        found = parameter_groups(
-            [pair for pair in named_parameters if self.takes(*pair)],
-            lr=self.lr,
-            weight_decay=self.weight_decay,
-            rules=self.rules,
-            part=True,
-        )
-        added = {"whole_matrices": True, "momentum": self.momentum}
-        return [{**group, **added, "name": f"muon/{group['name']}"} for group in found]
+    def options(self) -> dict[str, Any]:
+        """Return the options of each group."""
+        return {"momentum": self.momentum}
 
     def build(self, groups: Iterable[Any], **adam: Any) -> Muon:
         """Create the optimizer over groups of both kinds; ``adam`` are arguments for the rest."""
@@ -274,7 +219,3 @@ class MuonConfig:
             gather_bytes=self.gather_bytes,
             **adam,
         )
-
-
-def _match(name: str, patterns: Iterable[str]) -> str | None:
-    return next((pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern)), None)

@@ -175,7 +175,7 @@ class Sharding:
             self.optimizer.coded = {}
             self.optimizer.turns = {}
             if isinstance(self.optimizer, WholeMatrixOptimizer):
-                self.optimizer.buckets, self.optimizer.exchanges, self.optimizer.places = None, None, {}
+                self.optimizer.leave()
             # Parts of several ranks are joined, and blocks of codes with them.
             self.optimizer.widen_moments()
         for index, bucket in enumerate(self.engine.buckets):
@@ -459,6 +459,7 @@ def offload_to_cpu(optimizer: Optimizer) -> None:
             # `.data`: optimizers find their state by the tensor object, so the object must stay.
             parameter.data = parameter.data.to("cpu")
         _move_state(optimizer, parameter, torch.device("cpu"))
+    _move_homes(optimizer, torch.device("cpu"))
     _follow(optimizer)
     if any(device.type == "cuda" for device in homes.values()):
         torch.cuda.empty_cache()  # so that other processes can use the memory
@@ -469,7 +470,19 @@ def restore_from_cpu(optimizer: Optimizer) -> None:
     for parameter, device in _homes.pop(optimizer, {}).items():
         parameter.data = parameter.data.to(device)
         _move_state(optimizer, parameter, device)
+    _move_homes(optimizer, None)
     _follow(optimizer)
+
+
+def _move_homes(optimizer: Optimizer, device: torch.device | None) -> None:
+    """Move the state of whole matrices. None: back to the device of the parameters."""
+    if not isinstance(optimizer, WholeMatrixOptimizer):
+        return
+    for exchange, members in optimizer.exchanges or ():
+        assert optimizer.buckets is not None
+        place = optimizer.buckets[members[0]].params.device if device is None else device
+        for states in exchange.states:
+            states.update({name: tensor.to(place) for name, tensor in states.items()})
 
 
 def _follow(optimizer: Optimizer) -> None:

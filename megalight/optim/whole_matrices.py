@@ -6,8 +6,9 @@ experts. An element-wise optimizer does not notice. One that looks at a whole ma
 rank does the work of another. Matrices of equal shape go together: one all-to-all brings them home, one brings the
 updates back. While one batch is updated, the next one is on its way.
 
-What is kept from step to step (momentum) has the shape of the shards. So it takes the memory that an element-wise
-optimizer's state does, and a checkpoint of it can be read in any layout.
+What is kept from step to step lies in one of two places. State in the shape of the shards (momentum of Muon) takes the
+memory that an element-wise optimizer's state does. State of a whole matrix (the preconditioners of Shampoo) lies on its
+home, so that ranks divide it as they divide the work. A checkpoint has both under canonical names, for any layout.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -25,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalight.errors import ConfigurationError
+from megalight.ops.common import wide
 from megalight.optim.adam import Adam
 from megalight.parallel.data_parallel.buffers import Bucket
 from megalight.parallel.data_parallel.masters import FlatShard
@@ -120,9 +123,11 @@ class MatrixExchange:
         flops: the work for a matrix of a shape, by which homes are chosen.
         heads: the number of rows by which the matrix of a name is divided; 0: it is one matrix.
         gather_bytes: the largest number of bytes of a batch of matrices, on each rank.
+        room: the state of a new matrix of a shape, by name.
 
     Attributes:
         load: for each rank, the work of one step.
+        states: for each round, the state of the matrices whose home is this rank, ``[B, ...]`` by name.
 
     Raises:
         ConfigurationError: a tensor is no matrix.
@@ -135,6 +140,7 @@ class MatrixExchange:
         flops: Callable[[tuple[int, int]], float],
         heads: Callable[[str], int],
         gather_bytes: int,
+        room: Callable[[tuple[int, int]], Mapping[str, Tensor]],
     ) -> None:
         self.group = group
         size, self.rank = (1, 0) if group is None else (group.size(), group.rank())
@@ -154,6 +160,16 @@ class MatrixExchange:
             matrix.home = min(sorted(matrix.held), key=lambda rank: self.load[rank])
             self.load[matrix.home] += flops(matrix.shape)
         self.rounds = list(self._rounds(size, gather_bytes))
+        self.states: list[dict[str, Tensor]] = [
+            {name: torch.stack([each] * len(r.own)) for name, each in room(r.shape).items()} if r.own else {}
+            for r in self.rounds
+        ]
+
+    def named_states(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield the state that lies on this rank: name of the state, name of the matrix, view of the tensor."""
+        for current, states in zip(self.rounds, self.states, strict=True):
+            for name, tensor in states.items():
+                yield from ((name, matrix, each) for matrix, each in zip(current.own, tensor, strict=True))
 
     def _rounds(self, size: int, gather_bytes: int) -> Iterator[MatrixRound]:
         homes: dict[tuple[int, int], list[list[HomedMatrix]]] = {}
@@ -177,12 +193,12 @@ class MatrixExchange:
             [[b for matrix in of_rank[rank] for b in matrix.held.get(self.rank, [])] for rank in range(size)],
         )
 
-    def update(self, flats: Mapping[int, Tensor], function: Callable[[Tensor], Tensor]) -> None:
-        """Replace every matrix by ``function`` of it.
+    def update(self, flats: Mapping[int, Tensor], function: Callable[[Tensor, Mapping[str, Tensor]], Tensor]) -> None:
+        """Replace every matrix by ``function`` of it and its state.
 
         Args:
             flats: index of a bucket -> flat tensor of this rank's shard, which is changed in place.
-            function: ``[B, m, n] -> [B, m, n]``, in the same dtype.
+            function: ``[B, m, n] -> [B, m, n]``, in the same dtype. It changes the state in place.
         """
         coming = self._gather(self.rounds[0], flats) if self.rounds else None
         leaving: tuple[MatrixRound, _Message] | None = None
@@ -190,7 +206,7 @@ class MatrixExchange:
             assert coming is not None
             whole = self._whole(current, coming)
             coming = self._gather(self.rounds[number + 1], flats) if number + 1 < len(self.rounds) else None
-            result = function(whole) if len(whole) else whole
+            result = function(whole, self.states[number]) if len(whole) else whole
             pieces = [[_part(result[i], box) for i, box in boxes] for boxes in current.returned]
             message = _Message(pieces, [sum(b.numel for b in boxes) for boxes in current.updated], result, self.group)
             if leaving is not None:
@@ -288,8 +304,9 @@ def _cut(
 class WholeMatrixOptimizer(Adam):
     """Base class of optimizers that look at whole matrices; parameters that are none are updated by Adam.
 
-    A subclass defines :meth:`direction`, which works on flat parts of matrices and keeps the state, and :meth:`update`,
-    which gets whole matrices on their home rank. Groups with ``whole_matrices=True`` hold what it updates.
+    A subclass defines :meth:`update`, which gets whole matrices on their home rank, and their state there, if
+    :meth:`home_state` names any. What can be computed on flat parts of matrices belongs in :meth:`direction`. Groups
+    with ``whole_matrices=True`` hold what it updates.
 
     Without an engine, parameters of three dims are stacks of matrices.
 
@@ -300,6 +317,7 @@ class WholeMatrixOptimizer(Adam):
         exchanges: an exchange for each mesh; None: they are made in the next step.
         buckets: index of a bucket of matrices -> the bucket; None: there is no engine.
         places: master -> index of its bucket, and its first element in the shard.
+        kept: name of a matrix -> its state on this rank, while there is no engine.
     """
 
     elementwise = False
@@ -319,19 +337,33 @@ class WholeMatrixOptimizer(Adam):
         self.buckets: Mapping[int, Bucket] | None = None
         self.exchanges: list[tuple[MatrixExchange, list[int]]] | None = None
         self.places: dict[Tensor, tuple[int, int]] = {}
+        self.kept: dict[str, dict[str, Tensor]] = {}
         super().__init__(params, *args, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; without ``whole_matrices`` Adam updates it."""
         super().add_param_group({"whole_matrices": False, **param_group})
 
-    @abstractmethod
     def direction(self, gradient: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> Tensor:
-        """Return ``[n]`` of parts of matrices from their gradient ``[n]``; ``state`` may keep tensors of that shape."""
+        """Return ``[n]``, what travels home, of parts of matrices with gradient ``[n]``.
+
+        ``state`` may keep tensors of that shape. Without this method, the gradient travels.
+        """
+        return gradient
+
+    def home_state(self, shape: tuple[int, int]) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes of the state of a matrix of a shape, by name. It begins as zeros, in float32 or wider."""
+        return {}
 
     @abstractmethod
-    def update(self, matrices: Tensor) -> Tensor:
-        """Return, ``[B, m, n]``, what is subtracted from matrices ``[B, m, n]``, times the learning rate."""
+    def update(self, matrices: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        """Return, ``[B, m, n]``, what is subtracted from matrices, times the learning rate.
+
+        Args:
+            matrices: ``[B, m, n]``. One without a gradient in this step is zero, and so is the gradient of an expert
+                without tokens: leave its state as it is.
+            state: ``[B, ...]`` by name, to be changed in place.
+        """
 
     @abstractmethod
     def flops(self, shape: tuple[int, int]) -> float:
@@ -364,8 +396,7 @@ class WholeMatrixOptimizer(Adam):
         """Return what is subtracted from each parameter, times the learning rate, in the shape of the parameter."""
         if self.buckets is None:
             return self._alone(dict(self._directions()))
-        if self.exchanges is None:
-            self.exchanges = list(self._exchanges())
+        exchanges = self.begun()
         # Parameters without a gradient in this step take part as zeros: all ranks send and receive the same always.
         flats = {
             index: torch.zeros(bucket.shard.numel, dtype=self.dtype, device=bucket.params.device)
@@ -377,7 +408,7 @@ class WholeMatrixOptimizer(Adam):
             index, start = self.places[parameter]
             views[parameter] = flats[index][start : start + parameter.numel()]
             views[parameter].copy_(direction)
-        for exchange, members in self.exchanges:
+        for exchange, members in exchanges:
             exchange.update({index: flats[index] for index in members}, self.update)
         return views
 
@@ -395,9 +426,52 @@ class WholeMatrixOptimizer(Adam):
                     gradient = gradient * scale
                 yield parameter, self.direction(gradient, self.state[parameter], group)
 
+    def begun(self) -> list[tuple[MatrixExchange, list[int]]]:
+        """Return the exchanges. The first call makes them, on all ranks together."""
+        if self.exchanges is None:
+            self.exchanges = list(self._exchanges())
+            self._take_kept(self.exchanges)
+        return self.exchanges
+
+    def home_tensors(self) -> list[tuple[str, str, Tensor]]:
+        """Return the state that lies on this rank: name of the state, name of the matrix, view of the tensor.
+
+        All ranks call it together.
+        """
+        if self.buckets is None or not self.home_state((1, 1)):
+            return []
+        return [each for exchange, _ in self.begun() for each in exchange.named_states()]
+
+    def leave(self) -> None:
+        """Forget the engine. State on homes is kept for the next one, which all ranks begin together."""
+        for exchange, _ in self.exchanges or ():
+            for name, matrix, tensor in exchange.named_states():
+                self.kept.setdefault(matrix, {})[name] = tensor
+        self.buckets, self.exchanges, self.places = None, None, {}
+
+    def _take_kept(self, exchanges: Sequence[tuple[MatrixExchange, list[int]]]) -> None:
+        """Take over the state of an earlier engine, also where a matrix has another home now."""
+        if not self.home_state((1, 1)):
+            return
+        for exchange, _ in exchanges:
+            own = list(exchange.named_states())
+            others: list[dict[str, dict[str, Tensor]]] = [self.kept]
+            if exchange.group is not None:
+                moved: list[Any] = [None] * exchange.group.size()
+                dist.all_gather_object(moved, {m for _, m, _ in own if m not in self.kept}, group=exchange.group)
+                asked = set[str]().union(*moved)
+                given = {m: {n: t.cpu() for n, t in self.kept[m].items()} for m in sorted(asked & self.kept.keys())}
+                dist.all_gather_object(moved, given, group=exchange.group)
+                others += moved
+            for name, matrix, tensor in own:
+                if (found := next((kept[matrix] for kept in others if matrix in kept), None)) is not None:
+                    tensor.copy_(found[name])
+        self.kept = {}
+
     def _alone(self, directions: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """Update whole parameters; those of equal shape together."""
         stacks: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        result: dict[Tensor, Tensor] = {}
         for parameter, direction in directions.items():
             if parameter.ndim < 2:
                 raise ConfigurationError(
@@ -405,13 +479,23 @@ class WholeMatrixOptimizer(Adam):
                     "whole_matrices=False."
                 )
             stack = direction.to(self.dtype).view(-1, *direction.shape[-2:])
-            stacks[tuple(stack.shape[1:])].append((parameter, stack))
-        result: dict[Tensor, Tensor] = {}
+            shape = stack.shape[1], stack.shape[2]
+            if room := self._room(shape, parameter.device):
+                state = self.state[parameter]
+                for name, each in room.items():
+                    state.setdefault(name, torch.stack([each] * len(stack)))
+                result[parameter] = self.update(stack, {name: state[name] for name in room}).view(parameter.shape)
+            else:
+                stacks[shape].append((parameter, stack))
         for members in stacks.values():
-            updated = self.update(torch.cat([stack for _, stack in members]))
+            updated = self.update(torch.cat([stack for _, stack in members]), {})
             parts = torch.split(updated, [len(stack) for _, stack in members])
             result |= {p: part.reshape(p.shape) for (p, _), part in zip(members, parts, strict=True)}
         return result
+
+    def _room(self, shape: tuple[int, int], device: torch.device) -> dict[str, Tensor]:
+        dtype = wide(self.dtype)
+        return {n: torch.zeros(size, dtype=dtype, device=device) for n, size in self.home_state(shape).items()}
 
     def _exchanges(self) -> Iterator[tuple[MatrixExchange, list[int]]]:
         assert self.buckets is not None
@@ -422,7 +506,9 @@ class WholeMatrixOptimizer(Adam):
             # All ranks of a pipeline stage: whatever divides a matrix does so among these.
             group = mesh.group(*(axis for axis in DENSE_AXES if axis != "pp"))
             shards = {index: self.buckets[index].shard for index in members}
-            yield MatrixExchange(shards, group, self.flops, self._rows_of_head, self.gather_bytes), members
+            room = partial(self._room, device=self.buckets[members[0]].params.device)
+            exchange = MatrixExchange(shards, group, self.flops, self._rows_of_head, self.gather_bytes, room)
+            yield exchange, members
 
     def _rows_of_head(self, name: str) -> int:
         return self.head_dim if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.head_names) else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,10 +55,31 @@ def orthogonalized(matrix: Tensor, steps: int = 5) -> Tensor:
 @functools.cache
 def by_hand(config: GPTConfig, heads: bool = False) -> dict[str, Any]:
     """The run of one device: torch's AdamW, and Muon matrix by matrix, expert by expert, in float64."""
+    size = config.hidden_size // config.num_heads
+
+    def step(name: str, weight: Tensor, gradient: Tensor, kept: dict[str, Any]) -> None:
+        kept["momentum"] = momentum = 0.95 * kept.get("momentum", 0.0) + 0.05 * gradient
+        look = 0.95 * momentum + 0.05 * gradient
+        split = heads and name.split(".")[-2] in "qkv"
+        update = torch.cat([_scaled(each) for each in (look.split(size) if split else [look])])
+        weight.mul_(1 - MUON.lr * MUON.weight_decay).sub_(update, alpha=MUON.lr)
+
+    return train_by_hand(config, CONFIG, step)
+
+
+def train_by_hand(
+    config: GPTConfig, optimizer: AdamConfig, step_matrix: Callable[[str, Tensor, Tensor, dict[str, Any]], None]
+) -> dict[str, Any]:
+    """The run of one device: torch's AdamW, and ``step_matrix`` for each part of a fused weight and each expert.
+
+    Args:
+        step_matrix: gets the name, the weight, which it updates, its gradient, and what it has kept.
+    """
+    assert optimizer.whole is not None
     model = GPT(config).double()
     initialize(model, SEED, "model.")
     named = dict(model.named_parameters())
-    matrices = [name for name, p in named.items() if MUON.takes(name, p)]
+    matrices = [name for name, p in named.items() if optimizer.whole.takes(name, p)]
     pieces = [
         (part, named[part.parameter].detach().view(-1)[part.start :][: int(np.prod(part.shape))].view(part.shape))
         for part in parts(model)
@@ -70,11 +91,12 @@ def by_hand(config: GPTConfig, heads: bool = False) -> dict[str, Any]:
             {"params": [p for _, p in rest if p.ndim > 1], "weight_decay": 0.1},
             {"params": [p for _, p in rest if p.ndim == 1], "weight_decay": 0.0},
         ],
-        lr=CONFIG.lr,
-        betas=CONFIG.betas,
-        eps=CONFIG.eps,
+        lr=optimizer.lr,
+        betas=optimizer.betas,
+        eps=optimizer.eps,
     )
-    initial, losses, norms, momenta = whole(model), [], [], {part.name: 0.0 for part, _ in pieces}
+    kept: dict[str, dict[str, Any]] = {part.name: {} for part, _ in pieces}
+    initial, losses, norms = whole(model), [], []
     for step in range(STEPS):
         batch = global_batch(step)
         output = model(batch.tokens.reshape(-1), batch.sequences, labels=batch.labels.reshape(-1))
@@ -85,13 +107,7 @@ def by_hand(config: GPTConfig, heads: bool = False) -> dict[str, Any]:
         adam.step()
         gradients = canonical(model, {name: p.grad for name, p in named.items()})
         for part, weight in pieces:
-            gradient = torch.from_numpy(gradients["model." + part.name])
-            momenta[part.name] = momentum = 0.95 * momenta[part.name] + 0.05 * gradient
-            look = 0.95 * momentum + 0.05 * gradient
-            size = config.hidden_size // config.num_heads
-            split = heads and part.name.split(".")[-2] in "qkv"
-            update = torch.cat([_scaled(each) for each in (look.split(size) if split else [look])])
-            weight.mul_(1 - MUON.lr * MUON.weight_decay).sub_(update, alpha=MUON.lr)
+            step_matrix(part.name, weight, torch.from_numpy(gradients["model." + part.name]), kept[part.name])
         losses.append(float(loss.detach()))
     return {"losses": losses, "norms": norms, "initial": initial, "final": whole(model)}
 
@@ -145,9 +161,17 @@ def test_more_layouts(layout: tuple[str, int, dict[str, Any], dict[str, Any]]) -
     check(*layout)
 
 
-def _resume(strategy: dict[str, Any], level: str, steps: int, resume: str | None, save: str) -> dict[str, Any]:
+def resumed(
+    strategy: dict[str, Any],
+    level: str,
+    steps: int,
+    resume: str | None,
+    save: str,
+    optimizer: AdamConfig = CONFIG,
+) -> dict[str, Any]:
+    """Train up to ``steps``, and save there. Returns all weights."""
     how = MegatronStrategy(micro_batch_size=1, data_parallel=DataParallelOptions(level=level), **strategy)
-    module = WithData(PLAIN, optimizer=CONFIG, seed=SEED)
+    module = WithData(PLAIN, optimizer=optimizer, seed=SEED)
     module.steps = STEPS
     options = {"use_distributed_sampler": False, "limit_val_batches": 0}
     runner = trainer(how, max_steps=steps, gradient_clip_val=CLIP, **options)
@@ -159,9 +183,9 @@ def _resume(strategy: dict[str, Any], level: str, steps: int, resume: str | None
 
 def test_a_checkpoint_goes_on_in_another_layout(tmp_path: Path) -> None:
     first, second = str(tmp_path / "first.ckpt"), str(tmp_path / "second.ckpt")
-    run(_resume, 4, {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2}, "optim", 2, None, first)
-    run(_resume, 2, {}, "optim_grads_params", 3, first, second)
-    final = run(_resume, 2, {"pipeline_parallel": 2}, "no_shard", STEPS, second, "")[0]
+    run(resumed, 4, {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2}, "optim", 2, None, first)
+    run(resumed, 2, {}, "optim_grads_params", 3, first, second)
+    final = run(resumed, 2, {"pipeline_parallel": 2}, "no_shard", STEPS, second, "")[0]
     for name, value in by_hand(PLAIN)["final"].items():
         error = np.linalg.norm(final[name] - value) / np.linalg.norm(value)
         assert error <= 1e-9, f"{name} differs by {error:.1e}"
