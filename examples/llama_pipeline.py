@@ -15,6 +15,7 @@ from transformers import LlamaForCausalLM
 from transformers_llama import LlamaModule, train
 
 from megalight.models.module import Carry
+from megalight.parallel.model_plans import plan_for
 from megalight.parallel.plan import ParallelizePlan
 
 
@@ -65,7 +66,9 @@ class LlamaPipelineModule(LlamaModule):
     def plan(self, model: nn.Module) -> ParallelizePlan:
         """The plan of the whole Llama, with the names that its modules have here."""
         ends = {"model.embed_tokens": "embed", "model.norm": "head.norm", "lm_head": "head.lm_head"}
-        whole = super().plan(model)
+        with torch.device("meta"):
+            whole = plan_for(LlamaForCausalLM(self.config))
+        assert whole is not None
         return replace(whole, rules={ends.get(name, name.removeprefix("model.")): s for name, s in whole.rules.items()})
 
     def forward_step(self, model: nn.Module, batch: Any, carry: Carry | None = None) -> Carry:

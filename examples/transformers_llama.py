@@ -16,8 +16,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megalight.models.module import Carry, MegalightModule
-from megalight.parallel.model_plans import llama
-from megalight.parallel.plan import ParallelizePlan
 from megalight.strategies import MegatronStrategy
 from megalight.types import Loss
 
@@ -42,9 +40,6 @@ class LlamaModule(MegalightModule):
 
     def build_model(self) -> nn.Module:
         return LlamaForCausalLM(self.config)
-
-    def plan(self, model: nn.Module) -> ParallelizePlan:
-        return llama(self.config)  # also found by itself, from the model's type
 
     def forward_step(self, model: nn.Module, batch: Any, carry: Carry | None = None) -> Carry:
         return {"output": model(input_ids=batch[0][:, :-1], use_cache=False).logits}

@@ -6,11 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megalight.errors import ConfigurationError
+from megalight.errors import LayoutError
 from megalight.parallel.apply import parallelize
 from megalight.parallel.initial_values import initialize, materialize
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.model_plans import llama as llama_plan
 from megalight.parallel.model_plans import plan_for
 from tests.parallel.gathering import gather_canonical, relative_error
 from tests.support.workers import run
@@ -101,7 +100,14 @@ def test_initial_values_do_not_depend_on_the_layout() -> None:
     assert all(run(values, 2))
 
 
+def _dropout() -> str:
+    model = llama(1, 4, False, attention_dropout=0.1)
+    parallelize(model, plan_for(model), ParallelMesh())  # a single rank draws as the model does
+    with pytest.raises(LayoutError) as error:
+        parallelize(llama(1, 4, False, attention_dropout=0.1), plan_for(model), ParallelMesh(2, dist.get_rank(), tp=2))
+    return str(error.value)
+
+
 def test_attention_dropout_is_refused() -> None:
     pytest.importorskip("transformers")
-    with pytest.raises(ConfigurationError, match=r"attention_dropout is 0\.1.*set attention_dropout=0"):
-        llama_plan(llama(1, 4, False, attention_dropout=0.1).config)
+    assert "self_attn (LlamaAttention) draws attention_dropout=0.1" in run(_dropout, 2)[0]

@@ -4,6 +4,7 @@ from megalight.parallel.styles.attention import ContextRegion as ContextRegion
 from megalight.parallel.styles.attention import DraftAttentionRegion as DraftAttentionRegion
 from megalight.parallel.styles.attention import HeadExchange as HeadExchange
 from megalight.parallel.styles.attention import HeadRegion as HeadRegion
+from megalight.parallel.styles.attention import OwnHeads as OwnHeads
 from megalight.parallel.styles.attention import RowExchange as RowExchange
 from megalight.parallel.styles.attention import WholeSequences as WholeSequences
 from megalight.parallel.styles.boundaries import AllRows as AllRows
@@ -23,6 +24,9 @@ from megalight.parallel.styles.linear import Row as Row
 from megalight.parallel.styles.style import STYLES as STYLES
 from megalight.parallel.styles.style import Attributes as Attributes
 from megalight.parallel.styles.style import Dropout as Dropout
+from megalight.parallel.styles.style import Refused as Refused
 from megalight.parallel.styles.style import Replicated as Replicated
 from megalight.parallel.styles.style import Style as Style
 from megalight.parallel.styles.style import register as register
+from megalight.parallel.styles.transposed import ConvColumn as ConvColumn
+from megalight.parallel.styles.transposed import ConvRow as ConvRow

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from megalight.errors import LayoutError
 from megalight.nn import Attention, DraftAttention, InnerAttention, RMSNorm
 from megalight.nn.mamba2 import AllTokens
+from megalight.parallel.collectives import own_slice
 from megalight.parallel.context.all_to_all import HeadShare, RowAttention
 from megalight.parallel.context.attention import ContextAttention, ContextDraftAttention
 from megalight.parallel.splitter import Splitter
@@ -52,6 +54,39 @@ class HeadRegion(Style):
         rule = functools.partial(split.output_features, units=[heads], shared=True)
         module._parameters["weight"] = splitter.split(name, module, "weight", rule)
         module.average = GroupMean(splitter.shared, tp)
+
+
+@register
+@dataclass(frozen=True)
+class OwnHeads(Style):
+    """An attention of a foreign model that is called with a tensor of all heads (ALiBi), and takes those of its rank.
+
+    Attributes:
+        argument: name of the argument, ``[heads, ...]`` or ``[B * heads, ...]``, or None.
+        heads: number of heads.
+    """
+
+    argument: str
+    heads: int
+
+    def apply(self, splitter: Splitter, name: str, module: nn.Module) -> None:
+        """Keep the module, and add a hook."""
+        shared = splitter.shared
+        if shared.mesh.tp == 1:
+            return
+        place = list(inspect.signature(module.forward).parameters).index(self.argument)
+
+        def own(value: Tensor) -> Tensor:
+            return own_slice(value.reshape(-1, self.heads, *value.shape[1:]), shared.group, 1).flatten(0, 1)
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            if isinstance(kwargs.get(self.argument), Tensor):
+                return args, {**kwargs, self.argument: own(kwargs[self.argument])}
+            if len(args) > place and isinstance(args[place], Tensor):
+                return (*args[:place], own(args[place]), *args[place + 1 :]), kwargs
+            return args, kwargs
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
 
 
 @register

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from megalight.errors import LayoutError
 from megalight.parallel.collectives import all_gather, copy, join, own_slice, split
 from megalight.parallel.splitter import Splitter
 from megalight.parallel.styles.style import Style, register
@@ -33,7 +34,6 @@ class Boundary(Style):
 
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> None:
         """Keep the module, and add hooks."""
-        splitter.keep(name, module)
         self.add_to(module, splitter.shared)
 
     def add_to(self, module: nn.Module, shared: Shared) -> None:
@@ -52,16 +52,24 @@ class Boundary(Style):
             first = next(iter(kwargs))
             return args, {**kwargs, first: self._enter(kwargs[first], shared)}
 
-        change = {"gather": all_gather, "join": join, "split": split}[self.leave or "join"]
+        region = {"gather": all_gather, "join": join, "split": split}[self.leave or "join"]
+
+        def change(module: nn.Module, output: Tensor) -> Tensor:
+            if output.dim() < shared.sequence_dim + 2:
+                raise LayoutError(
+                    f"a {type(module).__name__} returns hidden states {tuple(output.shape)}, and sequence parallelism "
+                    f"looks for tokens in dim {shared.sequence_dim} before the features; turn it off for this model."
+                )
+            return region(output, shared.group, shared.sequence_dim)
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             if not shared.sequence_parallel:
                 return output
-            # By the same convention they come first in a tuple; the rest (attention weights,
-            # caches) is left alone.
-            if isinstance(output, tuple):
-                return (change(output[0], shared.group, shared.sequence_dim), *output[1:])
-            return change(output, shared.group, shared.sequence_dim)
+            # By the same convention they come first in a tuple or list; the rest (attention
+            # weights, caches) is left alone.
+            if isinstance(output, tuple | list):
+                return type(output)((change(module, output[0]), *output[1:]))
+            return change(module, output)
 
         # No hook where it could never act: each one costs the host a call in every forward.
         if self.enter and shared.sequence_parallel:

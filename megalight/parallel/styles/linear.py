@@ -129,6 +129,7 @@ class Column(Style):
         gather_output: return the whole output on every rank, so that other modules do not notice the split.
         tokens: the tokens that the layer receives.
         sizes: output features of each section, of a foreign layer that cannot state its sections.
+        counts: units of each of these sections (heads); empty: every feature is one.
     """
 
     units: int | None = None
@@ -136,6 +137,7 @@ class Column(Style):
     gather_output: bool = False
     tokens: Tokens = "share"
     sizes: tuple[int, ...] = ()
+    counts: tuple[int, ...] = ()
 
     @property
     def overlaps(self) -> bool:
@@ -146,7 +148,7 @@ class Column(Style):
         """Return a :class:`ColumnLinear`; a fused layer is split section by section, an adapter with its layer."""
         linear = self.expect(name, module, nn.Linear, Linear, replaced=self.splits(splitter.shared.mesh))
         if self.sizes:
-            rule: Rule = functools.partial(split.sections, sizes=self.sizes)
+            rule: Rule = functools.partial(split.sections, sizes=self.sizes, units=self.counts)
         else:
             units = self._units(name, linear, splitter.shared.mesh)
             rule = functools.partial(split.output_features, units=units, shared=self.shared)
@@ -187,8 +189,12 @@ class Column(Style):
 class Row(Style):
     """A linear layer whose *input* features are split over ``tp``; outputs are summed, the bias is added once.
 
-    Under sequence parallelism each rank gets the sum for its share of the tokens.
+    Attributes:
+        scatter_output: under sequence parallelism, each rank gets the sum for its share of the tokens. Switch it off
+            inside of a module that computes with all tokens.
     """
+
+    scatter_output: bool = True
 
     @property
     def overlaps(self) -> bool:
@@ -200,14 +206,14 @@ class Row(Style):
         linear = self.expect(name, module, nn.Linear, Linear, replaced=self.splits(splitter.shared.mesh))
         # Each rank adds the bias to its own tokens, so its gradient is one term of a sum. Otherwise all ranks have all
         # of it.
-        partial = splitter.shared.sequence_parallel
+        partial = splitter.shared.sequence_parallel and self.scatter_output
         # Sections divide output features, and each rank has terms of all of these.
         if getattr(linear, "sections", None):
             raise LayoutError(f"{name} has sections of output features, but its rule Row splits the input; use Column.")
         weight = splitter.split(name, linear, "weight", functools.partial(split.along, dim=1))
         bias = splitter.split(name, linear, "bias", functools.partial(split.replicated, partial=partial))
         assert weight is not None
-        layer = RowLinear(weight, bias, splitter.shared, name)
+        layer = RowLinear(weight, bias, splitter.shared, name, scatter_output=self.scatter_output)
         layer.adapter = row_adapters(splitter, name, linear)
         return layer
 

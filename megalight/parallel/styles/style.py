@@ -132,6 +132,30 @@ class Replicated(Style):
 
 @register
 @dataclass(frozen=True)
+class Refused(Style):
+    """A module that a layout cannot split: the layout raises an error, others keep the module.
+
+    Attributes:
+        reason: what is in the way, and what to do, as a sentence without its subject, which is the module.
+        sequence_parallel: only sequence parallelism is in the way.
+    """
+
+    reason: str
+    sequence_parallel: bool = False
+
+    def apply(self, splitter: Splitter, name: str, module: nn.Module) -> None:
+        """Keep the module.
+
+        Raises:
+            LayoutError: the layout splits it.
+        """
+        shared = splitter.shared
+        if shared.mesh.tp > 1 and (shared.sequence_parallel or not self.sequence_parallel):
+            raise LayoutError(f"{name} ({type(module).__name__}) {self.reason}")
+
+
+@register
+@dataclass(frozen=True)
 class Attributes(Style):
     """Changes attributes that count things (head counts in foreign models) to the numbers of one rank.
 
@@ -140,21 +164,22 @@ class Attributes(Style):
         per_unit: name of a ratio -> number of units. If there are fewer units than ``tp``, the ratio is divided by the
             number of ranks that share a unit (for example, query heads per KV head).
         at_least_one: names of counts that are divided by ``tp``, and are 1 where there are more ranks (KV heads).
-        per_head: names of parameters with one entry for each head, of which a rank holds those of its heads.
+        per_head: name of a parameter -> its dim that counts heads, of which a rank holds its own.
+        vocabulary: names of parameters with one entry for each row of the vocabulary (a bias tied to that of a head).
     """
 
     divide: tuple[str, ...] = ()
     per_unit: Mapping[str, int] = field(default_factory=dict)
     at_least_one: tuple[str, ...] = ()
-    per_head: tuple[str, ...] = ()
+    per_head: Mapping[str, int] = field(default_factory=dict)
+    vocabulary: tuple[str, ...] = ()
 
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> None:
         """Keep the module, and change its attributes."""
-        for local in self.per_head:
-            parameter = module._parameters[local]
-            assert parameter is not None
-            rule = functools.partial(split.output_features, units=[parameter.shape[0]])
-            module._parameters[local] = splitter.split(name, module, local, rule)
+        for local, dim in self.per_head.items():
+            module._parameters[local] = splitter.split(name, module, local, functools.partial(split.along, dim=dim))
+        for local in self.vocabulary:
+            module._parameters[local] = splitter.split(name, module, local, split.vocabulary)
         # Its other parameters, if any, stay whole: those that the counts describe belong to the layers inside.
         splitter.keep_rest(name, module)
         tp = splitter.shared.mesh.tp

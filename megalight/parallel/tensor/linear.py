@@ -198,47 +198,61 @@ class RowLinear(nn.Module):
         bias: ``[out]`` or None. Under sequence parallelism, its local gradient comes from this rank's tokens only.
         shared: the state that all tensor-parallel layers share.
         name: name of the module, for options and messages.
+        scatter_output: under sequence parallelism, return this rank's share of the tokens.
 
     Attributes:
         adapter: an :class:`~megalight.nn.adapter.AdapterSet` with this rank's ``A [r, in/tp]``, or None.
     """
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, shared: Shared, name: str = "") -> None:
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        shared: Shared,
+        name: str = "",
+        *,
+        scatter_output: bool = True,
+    ) -> None:
         super().__init__()
         self.weight = weight
         self.bias = bias
         self.out_features, self.in_features = weight.shape
         self.shared = shared
         self.name = name
+        self.scatter_output = scatter_output
         self.adapter: nn.Module | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[T, in/tp] -> [T/tp, out]`` under sequence parallelism, else ``[T, in/tp] -> [T, out]``."""
+        """``[T, in/tp] -> [T/tp, out]`` under sequence parallelism with ``scatter_output``, else ``-> [T, out]``."""
         shared = self.shared
         if shared.group is None:
             return linear(x, self.weight, self.bias)
-        y = self._sum(x) if self.adapter is None else self._adapted_sum(x, self.adapter)
+        if self.adapter is None:
+            y = row_sum(x, self.weight, shared, self.scatter_output, self.name)
+        else:
+            y = self._adapted_sum(x, self.adapter)
         # After the sum over ranks: a bias inside the product would be added tp times.
         return y if self.bias is None else y + self.bias.to(y.dtype)
-
-    def _sum(self, x: Tensor) -> Tensor:
-        shared = self.shared
-        function = _ScatteredSum if shared.sequence_parallel else _WholeSum
-        overlap, dim = shared.overlap(self.name, x, self.weight), shared.sequence_dim
-        y: Tensor = function.apply(x, self.weight, overlap, shared.group, dim)  # type: ignore[no-untyped-call]
-        return y
 
     def _adapted_sum(self, x: Tensor, adapter: nn.Module) -> Tensor:
         """Sum layer and adapter with one collective: this rank adds one term to ``x W^T`` and one to ``x A^T B^T``."""
         shared = self.shared
         y = adapter(x, linear(x, self.weight), self.weight)
-        if shared.sequence_parallel:
+        if shared.sequence_parallel and self.scatter_output:
             return reduce_scatter(y, shared.group, shared.sequence_dim)
         return all_reduce(y, shared.group)
 
     def extra_repr(self) -> str:
         """Return the local shape and the number of ranks, for printing."""
         return f"{self.in_features} x {self.shared.mesh.tp} -> {self.out_features}, bias={self.bias is not None}"
+
+
+def row_sum(x: Tensor, weight: Tensor, shared: Shared, scatter_output: bool, name: str = "") -> Tensor:
+    """Apply a row-parallel linear layer without its bias, as a function."""
+    function = _ScatteredSum if shared.sequence_parallel and scatter_output else _WholeSum
+    overlap, dim = shared.overlap(name, x, weight), shared.sequence_dim
+    y: Tensor = function.apply(x, weight, overlap, shared.group, dim)  # type: ignore[no-untyped-call]
+    return y
 
 
 class _ScatteredSum(torch.autograd.Function):

@@ -66,24 +66,44 @@ def output_features(
 
 
 def sections(
-    parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: ParallelMesh, *, sizes: Sequence[int]
+    parts: Sequence[CanonicalPart],
+    shape: tuple[int, ...],
+    mesh: ParallelMesh,
+    *,
+    sizes: Sequence[int],
+    units: Sequence[int] = (),
+    dim: int = 0,
 ) -> ShardSpec:
-    """Split dim 0 of one tensor over ``tp`` section by section: a rank holds its share of each section.
+    """Split a dim of one tensor over ``tp`` section by section: a rank holds its share of each section.
+
+    Args:
+        parts: the tensor alone.
+        shape: its shape.
+        mesh: the mesh of ranks.
+        sizes: features of each section.
+        units: indivisible units (heads) of each section; ranks share those of a section that has fewer than another.
+            Empty: every feature is one, and none are shared.
+        dim: the dim that has sections. Of dim 1, a rank holds its share of one section below that of the one before.
 
     Raises:
-        LayoutError: ``tp`` does not divide a section, or sections are not all rows.
+        LayoutError: ``tp`` does not divide a section, or sections are not all features.
     """
     (part,) = parts
-    if sum(sizes) != part.shape[0]:
-        raise LayoutError(f"{part.name} has {part.shape[0]} rows, and its sections have {sum(sizes)}.")
+    if sum(sizes) != part.shape[dim]:
+        raise LayoutError(f"{part.name} has {part.shape[dim]} features, and its sections have {sum(sizes)}.")
     pieces, start, first = [], 0, 0
-    for section in sizes:
-        replicas_of(section, mesh.tp, part.name, may_share=False)
-        size = (section // mesh.tp, *part.shape[1:])
-        offset = (first + mesh.rank("tp") * size[0],) + (0,) * (len(size) - 1)
-        pieces.append(ShardPiece(part.name, part.shape, offset, size, start))
+    for section, count in zip(sizes, units or sizes, strict=True):
+        replicas = replicas_of(count, mesh.tp, part.name, may_share=bool(units) and count < max(units))
+        axis, size, offset = f"tp%{replicas}", list(part.shape), [0] * len(part.shape)
+        size[dim] = section * replicas // mesh.tp
+        offset[dim] = first + mesh.rank(f"tp/{replicas}") * size[dim]
+        partial, owner = (axis,) if replicas > 1 else (), mesh.rank(axis) == 0
+        pieces.append(ShardPiece(part.name, part.shape, tuple(offset), tuple(size), start, partial, owner))
         start, first = pieces[-1].stop, first + section
-    return ShardSpec(tuple(pieces), (sum(p.size[0] for p in pieces), *part.shape[1:]))
+    if dim and len({piece.size for piece in pieces}) > 1:
+        raise LayoutError(f"{part.name} has sections of different sizes along dim {dim}, which cannot be one tensor.")
+    rows = sum(piece.size[0] for piece in pieces)
+    return ShardSpec(tuple(pieces), (rows, *pieces[0].size[1:]))
 
 
 def along(parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: ParallelMesh, *, dim: int) -> ShardSpec:

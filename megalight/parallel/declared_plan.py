@@ -1,0 +1,164 @@
+"""The plan that a model of ``transformers`` declares, translated.
+
+A declaration (``base_model_tp_plan``, ``_tp_plan``) names modules and says ``colwise`` or ``rowwise``. It does not say
+how many heads there are, or which counts a module reads. These are found in the modules: attention splits in whole
+heads, key heads are held by several ranks where there are fewer than ranks, and counts of heads become those of one
+rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from megalight.errors import LayoutError
+from megalight.parallel.structural_plan import COUNTS, KEY_COUNTS, Rules, refused_dropout
+from megalight.parallel.styles import (
+    Attributes,
+    Column,
+    HeadRegion,
+    Replicated,
+    Row,
+    SharedSlice,
+    Style,
+)
+
+SPLIT_ATTENTION = ("q_proj", "k_proj", "v_proj", "query_key_value", "q_b_proj", "kv_b_proj")
+"""Names of projections to heads, in a module that is an attention."""
+KEYS = ("k_proj", "v_proj")
+WHOLE = ("colwise_gather_output", "rowwise_split_input")
+"""A declaration for layers whose features cannot be divided where they stand: every rank computes them whole."""
+EXPERTS = ("moe_tp_experts", "moe_identity_expert", "all_reduce", "packed_colwise", "packed_rowwise")
+"""Declarations of stacked experts, which every rank holds whole."""
+
+
+def declares(model: nn.Module) -> bool:
+    """Return whether a model is one of ``transformers`` that declares how it splits."""
+    return bool(getattr(model, "_tp_plan", None)) and hasattr(model, "config")
+
+
+def declared_rules(model: nn.Module) -> Rules:
+    """Return the rules of attention, feed-forward layers and their norms, from a model's declaration.
+
+    Raises:
+        LayoutError: a declaration is unknown, or a number of heads cannot be told.
+    """
+    config: Any = getattr(model, "config")  # noqa: B009
+    refused = refused_dropout(config.get_text_config() if hasattr(config, "get_text_config") else config)
+    declared: Mapping[str, str] = getattr(model, "_tp_plan")  # noqa: B009
+    patterns = [(re.compile(re.escape(glob).replace(r"\*", r"\d+")), kind) for glob, kind in declared.items()]
+    rules: Rules = {}
+    modules = dict(model.named_modules())
+    kinds = {name: kind for name in modules if (kind := _kind(name, patterns)) is not None}
+    for name, module in modules.items():
+        if (kind := kinds.get(name)) is not None and name not in rules:
+            rules |= _rules(name, module, kind, kinds, modules)
+        if _is_split_activation(name, module, kinds):
+            rules[name] = HeadRegion()
+        per_head = {local: 0 for local in module._parameters if _kind(f"{name}.{local}", patterns) == "colwise"}
+        if (found := _attention(module, name, kinds, per_head)) is not None:
+            rules[name] = (*refused, found)
+    return rules
+
+
+def _is_split_activation(name: str, module: nn.Module, kinds: Mapping[str, str]) -> bool:
+    """Return whether a module is an activation with single numbers as weights, on features of which a rank has a part.
+
+    Each rank's gradient of such a number is then one term of a sum, as that of a norm of heads is.
+    """
+    outer, _, local = name.rpartition(".")
+    numbers = [parameter.numel() == 1 for parameter in module.parameters()]
+    return local == "act_fn" and kinds.get(f"{outer}.up_proj") == "colwise" and bool(numbers) and all(numbers)
+
+
+def _kind(name: str, patterns: list[tuple[re.Pattern[str], str]]) -> str | None:
+    return next((kind for pattern, kind in patterns if pattern.fullmatch(name)), None)
+
+
+def _rules(
+    name: str, module: nn.Module, kind: str, kinds: Mapping[str, str], modules: Mapping[str, nn.Module]
+) -> Rules:
+    outer, _, local = name.rpartition(".")
+    if kind == "colwise":
+        units = _units(name, module, modules[outer])
+        return {name: Column(units=units, shared=local in KEYS, tokens="whole")}
+    if kind == "rowwise":
+        return {name: Row()}
+    if kind == "embedding_rowwise":  # split with the output layer
+        return {}
+    if kind == "replicated_with_grad_allreduce":
+        whole = kinds.get(f"{outer}.q_proj", "colwise") != "colwise"
+        return {name: Replicated() if whole else HeadRegion()}
+    if kind == "mla_kv_a_proj":
+        return {name: SharedSlice(int(modules[outer].qk_rope_head_dim))}  # type: ignore[arg-type]
+    if kind in WHOLE or kind in EXPERTS:
+        down = f"{outer}.down_proj"
+        if local == "gate_up_proj" and kinds.get(down) == "rowwise_split_input":
+            both = module, modules[down]
+            # Two halves, whose product the second layer reads.
+            if all(isinstance(each, nn.Linear) for each in both) and _rows(module) == 2 * _columns(modules[down]):
+                half = _columns(modules[down])
+                return {name: Column(sizes=(half, half), tokens="whole"), down: Row()}
+        return {name: Replicated()}
+    raise LayoutError(
+        f"{name} ({type(module).__name__}) declares {kind!r} to be its way to split, which is not known; pass plan=... "
+        "to the strategy."
+    )
+
+
+def _rows(module: nn.Module) -> int:
+    """Return the output features of a linear layer."""
+    return int(module.get_parameter("weight").shape[0])
+
+
+def _columns(module: nn.Module) -> int:
+    """Return the input features of a linear layer."""
+    return int(module.get_parameter("weight").shape[1])
+
+
+def _units(name: str, module: nn.Module, outer: nn.Module) -> int | None:
+    """Return the number of heads that the outputs of a projection consist of; None: it is no projection to heads."""
+    local = name.rpartition(".")[2]
+    head_dim = next((int(d) for a in ("head_dim", "head_size") if (d := getattr(outer, a, None))), None)
+    head_dim = int(outer.v_head_dim) if local == "v_proj" and hasattr(outer, "v_head_dim") else head_dim  # type: ignore[arg-type]
+    rows = _rows(module)
+    if local in ("q_b_proj", "kv_b_proj") or (local == "q_proj" and hasattr(outer, "qk_head_dim")):
+        return int(outer.num_heads)  # type: ignore[arg-type]
+    if local == "query_key_value":
+        return int(outer.config.num_attention_heads)  # type: ignore[union-attr, arg-type]
+    if local not in SPLIT_ATTENTION and not (head_dim and hasattr(outer, "q_proj")):
+        return None
+    if head_dim is None or rows % head_dim:
+        heads = _count(outer, COUNTS)
+        if heads and rows == heads:  # one number for each head, such as a gate
+            return heads
+        raise LayoutError(
+            f"{name}: {rows} features are no heads of {head_dim} features, so that it is not known how they split over "
+            "ranks; pass plan=... to the strategy, or set tp=1."
+        )
+    return rows // head_dim
+
+
+def _count(module: nn.Module, names: tuple[str, ...]) -> int | None:
+    return next((v for name in names if isinstance(v := vars(module).get(name), int)), None)
+
+
+def _attention(module: nn.Module, name: str, kinds: Mapping[str, str], per_head: Mapping[str, int]) -> Style | None:
+    """Return how the counts of an attention whose heads are divided change; None: it is none."""
+    divided = [local for local in SPLIT_ATTENTION if kinds.get(f"{name}.{local}") == "colwise"]
+    if not divided:
+        return None
+    own = vars(module)
+    keys = _count(module, KEY_COUNTS)
+    if "k_proj" in divided:
+        head_dim = getattr(module, "head_dim", None)
+        keys = _rows(module.get_submodule("k_proj")) // head_dim if head_dim else keys
+    return Attributes(
+        divide=tuple(each for each in COUNTS if isinstance(own.get(each), int)),
+        at_least_one=tuple(each for each in KEY_COUNTS if isinstance(own.get(each), int)),
+        per_unit={"num_key_value_groups": keys} if keys and isinstance(own.get("num_key_value_groups"), int) else {},
+        per_head=per_head,
+    )

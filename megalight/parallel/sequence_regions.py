@@ -1,0 +1,196 @@
+"""Sequence parallelism for a plan of foreign layers: where hidden states ``[B, S, h]`` are whole, and where shares.
+
+Between the first and the last layer of a stack, ranks hold shares of the tokens. Attention and feed-forward layers
+gather them, and their last projections scatter the sum. Norms, dropout and linear layers compute with shares, so that
+gradients of their weights are summed over ranks. A module that is none of these (a convolution, a router with its
+experts) gets all tokens, computes the same on every rank, and its output is cut again: right whatever it computes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from torch import nn
+
+from megalight.parallel.structural_plan import Rules, names_read
+from megalight.parallel.styles import (
+    Attributes,
+    Boundary,
+    Column,
+    ConvColumn,
+    ConvRow,
+    Dropout,
+    HeadRegion,
+    Refused,
+    Replicated,
+    Row,
+    SequenceRegion,
+    Style,
+)
+
+STATES = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
+"""Arguments of an attention that looks at other tokens besides its first input: all of them, on every rank."""
+
+MIXES = {"roll", "flip", "cumsum", "conv1d"}
+"""Calls by which a layer mixes tokens outside of the modules in it."""
+RESHAPES = {"reshape", "view", "flatten"}
+"""Calls after which a linear layer of the layer itself may not see ``[B, S, h]``, whose dim 1 it would gather."""
+
+
+def with_sequence_regions(model: nn.Module, rules: Rules) -> Rules:
+    """Return the rules with those that sequence parallelism needs; without it, they change nothing."""
+    modules = dict(model.named_modules())
+    found = _Regions(modules, {name: styles(each) for name, each in rules.items() if isinstance(name, str)})
+    stacks = [(name, each) for name, each in modules.items() if isinstance(each, nn.ModuleList)]
+    outer: list[str] = []
+    for name, stack in stacks:
+        layers = [f"{name}.{index}" for index in range(len(stack)) if f"{name}.{index}" in modules]
+        inside = any(name.startswith(f"{each}.") for each in outer)
+        if inside or not any(found.divided(layer) for layer in layers):
+            continue
+        outer.append(name)
+        for layer in layers:
+            found.layer(layer)
+        found.add(layers[0], Boundary(enter="split"))
+        found.add(layers[-1], Boundary(leave="join"))
+    for name, module in modules.items():
+        if name not in found.rules and any(p is not None for p in module._parameters.values()):
+            found.rules[name] = (Replicated(),)
+    return {name: each[0] if len(each) == 1 else each for name, each in found.rules.items()}
+
+
+def styles(found: Style | str | tuple[Style | str, ...]) -> tuple[Style, ...]:
+    """Return a rule's styles as a tuple."""
+    return tuple(each for each in (found if isinstance(found, tuple) else (found,)) if isinstance(each, Style))
+
+
+class _Regions:
+    """The rules of a model's modules, to which those of sequence parallelism are added layer by layer."""
+
+    def __init__(self, modules: Mapping[str, nn.Module], rules: dict[str, tuple[Style, ...]]) -> None:
+        self.modules = modules
+        self.rules = rules
+
+    def has(self, name: str, *kinds: type[Style]) -> bool:
+        return any(isinstance(style, kinds) for style in self.rules.get(name, ()))
+
+    def inside(self, name: str) -> Iterator[tuple[str, nn.Module]]:
+        for local, module in self.modules[name].named_modules():
+            if local and f"{name}.{local}" in self.modules:
+                yield f"{name}.{local}", module
+
+    def divided(self, name: str) -> bool:
+        """Return whether a layer of a module is split over ranks."""
+        return any(self.has(each, Column, Row, ConvColumn, ConvRow) for each, _ in self.inside(name))
+
+    def add(self, name: str, *found: Style) -> None:
+        """Add styles around those that a module has: the boundary of a layer, whose modules keep their own."""
+        self.rules[name] = (*found, *self.rules.get(name, ()))
+
+    def layer(self, name: str) -> None:
+        """Give rules to a layer of a stack, or one that refuses sequence parallelism."""
+        module = self.modules[name]
+        direct = any(self.has(f"{name}.{local}", Column, ConvColumn) for local in module._modules)
+        if found := sorted(names_read(module) & (MIXES | RESHAPES if direct else MIXES)):
+            reason = f"calls {found[0]} on hidden states itself, which may mix tokens; turn sequence parallelism off."
+            self.add(name, Refused(reason, sequence_parallel=True))
+        drawn = [each for each, p in vars(module).items() if "drop" in each and isinstance(p, float) and p]
+        if drawn:
+            reason = (
+                f"draws {drawn[0]}={getattr(module, drawn[0])} itself, and would draw one mask for different tokens; "
+                "set it to 0, or turn sequence parallelism off."
+            )
+            self.add(name, Refused(reason, sequence_parallel=True))
+        self.visit(name)
+
+    def children(self, name: str) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the modules in a module, but not one that is in another place too, and has its name there."""
+        for local, child in self.modules[name].named_children():
+            if f"{name}.{local}" in self.modules:
+                yield f"{name}.{local}", child
+
+    def visit(self, name: str) -> None:
+        """Give rules to a module that gets this rank's share of the tokens."""
+        module = self.modules[name]
+        if any(p is not None for p in module._parameters.values()):
+            self.add(name, SequenceRegion())
+        for each, child in self.children(name):
+            if self.has(each, Column, ConvColumn):
+                # The layer gathers the tokens itself.
+                self.rules[each] = tuple(
+                    replace(s, tokens="share") if isinstance(s, Column | ConvColumn) else s for s in self.rules[each]
+                )
+            elif self.has(each, Row, ConvRow):
+                continue
+            elif self.gathers(each):
+                self.region(each)
+            elif not any(True for _ in child.parameters()):
+                if isinstance(child, nn.Dropout):
+                    self.rules.setdefault(each, (Dropout(),))
+            elif _by_token(child) and each not in self.rules:
+                self.rules[each] = (SequenceRegion(),)
+            elif self.opens(each):
+                self.visit(each)
+            else:
+                self.whole(each)
+
+    def gathers(self, name: str) -> bool:
+        """Return whether a module is an attention, or a feed-forward layer with all of its layers."""
+        children = [each for each, _ in self.children(name)]
+        columns = any(self.has(each, Column, ConvColumn) for each in children)
+        return self.has(name, Attributes) or (columns and any(self.has(each, Row, ConvRow) for each in children))
+
+    def region(self, name: str) -> None:
+        """Gather the tokens for a module whose first layers split features, and whose last one scatters the sum."""
+        known = (Column, Row, ConvColumn, ConvRow, HeadRegion)
+        inner = [
+            (each, child) for each, child in self.inside(name) if any(p is not None for p in child._parameters.values())
+        ]
+        others = [each for each, _ in inner if not self.has(each, *known)]
+        own = any(p is not None for p in self.modules[name]._parameters.values())
+        arguments = inspect.signature(self.modules[name].forward).parameters
+        first = not others and not own and not any(each in arguments for each in STATES)
+        for each, child in self.inside(name):
+            if self.has(each, Column, ConvColumn) and first:
+                self.rules[each] = tuple(
+                    replace(s, tokens="gathered") if isinstance(s, Column | ConvColumn) else s for s in self.rules[each]
+                )
+            if isinstance(child, nn.Dropout):
+                self.rules.setdefault(each, (Dropout(),))
+        for each in others:
+            self.rules.setdefault(each, (Replicated(),))
+        self.add(name, Boundary(enter="gather" if first else "join"))
+
+    def opens(self, name: str) -> bool:
+        """Return whether a module's own modules can be visited: split layers are in it, and nothing that is unknown."""
+        if not self.divided(name):
+            return False
+        for each, child in self.children(name):
+            plain = not any(True for _ in child.parameters()) or _by_token(child)
+            split = self.has(each, Column, Row, ConvColumn, ConvRow) or self.gathers(each)
+            if not plain and not split and not self.opens(each):
+                return False
+        return True
+
+    def whole(self, name: str) -> None:
+        """Let every rank compute a module with all tokens, and take its share of the output."""
+        for each, child in self.inside(name):
+            if self.has(each, Row, ConvRow):
+                self.rules[each] = tuple(
+                    replace(s, scatter_output=False) if isinstance(s, Row | ConvRow) else s for s in self.rules[each]
+                )
+            elif any(p is not None for p in child._parameters.values()):
+                self.rules.setdefault(each, (Replicated(),))
+        if any("bias" in local for local in self.modules[name]._parameters):
+            reason = "may hand out its bias, for tokens of which ranks hold shares; turn sequence parallelism off."
+            self.add(name, Refused(reason, sequence_parallel=True))
+        self.add(name, Boundary(enter="join", leave="split"))
+
+
+def _by_token(module: nn.Module) -> bool:
+    """Return whether a module computes each token's output from that token alone: a norm, or a linear layer."""
+    return isinstance(module, nn.Linear) or (
+        "norm" in type(module).__name__.lower() and not len(list(module.children()))
+    )
