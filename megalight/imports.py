@@ -27,6 +27,9 @@ EXTRAS = {
     "huggingface_hub": "hub",
     "datasets": "hub",
     "lm_eval": "evaluate",
+    "fastapi": "serve",
+    "uvicorn": "serve",
+    "prometheus_client": "serve",
 }
 """Import name of an optional package -> the pip extra of Megalight that installs it."""
 

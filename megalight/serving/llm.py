@@ -537,6 +537,11 @@ class AsyncLLM:
         async for output in self.submit(request):
             yield output
 
+    @property
+    def unfinished(self) -> int:
+        """Number of requests that run or wait."""
+        return len(self._streams)
+
     async def suspend(self) -> None:
         """Give the memory of the cache back. Requests keep their tokens, and wait."""
         await self._between_steps(lambda loop: loop.engine.suspend())

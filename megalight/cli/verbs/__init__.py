@@ -22,6 +22,7 @@ VERBS = (
         "generate",
         "evaluate",
         "chat",
+        "serve",
         "acceptance",
         "adapters",
         "merge",

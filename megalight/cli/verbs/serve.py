@@ -1,0 +1,122 @@
+"""``megalight serve CKPT``: answer requests over HTTP, in OpenAI's form."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from megalight.cli.verbs import add_weights_keys
+from megalight.errors import ConfigurationError
+
+KEY = "MEGALIGHT_API_KEY"
+
+
+def describe() -> str:
+    """Return the line for the overview."""
+    return "answer requests over HTTP, in the form of OpenAI's API"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument(
+        "checkpoint",
+        help="a checkpoint, a run's folder (its newest one), a folder of transformers, or a name: Qwen/Qwen3-0.6B",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="where to listen (default: this machine alone)")
+    parser.add_argument("--port", type=int, default=8000, help="0 is any that is free (default: 8000)")
+    parser.add_argument("--name", help="the model's name in the API (default: the folder's)")
+    parser.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        help=f"a key that clients send; repeat for several (default: {KEY}). Other machines need one",
+    )
+    for option, kind, what in (
+        ("max-choices", int, "completions of a request: its prompts times n (default: 64)"),
+        ("max-queue", int, "completions that run and wait; more get 429 (default: 1024)"),
+        ("max-body-bytes", int, "bytes of a body; more get 413 (default: 4 MiB)"),
+        ("max-concurrency", int, "requests of a key at a time (default: any)"),
+        ("max-per-minute", int, "requests of a key in a minute (default: any)"),
+        ("first-token-timeout", float, "seconds until a first token; then 503 (default: any)"),
+        ("idle-timeout", float, "seconds in which a client reads a part of a stream (default: 60)"),
+        ("drain-timeout", int, "seconds for requests that run when the server ends (default: 60)"),
+        ("cache-tokens", int, "tokens for which the cache has room (default: 65536)"),
+        ("max-sequences", int, "sequences that run at once (default: 64)"),
+        ("step-tokens", int, "tokens of a step; longer prompts run in parts (default: 512)"),
+    ):
+        parser.add_argument(f"--{option}", type=kind, help=what)
+    parser.add_argument("--tokenizer", help="tokenizer, or its name, to use instead of the one in the checkpoint")
+    parser.add_argument(
+        "--base", help="for a checkpoint of adapters: the weights that training began with, or a run's folder"
+    )
+    add_weights_keys(parser)
+    parser.add_argument("--adapter", help="which adapter computes, for a checkpoint of several (default: the last one)")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="dtype of the weights (default: as saved)"
+    )
+
+
+LIMITS = {
+    "max_choices": "choices",
+    "max_queue": "queue",
+    "max_body_bytes": "body_bytes",
+    "max_concurrency": "concurrency",
+    "max_per_minute": "per_minute",
+    "first_token_timeout": "first_token_seconds",
+    "idle_timeout": "idle_seconds",
+}
+"""Options -> fields of ``Limits``."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until SIGTERM or Ctrl-C."""
+    from megalight.cli.checkpoints import model_paths
+    from megalight.imports import require
+
+    path, tokenizer, base = model_paths(arguments)
+    for name in (*LIMITS, "drain_timeout"):
+        if (value := getattr(arguments, name)) is not None and not value >= 1:
+            raise ConfigurationError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
+    require("fastapi", "megalight serve")
+    require("uvicorn", "megalight serve")
+    require("prometheus_client", "megalight serve")
+
+    import torch  # after the checks: importing it takes seconds
+
+    from megalight.serving.llm import AsyncLLM, EngineOptions, ServedModel
+    from megalight.serving.server import Limits, check_host, serve
+
+    keys = arguments.api_key or [key for key in [os.environ.get(KEY)] if key]
+    check_host(arguments.host, keys)
+    sizes = {name: getattr(arguments, name) for name in ("cache_tokens", "max_sequences", "step_tokens")}
+    served = ServedModel.from_checkpoint(
+        path,
+        device=arguments.device,
+        options=EngineOptions(**{name: value for name, value in sizes.items() if value is not None}),
+        tokenizer=tokenizer,
+        base=base,
+        dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
+        keys=arguments.weights_keys,
+        adapter=arguments.adapter,
+    )
+    limits = {field: value for name, field in LIMITS.items() if (value := getattr(arguments, name)) is not None}
+    name = arguments.name or Path(os.fspath(arguments.checkpoint)).name
+    host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
+
+    def ready(port: int) -> None:
+        print(f"megalight serve: {name} at http://{host}:{port}", file=sys.stderr, flush=True)
+
+    serve(
+        AsyncLLM.of(served),
+        name,
+        host=arguments.host,
+        port=arguments.port,
+        keys=keys,
+        limits=Limits(**limits),
+        drain_seconds=arguments.drain_timeout or 60,
+        ready=ready,
+    )
+    return 0

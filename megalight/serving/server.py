@@ -1,0 +1,647 @@
+"""A server that speaks OpenAI's API: routes, streams, API keys and limits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import ipaddress
+import json
+import logging
+import signal
+import socket
+import time
+import uuid
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import fastapi
+import uvicorn
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from megalight import __version__
+from megalight.errors import ConfigurationError, DataError, MegalightError, integer
+from megalight.serving.asynchronous import Queue
+from megalight.serving.engine_loop import EngineOutput, EngineRequest
+from megalight.serving.llm import AsyncLLM
+from megalight.serving.metrics import Metrics
+from megalight.serving.openai import (
+    COMPLETION_TOKENS,
+    Answer,
+    APIError,
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    refused,
+)
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+OPEN = ("/health",)
+"""Routes that answer without a key: they say nothing of the model."""
+CLOSED_REQUEST = 499
+"""The status of a request whose client has gone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a server accepts. Seconds and numbers are at least 1.
+
+    Attributes:
+        body_bytes: bytes of a body; more are refused with 413.
+        body_seconds: time in which a body must have come; then 408.
+        choices: completions of a request: its prompts times ``n``.
+        queue: completions in the engine, running and waiting; more are refused with 429.
+        concurrency: requests of a key at a time; None: any.
+        per_minute: requests of a key in a minute; None: any.
+        first_token_seconds: time in which a first token must come; then 503. None: any.
+        idle_seconds: time in which a client must read a part of a stream; then it ends.
+    """
+
+    body_bytes: int = 4 * 2**20
+    body_seconds: float = 30
+    choices: int = 64
+    queue: int = 1024
+    concurrency: int | None = None
+    per_minute: int | None = None
+    first_token_seconds: float | None = None
+    idle_seconds: float = 60
+
+
+class Keys:
+    """The API keys, and what each of them may do at a time.
+
+    Args:
+        keys: the keys; none: everyone may use the server, as one client.
+    """
+
+    def __init__(self, keys: Sequence[str], limits: Limits) -> None:
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._limits = limits
+        self._running: defaultdict[bytes, int] = defaultdict(int)
+        self._times: defaultdict[bytes, deque[float]] = defaultdict(deque)
+
+    def client(self, authorization: str) -> bytes:
+        """Return the client of a header.
+
+        Raises:
+            APIError: it has no key, or a wrong one.
+        """
+        if not self._digests:
+            return b""
+        scheme, _, key = authorization.partition(" ")
+        digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
+        # All of them, so that the time says nothing of the keys.
+        same = [hmac.compare_digest(digest, each) for each in self._digests]
+        if scheme.lower() != "bearer" or not any(same):
+            raise APIError(
+                401, "the API key is missing or wrong; send it as Authorization: Bearer KEY.", None, "invalid_api_key"
+            )
+        return digest
+
+    @contextmanager
+    def admitted(self, client: bytes) -> Iterator[None]:
+        """Surround a request of a client.
+
+        Raises:
+            APIError: it has too many.
+        """
+        limits, now, times = self._limits, time.monotonic(), self._times[client]
+        if limits.per_minute is not None:
+            while times and times[0] <= now - 60:
+                times.popleft()
+            if len(times) >= limits.per_minute:
+                wait = int(times[0] + 60 - now) + 1
+                raise APIError(
+                    429, f"this key has {limits.per_minute} requests a minute; wait.", None, "rate_limit_exceeded", wait
+                )
+            times.append(now)
+        if limits.concurrency is not None and self._running[client] >= limits.concurrency:
+            raise APIError(
+                429,
+                f"this key has {limits.concurrency} requests at a time; wait for one.",
+                None,
+                "concurrency_limit",
+                1,
+            )
+        self._running[client] += 1
+        try:
+            yield
+        finally:
+            self._running[client] -= 1
+
+
+@dataclass
+class Gate:
+    """The ASGI layer in front of all routes: keys, sizes and times of bodies, clients that read too slowly."""
+
+    app: ASGIApp
+    keys: Keys
+    limits: Limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        try:
+            client = b""
+            if scope["path"] not in OPEN:
+                client = self.keys.client(headers.get(b"authorization", b"").decode("latin-1"))
+            length = headers.get(b"content-length", b"0")
+            if not length.isdigit() or int(length) > self.limits.body_bytes:
+                raise self._too_large()
+            with self.keys.admitted(client) if scope["path"].startswith("/v1/") else contextlib.nullcontext():
+                await self.app(scope, self._bounded(receive), self._patient(send))
+        except APIError as error:
+            await _response(error)(scope, receive, send)
+
+    def _too_large(self) -> APIError:
+        return APIError(413, f"the body has more than {self.limits.body_bytes} bytes; send less.")
+
+    def _bounded(self, receive: Receive) -> Receive:
+        read, deadline, whole = 0, time.monotonic() + self.limits.body_seconds, False
+
+        async def bounded() -> Message:
+            nonlocal read, whole
+            if whole:
+                return await receive()
+            try:
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    message = await receive()
+            except TimeoutError as error:
+                raise APIError(408, f"the body has not come within {self.limits.body_seconds:g} seconds.") from error
+            read += len(message.get("body", b""))
+            if read > self.limits.body_bytes:
+                raise self._too_large()
+            whole = not message.get("more_body", False)
+            return message
+
+        return bounded
+
+    def _patient(self, send: Send) -> Send:
+        async def patient(message: Message) -> None:
+            try:
+                async with asyncio.timeout(self.limits.idle_seconds):
+                    await send(message)
+            except TimeoutError as error:
+                # As if it had gone: the request is aborted, and its blocks are free.
+                raise OSError("the client has stopped reading") from error
+
+        return patient
+
+
+def _response(error: APIError) -> JSONResponse:
+    headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(error.body, error.status, headers)
+
+
+@dataclass
+class Routes:
+    """The routes of a server.
+
+    Attributes:
+        llm: completes prompts.
+        name: the model's name.
+        limits: what is accepted.
+    """
+
+    llm: AsyncLLM
+    name: str
+    limits: Limits
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(self.llm, self.name)
+
+    async def health(self) -> Response:
+        """Say that the process lives."""
+        return JSONResponse({"status": "ok"})
+
+    async def ready(self) -> Response:
+        """Say whether requests are accepted: 200, or 503."""
+        if self.llm.failure is not None:
+            raise APIError(503, "the engine has stopped.")
+        return JSONResponse({"status": "ready"})
+
+    async def metrics_page(self) -> Response:
+        """Return the metrics in the text format of Prometheus."""
+        return Response(self.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    def _model(self) -> dict[str, Any]:
+        longest = self.llm.served.model.config.max_sequence_length
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "megalight",
+            "max_model_len": longest,
+        }
+
+    async def models(self) -> Response:
+        """List the model."""
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, name: str) -> Response:
+        """Describe the model."""
+        self._check_name(name)
+        return JSONResponse(self._model())
+
+    async def tokenize(self, request: Request) -> Response:
+        """Return the token ids of a text or a conversation."""
+        body = TokenizeBody.read(await request.body())
+        if (body.prompt is None) == (body.messages is None):
+            raise APIError(400, "give prompt or messages, and not both.", "prompt")
+        self._check_name(body.model)
+        served = self.llm.served
+        with _refusing(body):
+            if body.messages is None:
+                ids = await asyncio.to_thread(served.ids_of, body.prompt or "")
+            else:
+                ids = await asyncio.to_thread(served.chat_ids, [each.values for each in body.messages])
+        return JSONResponse(
+            {"tokens": ids, "count": len(ids), "max_model_len": served.model.config.max_sequence_length}
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        """Return the text of token ids."""
+        body = DetokenizeBody.read(await request.body())
+        self._check_name(body.model)
+        return JSONResponse({"prompt": await asyncio.to_thread(self.llm.served.words.decode, body.tokens)})
+
+    async def completions(self, request: Request) -> Response:
+        """Complete prompts."""
+        body = CompletionBody.read(await request.body())
+        self._check_name(body.model)
+        prompts = body.prompts
+        self._check_count(len(prompts) * (body.n or 1))
+        with _refusing(body):
+            ids = [await asyncio.to_thread(self.llm.served.ids_of, each) for each in prompts]
+            limits = [body.max_tokens or min(COMPLETION_TOKENS, self.llm.served.room(each)) for each in ids]
+        return await self._answer(request, body, "cmpl", ids, limits, self.llm.served.ends)
+
+    async def chat(self, request: Request) -> Response:
+        """Answer a conversation."""
+        body = ChatBody.read(await request.body())
+        self._check_name(body.model)
+        self._check_count(body.n or 1)
+        served = self.llm.served
+        with _refusing(body):
+            ids = await asyncio.to_thread(served.chat_ids, [each.values for each in body.messages])
+            ends = served.ends | served.template_ends
+        limit = body.max_completion_tokens or body.max_tokens or served.room(ids)
+        return await self._answer(request, body, "chatcmpl", [ids], [limit], ends)
+
+    def _check_name(self, name: str | None) -> None:
+        if name is not None and name != self.name:
+            raise APIError(404, f"the model is called {self.name!r}; there is no other.", "model", "model_not_found")
+
+    def _check_count(self, count: int) -> None:
+        if count > self.limits.choices:
+            raise APIError(400, f"n: the request has {count} completions, and {self.limits.choices} are allowed.", "n")
+        if (waiting := self.llm.unfinished) + count > self.limits.queue:
+            raise APIError(
+                429, f"{waiting} completions run or wait already; send the request again.", None, "queue_full", 1
+            )
+
+    async def _answer(
+        self,
+        request: Request,
+        body: CompletionBody | ChatBody,
+        prefix: str,
+        prompts: Sequence[list[int]],
+        limits: Sequence[int],
+        ends: frozenset[int],
+    ) -> Response:
+        """Run the completions of a request, and answer when all have ended, or in chunks."""
+        if body.stream_options is not None and not body.stream:
+            raise APIError(400, "stream_options is for streams; set stream.", "stream_options")
+        if body.stream and body.wants_log_probs:
+            raise APIError(400, "logprobs are not served in streams; leave out stream or logprobs.", "logprobs")
+        name = f"{prefix}-{uuid.uuid4().hex}"
+        with _refusing(body):
+            each = body.n or 1
+            requests = [
+                EngineRequest(
+                    id=f"{name}-{place}",
+                    prompt=prompts[place // each],
+                    max_new_tokens=limits[place // each],
+                    sampling_params=body.sampling_params,
+                    ends={*(() if body.ignore_eos else ends), *(body.stop_token_ids or ())},
+                    stop=body.stops,
+                    seed=None if body.seed is None else body.seed + place,
+                    log_probs=body.wants_log_probs,
+                )
+                for place in range(each * len(prompts))
+            ]
+        answer = Answer(body, name, prompts, self.llm.served.words)
+        outputs = merged([self.metrics.measured(each) for each in requests])
+        # The first output decides: what the engine refuses is an error of the request, also of a stream.
+        try:
+            first = await while_connected(request.receive, self._first(outputs, body))
+        except BaseException:
+            await outputs.aclose()  # type: ignore[attr-defined]
+            raise
+        if body.stream:
+            return EventStream(self._chunks(answer, first, outputs, body))
+        async with aclosing(outputs):  # type: ignore[type-var]
+
+            async def rest() -> None:
+                answer.take(*first)
+                async for choice, output in outputs:
+                    answer.take(choice, output)
+
+            await while_connected(request.receive, rest())
+        return JSONResponse(answer.whole())
+
+    async def _first(self, outputs: AsyncIterator[tuple[int, EngineOutput]], body: Body) -> tuple[int, EngineOutput]:
+        with _refusing(body, lost=lambda: self.llm.failure is not None):
+            try:
+                async with asyncio.timeout(self.limits.first_token_seconds):
+                    return await anext(outputs)
+            except TimeoutError as error:
+                seconds = self.limits.first_token_seconds
+                raise APIError(
+                    503, f"no token has come within {seconds:g} seconds; try again.", None, "overloaded", 1
+                ) from error
+
+    async def _chunks(
+        self,
+        answer: Answer,
+        first: tuple[int, EngineOutput],
+        outputs: AsyncIterator[tuple[int, EngineOutput]],
+        body: CompletionBody | ChatBody,
+    ) -> AsyncIterator[str]:
+        """Yield the events of a stream. An error in the midst of it is the last one."""
+        try:
+            async with aclosing(outputs):  # type: ignore[type-var]
+                for chunk in answer.first_chunks():
+                    yield _event(chunk)
+                choice, output = first
+                while True:
+                    answer.take(choice, output)
+                    if (found := answer.chunk(choice, output)) is not None:
+                        yield _event(found)
+                    if (following := await anext(outputs, None)) is None:
+                        break
+                    choice, output = following
+            if body.wants_usage:
+                yield _event(answer.usage_chunk())
+        except APIError as error:
+            yield _event(error.body)
+        except MegalightError:
+            yield _event(APIError(503, "the engine has stopped; send the request again.").body)
+        yield "data: [DONE]\n\n"
+
+
+def _event(value: dict[str, Any]) -> str:
+    # In ASCII: some clients take U+2028 for the end of a line.
+    return f"data: {json.dumps(value)}\n\n"
+
+
+@contextmanager
+def _refusing(body: Body, lost: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Turn errors of this package into those of the API."""
+    try:
+        yield
+    except (ConfigurationError, DataError) as error:
+        raise refused(error, body) from error
+    except MegalightError as error:
+        raise APIError(503, "the engine has stopped; send the request again.", None, "unavailable", 1) from error
+
+
+async def merged(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T]]:
+    """Yield what several streams give, each with the stream's place. The first error ends all."""
+    queue = Queue[tuple[int, T | None, BaseException | None]]()
+
+    async def drain(place: int, stream: AsyncIterator[T]) -> None:
+        error: BaseException | None = None
+        try:
+            async with aclosing(stream):  # type: ignore[type-var]
+                async for item in stream:
+                    queue.put_nowait((place, item, None))
+        except BaseException as raised:
+            error = raised
+        queue.put_nowait((place, None, error))
+
+    tasks = [asyncio.create_task(drain(place, stream)) for place, stream in enumerate(streams)]
+    try:
+        left = len(tasks)
+        while left:
+            place, item, error = await queue.get()
+            if error is not None:
+                raise error
+            if item is None:
+                left -= 1
+            else:
+                yield place, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
+    """Return what work gives, and stop it when the client goes.
+
+    Raises:
+        APIError: the client has gone. Nobody reads it.
+    """
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise APIError(CLOSED_REQUEST, "the client has gone.")
+        return task.result()
+    finally:
+        for each in (task, watch):
+            each.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+class EventStream(StreamingResponse):
+    """Events that end when the client goes: at once, and not with the next event."""
+
+    def __init__(self, events: AsyncIterator[str]) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        async with aclosing(self._events):  # type: ignore[type-var]
+            with contextlib.suppress(APIError, OSError):
+                await while_connected(receive, self.stream_response(send))
+
+
+def app_of(llm: AsyncLLM, name: str, *, keys: Sequence[str] = (), limits: Limits | None = None) -> ASGIApp:
+    """Return the server as an ASGI app.
+
+    Args:
+        llm: completes prompts.
+        name: the model's name in the API.
+        keys: the API keys; none: everyone may use it.
+        limits: what is accepted.
+    """
+    limits = limits or Limits()
+    routes = Routes(llm, name, limits)
+    app = fastapi.FastAPI(title="Megalight", version=__version__, docs_url=None, redoc_url=None)
+    for path, route, body in (
+        ("/v1/completions", routes.completions, CompletionBody),
+        ("/v1/chat/completions", routes.chat, ChatBody),
+        ("/tokenize", routes.tokenize, TokenizeBody),
+        ("/detokenize", routes.detokenize, DetokenizeBody),
+    ):
+        # Bodies are read by the routes: FastAPI's reader recurses in deeply nested ones.
+        schema = {"required": True, "content": {"application/json": {"schema": _flat(body.model_json_schema())}}}
+        app.post(path, response_model=None, openapi_extra={"requestBody": schema})(route)
+    for path, get in (
+        ("/health", routes.health),
+        ("/ready", routes.ready),
+        ("/metrics", routes.metrics_page),
+        ("/v1/models", routes.models),
+        ("/v1/models/{name:path}", routes.model),
+    ):
+        app.get(path, response_model=None)(get)
+
+    async def told(_: Request, error: Exception) -> Response:
+        assert isinstance(error, APIError)
+        return _response(error)
+
+    async def unknown(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        what = "there is no such route" if error.status_code == 404 else str(error.detail)
+        return _response(APIError(error.status_code, f"{request.method} {request.url.path[:80]}: {what}."))
+
+    async def broken(_: Request, error: Exception) -> Response:
+        # uvicorn logs the traceback; the client gets none of it.
+        return _response(APIError(500, "the server has failed; its log says why."))
+
+    app.add_exception_handler(APIError, told)
+    app.add_exception_handler(HTTPException, unknown)
+    app.add_exception_handler(Exception, broken)
+    return Gate(app, Keys(keys, limits), limits)
+
+
+def _flat(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a JSON schema with its definitions in place, as OpenAPI has no ``$defs`` inside of a schema."""
+    definitions = schema.pop("$defs", {})
+
+    def placed(value: Any) -> Any:
+        if isinstance(value, dict):
+            if "$ref" in value:
+                return placed(definitions[value["$ref"].rpartition("/")[2]])
+            return {key: placed(each) for key, each in value.items()}
+        return [placed(each) for each in value] if isinstance(value, list) else value
+
+    found: dict[str, Any] = placed(schema)
+    return found
+
+
+def check_host(host: str, keys: Sequence[str]) -> None:
+    """Refuse to listen to other machines without a key.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    try:
+        loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = host == "localhost"
+    if not loopback and not keys:
+        raise ConfigurationError(
+            f"host (--host) is {host}, which other machines reach, and there is no API key; give one (--api-key, or "
+            "MEGALIGHT_API_KEY), or listen on 127.0.0.1."
+        )
+
+
+class _Server(uvicorn.Server):
+    """Ends with the code 0 after SIGTERM and Ctrl-C, when all streams have ended."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+
+def serve(
+    llm: AsyncLLM,
+    name: str,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    keys: Sequence[str] = (),
+    limits: Limits | None = None,
+    drain_seconds: int = 60,
+    ready: Callable[[int], None] = lambda port: None,
+) -> None:
+    """Serve until SIGTERM or Ctrl-C. Then no request is accepted, and those that run end first.
+
+    Args:
+        llm, name, keys, limits: see :func:`app_of`.
+        host: where it listens.
+        port: 0: any that is free.
+        drain_seconds: time after which requests that still run are aborted.
+        ready: called with the port when it listens.
+
+    Raises:
+        ConfigurationError: other machines reach the host, and there is no key; or the port is none, or taken.
+        MegalightError: a step of the engine has failed.
+    """
+    check_host(host, keys)
+    integer("port (--port)", port, 0, 65_535)
+    config = uvicorn.Config(
+        app_of(llm, name, keys=keys, limits=limits),
+        lifespan="off",
+        log_level="warning",
+        server_header=False,
+        timeout_graceful_shutdown=drain_seconds,
+    )
+    try:
+        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot listen on {host}:{port} ({error.strerror}); choose another --port."
+        ) from error
+
+    async def main() -> None:
+        server = _Server(config)
+
+        async def end_with_engine() -> None:
+            await llm.failed.wait()
+            server.should_exit = True
+
+        watch = asyncio.create_task(end_with_engine())
+        try:
+            ready(listener.getsockname()[1])
+            await server.serve([listener])
+        finally:
+            watch.cancel()
+            await llm.shutdown()
+
+    asyncio.run(main())
+    if llm.failure is not None:
+        raise MegalightError(f"the engine has stopped: {llm.failure}") from llm.failure

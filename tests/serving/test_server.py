@@ -1,0 +1,464 @@
+"""The server in OpenAI's form: ``openai``'s own client, what is refused, and what is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalight.errors import ConfigurationError
+from megalight.inference import SamplingParams
+from megalight.serving import LLM, AsyncLLM
+from megalight.serving.server import Limits, app_of, check_host, merged
+
+httpx = pytest.importorskip("httpx")
+openai = pytest.importorskip("openai")
+
+HELLO = [{"role": "user", "content": "hello"}]
+GREEDY: dict[str, Any] = {"model": "small", "temperature": 0, "max_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return LLM(folder, device="cpu")
+
+
+class Served:
+    """A server in this process."""
+
+    def __init__(self, folder: Path, keys: tuple[str, ...], limits: Limits | None) -> None:
+        self.llm = AsyncLLM(folder, device="cpu")
+        self.app = app_of(self.llm, "small", keys=keys, limits=limits)
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://server")
+        self.client = openai.AsyncOpenAI(
+            api_key="secret", base_url="http://server/v1", http_client=self.http, max_retries=0
+        )
+
+    async def post(self, path: str, body: Any, **headers: str) -> Any:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return await self.http.post(path, content=content, headers=headers)
+
+    def free(self) -> bool:
+        """Whether nothing is left in the engine."""
+        loop = self.llm.served.loop
+        return loop.idle and loop.engine.blocks.free == loop.engine.blocks.count and not self.llm.unfinished
+
+
+def run(
+    folder: Path, test: Callable[[Served], Coroutine[Any, Any, None]], keys: tuple[str, ...] = (), **limits: Any
+) -> None:
+    async def main() -> None:
+        served = Served(folder, keys, Limits(**limits) if limits else None)
+        try:
+            await asyncio.wait_for(test(served), 60)
+            for _ in range(100):
+                if served.free():
+                    break
+                await asyncio.sleep(0.02)
+            assert served.free(), "blocks are left"
+        finally:
+            await served.llm.shutdown()
+            await served.http.aclose()
+
+    asyncio.run(main())
+
+
+def test_the_client_of_openai_gets_what_python_gets(folder: Path, llm: LLM) -> None:
+    greedy = SamplingParams(temperature=0)
+    (chat,) = llm.chat(HELLO, greedy, max_new_tokens=12, log_probs=True)
+    plain = llm.generate(["naïve", "user"], greedy, max_new_tokens=12)
+
+    async def test(served: Served) -> None:
+        completions = served.client.chat.completions
+        answer = await completions.create(messages=HELLO, logprobs=True, **GREEDY)
+        choice = answer.choices[0]
+        assert (choice.message.content, choice.message.role, choice.index) == (chat.text, "assistant", 0)
+        assert choice.finish_reason == {"end": "stop", "length": "length"}[chat.reason]
+        assert [each.logprob for each in choice.logprobs.content] == pytest.approx(chat.log_probs)
+        assert answer.usage.to_dict(exclude_unset=False)["total_tokens"] == chat.usage["total_tokens"]
+        assert answer.usage.prompt_tokens_details.cached_tokens >= 0
+        stream = await completions.create(messages=HELLO, stream=True, stream_options={"include_usage": True}, **GREEDY)
+        chunks = [chunk async for chunk in stream]
+        assert chunks[0].choices[0].delta.role == "assistant"
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == chat.text
+        assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]][-1] == choice.finish_reason
+        assert chunks[-1].usage.completion_tokens == answer.usage.completion_tokens
+        assert {chunk.id for chunk in chunks} == {chunks[0].id}
+        assert chunks[0].object == "chat.completion.chunk"
+
+        both = await served.client.completions.create(prompt=["naïve", "user"], logprobs=0, **GREEDY)
+        assert [each.text for each in both.choices] == [each.text for each in plain]
+        assert len(both.choices[0].logprobs.token_logprobs) == len(plain[0].tokens)
+        assert both.usage.completion_tokens == sum(len(each.tokens) for each in plain)
+        texts = ["", ""]
+        async for chunk in await served.client.completions.create(prompt=["naïve", "user"], stream=True, **GREEDY):
+            texts[chunk.choices[0].index] += chunk.choices[0].text
+        assert texts == [each.text for each in plain]
+
+        listed = [model async for model in await served.client.models.list()]
+        assert [model.id for model in listed] == ["small"]
+        assert (await served.client.models.retrieve("small")).object == "model"
+
+    run(folder, test)
+
+
+def test_choices_seeds_stops_echo_and_ids(folder: Path, llm: LLM) -> None:
+    (whole,) = llm.generate("user: ", SamplingParams(temperature=0), max_new_tokens=20)
+    hot = SamplingParams(temperature=1.5, top_k=40, top_p=0.9)
+    seeded = [llm.generate("user: ", hot, max_new_tokens=6, seed=seed)[0] for seed in (7, 8, 9)]
+
+    async def test(served: Served) -> None:
+        create = served.client.completions.create
+        several = await create(
+            model="small",
+            prompt="user: ",
+            n=3,
+            seed=7,
+            temperature=1.5,
+            top_p=0.9,
+            max_tokens=6,
+            extra_body={"top_k": 40, "return_token_ids": True},
+        )
+        assert [choice.text for choice in several.choices] == [each.text for each in seeded]
+        assert [choice.token_ids for choice in several.choices] == [each.tokens for each in seeded]
+        assert several.usage.prompt_tokens == seeded[0].prompt_tokens, "a prompt counts once"
+        stop = whole.text[4:7]
+        stopped = await create(prompt="user: ", stop=[stop], echo=True, **{**GREEDY, "max_tokens": 20})
+        assert stopped.choices[0].text == "user: " + whole.text[: whole.text.index(stop)]
+        assert stopped.choices[0].finish_reason == "stop"
+        ended = await create(prompt="user: ", extra_body={"stop_token_ids": [whole.tokens[2]]}, **GREEDY)
+        assert ended.choices[0].finish_reason == "stop"
+        assert ended.usage.completion_tokens == whole.tokens.index(whole.tokens[2]) + 1
+        ids = (await served.post("/tokenize", {"prompt": "naïve 東京"})).json()["tokens"]
+        assert (await served.post("/detokenize", {"tokens": ids})).json() == {"prompt": "naïve 東京"}
+        chat = (await served.post("/tokenize", {"messages": HELLO})).json()
+        assert chat["count"] == len(llm.served.chat_ids(HELLO))
+        assert (await create(prompt=ids, **GREEDY)).choices == (await create(prompt="naïve 東京", **GREEDY)).choices
+
+    run(folder, test)
+
+
+BAD: list[tuple[dict[str, Any] | bytes, str, str | None]] = [
+    (b"", "JSON", None),
+    (b"[" * 100_000, "recursion", None),
+    (b'{"model":"small","prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "recursion", None),
+    (b'{"model":"small","prompt":"\\ud800"}', "JSON", None),
+    (b'{"model":"small","prompt":"a","stop":"\\udc00"}', "JSON", None),
+    (b'{"model":"small","prompt":"a","temperature":NaN}', "finite", "temperature"),
+    (b'{"model":"small","prompt":"a","temperature":1e999}', "finite", "temperature"),
+    (b"\xff\xfe", "JSON", None),
+    ({"prompt": "a"}, "model", "model"),
+    ({"model": "small"}, "prompt", "prompt"),
+    ({"model": "small", "prompt": []}, "empty", "prompt"),
+    ({"model": "small", "prompt": [[]]}, "empty", None),
+    ({"model": "small", "prompt": [99999]}, "vocabulary", None),
+    ({"model": "small", "prompt": [-1]}, "greater", "prompt"),
+    ({"model": "small", "prompt": [True]}, "valid", "prompt"),
+    ({"model": "small", "prompt": "a" * 3000}, "max_sequence_length", None),
+    ({"model": "small", "prompt": "a", "max_tokens": 10**9}, "max_sequence_length", None),
+    ({"model": "small", "prompt": "a", "max_tokens": 0}, "greater", "max_tokens"),
+    ({"model": "small", "prompt": "a", "n": 10**9}, "64 are allowed", "n"),
+    ({"model": "small", "prompt": ["a"] * 99}, "64 are allowed", "n"),
+    ({"model": "small", "prompt": "a", "n": 0}, "greater", "n"),
+    ({"model": "small", "prompt": "a", "temperature": -1}, "finite number, at least 0", "temperature"),
+    ({"model": "small", "prompt": "a", "temperature": "1"}, "number", "temperature"),
+    ({"model": "small", "prompt": "a", "top_p": 0}, "above 0", "top_p"),
+    ({"model": "small", "prompt": "a", "seed": -5}, "seed is -5", "seed"),
+    ({"model": "small", "prompt": "a", "stop": ""}, "none empty", "stop"),
+    ({"model": "small", "prompt": "a", "stop": ["x"] * 99}, "at most", "stop"),
+    ({"model": "small", "prompt": "a", "stop_token_ids": [99999]}, "99999", "stop_token_ids"),
+    ({"model": "small", "prompt": "a", "stream_options": {"include_usage": True}}, "set stream", "stream_options"),
+    ({"model": "small", "prompt": "a", "logprobs": 3}, "0 is served", "logprobs"),
+    ({"model": "small", "prompt": "a", "stream": True, "logprobs": 0}, "streams", "logprobs"),
+    ({"model": "small", "prompt": "a", "best_of": 4}, "not served", "best_of"),
+    ({"model": "small", "prompt": "a", "suffix": "b"}, "not served", "suffix"),
+    ({"model": "small", "prompt": "a", "templerature": 1}, "no parameter", None),
+    ({"model": "small", "messages": []}, "at least 1", "messages"),
+    ({"model": "small", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "", "messages"),
+    ({"model": "small", "messages": HELLO, "tools": [{"type": "function"}]}, "not served", "tools"),
+    ({"model": "small", "messages": HELLO, "response_format": {"type": "json_object"}}, "served", "response_format"),
+    ({"model": "small", "messages": HELLO, "top_logprobs": 5, "logprobs": True}, "not served", "top_logprobs"),
+]
+
+
+def test_what_is_wrong_is_an_error_with_the_field_and_the_rule(folder: Path) -> None:
+    async def test(served: Served) -> None:
+        for body, message, param in BAD:
+            chat = isinstance(body, dict) and "messages" in body
+            answer = await served.post("/v1/chat/completions" if chat else "/v1/completions", body)
+            assert answer.status_code == 400, (body if len(str(body)) < 200 else "long", answer.text)
+            error = answer.json()["error"]
+            assert (error["type"], error["param"]) == ("invalid_request_error", param), (body, error)
+            assert message in error["message"]
+            assert len(error["message"]) < 400
+            assert str(folder) not in answer.text
+        for path, body, status in (
+            ("/v1/completions", {"model": "gpt-4", "prompt": "a"}, 404),
+            ("/v1/nothing", {}, 404),
+            ("/v1/models", {}, 405),
+            ("/v1/completions", {"model": "small", "prompt": "a" * 5_000_000}, 413),
+            ("/tokenize", {}, 400),
+            ("/detokenize", {"tokens": [-1]}, 400),
+        ):
+            answer = await served.post(path, body)
+            assert (answer.status_code, answer.json()["error"]["type"]) == (status, "invalid_request_error")
+
+    run(folder, test)
+
+
+def test_a_stream_of_a_bad_request_is_no_stream(folder: Path) -> None:
+    async def test(served: Served) -> None:
+        with pytest.raises(openai.BadRequestError, match="max_sequence_length"):
+            await served.client.completions.create(prompt="a" * 500, stream=True, **GREEDY)
+
+    run(folder, test)
+
+
+def test_a_template_that_refuses_is_the_requests_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(served: Served) -> None:
+        words = served.llm.served.words
+        template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}x{{ 1/0 if 0 }}"
+        monkeypatch.setattr(words, "chat_template", template)
+        body = {"model": "small", "messages": [{"role": "system", "content": "a"}, *HELLO]}
+        answer = await served.post("/v1/chat/completions", body)
+        assert answer.status_code == 400
+        assert "no system" in answer.json()["error"]["message"]
+        monkeypatch.setattr(words, "chat_template", None)
+        served.llm.served.__dict__.pop("template", None)
+        answer = await served.post("/v1/chat/completions", {"model": "small", "messages": HELLO})
+        assert answer.status_code == 400
+        assert "no chat template" in answer.json()["error"]["message"]
+
+    run(folder, test)
+
+
+ROUTES = [
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/small"),
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("GET", "/ready"),
+    ("GET", "/metrics"),
+    ("GET", "/openapi.json"),
+    ("GET", "/nothing"),
+]
+
+
+def test_keys_are_needed_on_every_route(folder: Path) -> None:
+    async def test(served: Served) -> None:
+        app = served.app.app  # type: ignore[attr-defined]
+        known = {(method, route.path) for route in app.routes for method in route.methods - {"HEAD"}}
+        told = {(method, path.replace("/small", "/{name:path}")) for method, path in ROUTES[:-1]}
+        assert told | {("GET", "/health")} == known, "a new route needs a line in ROUTES"
+        for method, path in ROUTES:
+            for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}, {"Authorization": ""}):
+                answer = await served.http.request(method, path, headers=header)
+                assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+            answer = await served.http.request(method, path, headers={"Authorization": "Bearer secret"})
+            assert answer.status_code != 401
+        assert (await served.http.get("/health")).json() == {"status": "ok"}
+        assert (await served.client.completions.create(prompt="a", **GREEDY)).choices
+
+    run(folder, test, keys=("other", "secret"))
+    check_host("127.0.0.1", [])
+    check_host("::1", [])
+    check_host("localhost", [])
+    check_host("0.0.0.0", ["key"])
+    for host in ("0.0.0.0", "192.168.1.2", "::", "example.org"):
+        with pytest.raises(ConfigurationError, match="no API key"):
+            check_host(host, [])
+
+
+def test_too_many_requests_are_told_when_to_come_again(folder: Path) -> None:
+    async def test(served: Served) -> None:
+        body = {**GREEDY, "prompt": "user: ", "ignore_eos": True, "max_tokens": 60}
+        first = asyncio.create_task(served.post("/v1/completions", body, Authorization="Bearer a"))
+        await asyncio.sleep(0.03)
+        second = await served.post("/v1/completions", body, Authorization="Bearer a")
+        assert (second.status_code, second.json()["error"]["code"]) == (429, "concurrency_limit")
+        assert int(second.headers["Retry-After"]) >= 1
+        many = await served.post("/v1/completions", {**body, "n": 4}, Authorization="Bearer b")
+        assert (many.status_code, many.json()["error"]["code"]) == (429, "queue_full")
+        other = await served.post("/v1/completions", body, Authorization="Bearer b")
+        assert (await first).status_code == other.status_code == 200
+        third = await served.post("/v1/completions", body, Authorization="Bearer a")
+        assert (third.status_code, third.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+
+    run(folder, test, keys=("a", "b"), concurrency=1, per_minute=2, queue=4)
+
+
+def test_a_first_token_that_does_not_come_is_told(folder: Path) -> None:
+    async def test(served: Served) -> None:
+        await served.llm.suspend()
+        answer = await served.post("/v1/completions", {**GREEDY, "prompt": "a"})
+        assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_error")
+        await served.llm.resume()
+
+    run(folder, test, first_token_seconds=0.05)
+
+
+SCOPE = {
+    "type": "http",
+    "asgi": {"version": "3.0", "spec_version": "2.4"},
+    "http_version": "1.1",
+    "method": "POST",
+    "path": "/v1/completions",
+    "raw_path": b"/v1/completions",
+    "query_string": b"",
+    "root_path": "",
+    "scheme": "http",
+    "headers": [],
+    "server": ("server", 80),
+    "client": ("me", 1),
+}
+
+
+@asynccontextmanager
+async def asked(
+    served: Served, body: dict[str, Any], sent: list[Any], send: Any = None
+) -> AsyncIterator[asyncio.Event]:
+    """A request whose client goes when the event is set."""
+    gone, parts = asyncio.Event(), [{"type": "http.request", "body": json.dumps(body).encode()}]
+
+    async def receive() -> Any:
+        if parts:
+            return parts.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def keep(message: Any) -> None:
+        sent.append(message)
+
+    task = asyncio.create_task(served.app(dict(SCOPE), receive, send or keep))
+    yield gone
+    await asyncio.wait_for(task, 5)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_frees_its_blocks(folder: Path, stream: bool) -> None:
+    async def test(served: Served) -> None:
+        body = {**GREEDY, "prompt": ["a", "b"], "n": 2, "stream": stream, "ignore_eos": True, "max_tokens": 90}
+        sent: list[Any] = []
+        async with asked(served, body, sent) as gone:
+            while served.llm.served.loop.idle or (stream and len(sent) < 3):
+                await asyncio.sleep(0)
+            gone.set()
+        for _ in range(50):
+            if served.free():
+                break
+            await asyncio.sleep(0.01)
+        assert served.free()
+        assert b"DONE" not in b"".join(message.get("body", b"") for message in sent)
+        metrics = (await served.http.get("/metrics")).text
+        assert 'megalight_completions_total{model="small",reason="aborted"} 4.0' in metrics
+
+    run(folder, test)
+
+
+def test_a_client_that_reads_too_slowly_is_left(folder: Path) -> None:
+    async def test(served: Served) -> None:
+        async def stuck(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                await asyncio.sleep(60)
+
+        start = time.monotonic()
+        body = {**GREEDY, "prompt": "a", "stream": True, "ignore_eos": True, "max_tokens": 90}
+        async with asked(served, body, [], stuck):
+            pass
+        assert time.monotonic() - start < 5
+
+    run(folder, test, idle_seconds=0.1)
+
+
+def test_a_body_that_does_not_come_ends(folder: Path) -> None:
+    async def test(served: Served) -> None:
+        async def slow() -> AsyncIterator[bytes]:
+            for _ in range(100):
+                yield b'{"model":'
+                await asyncio.sleep(0.02)
+
+        answer = await served.http.post("/v1/completions", content=slow())
+        assert answer.status_code == 408
+
+        async def large() -> AsyncIterator[bytes]:
+            for _ in range(100):
+                yield b" " * 1000
+
+        answer = await served.http.post("/v1/completions", content=large())
+        assert answer.status_code == 413
+
+    run(folder, test, body_seconds=0.2, body_bytes=10_000)
+
+
+def test_an_error_of_the_engine_is_told_in_the_stream_and_by_ready(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(served: Served) -> None:
+        engine = served.llm.served.loop.engine
+        step, steps = engine.step, iter(range(5))
+
+        def fails() -> Any:
+            next(steps)
+            return step()
+
+        monkeypatch.setattr(engine, "step", fails)
+        assert (await served.http.get("/ready")).status_code == 200
+        answer = await served.post("/v1/completions", {**GREEDY, "prompt": "a", "stream": True, "ignore_eos": True})
+        assert answer.status_code == 200
+        assert "the engine has stopped" in answer.text
+        assert "Traceback" not in answer.text
+        assert (await served.http.get("/ready")).status_code == 503
+        assert (await served.post("/v1/completions", {**GREEDY, "prompt": "a"})).status_code == 503
+        served.llm.served.loop.abort_all()
+
+    run(folder, test)
+
+
+def test_metrics_count_what_was_done(folder: Path) -> None:
+    async def test(served: Served) -> None:
+        done = await served.client.completions.create(prompt="user: ", **GREEDY)
+        page = (await served.http.get("/metrics")).text
+        values = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
+        assert float(values['megalight_completion_tokens_total{model="small"}']) == done.usage.completion_tokens
+        assert float(values['megalight_prompt_tokens_total{model="small"}']) == done.usage.prompt_tokens
+        assert float(values['megalight_time_to_first_token_seconds_count{model="small"}']) == 1
+        assert (
+            float(values['megalight_time_between_tokens_seconds_count{model="small"}'])
+            == done.usage.completion_tokens - 1
+        )
+        assert values['megalight_requests_unfinished{model="small"}'] == "0.0"
+        assert values['megalight_cache_blocks_free{model="small"}'] == values['megalight_cache_blocks{model="small"}']
+
+    run(folder, test)
+
+
+def test_merged_streams_keep_their_order_and_end_with_the_first_error() -> None:
+    closed: list[str] = []
+
+    async def count(name: str, last: int, broken: bool = False) -> AsyncIterator[str]:
+        try:
+            for number in range(last):
+                await asyncio.sleep(0)
+                yield f"{name}{number}"
+            if broken:
+                raise ValueError(name)
+        finally:
+            closed.append(name)
+
+    async def main() -> None:
+        found = [item async for item in merged([count("a", 3), count("b", 5)])]
+        assert [item for place, item in found if place == 0] == ["a0", "a1", "a2"]
+        assert [item for place, item in found if place == 1] == ["b0", "b1", "b2", "b3", "b4"]
+        with pytest.raises(ValueError, match="c"):
+            [item async for item in merged([count("c", 2, True), count("d", 99)])]
+        assert {*closed} == {"a", "b", "c", "d"}
+
+    asyncio.run(main())
