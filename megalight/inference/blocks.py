@@ -69,6 +69,11 @@ class BlockPool:
         """Number of blocks that no slot has."""
         return len(self._free)
 
+    @property
+    def used(self) -> list[int]:
+        """The blocks that slots have, or that can be found."""
+        return sorted({block for table in self.tables for block in table} | self.prefixes.blocks)
+
     def holding(self, tokens: int) -> int:
         """Return how many blocks hold so many tokens of one sequence."""
         return -(-tokens // self.size)
@@ -206,6 +211,11 @@ class PrefixCache:
         self.snapshots = StateSnapshots(entries)
         self._first: _Parts = {}
         self._parts: dict[int, _BlockTokens] = {}
+
+    @property
+    def blocks(self) -> set[int]:
+        """All that can be found."""
+        return {*self._parts}
 
     def __contains__(self, block: int) -> bool:
         """Whether the block can be found."""

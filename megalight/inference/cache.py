@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,50 +13,57 @@ from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError, DataError
 from megalight.inference.blocks import BlockPool
+from megalight.parallel.host_memory import host_memory
 from megalight.types import PackedSequences, Pages
 
 
-class TokenBlocks:
+class Form(NamedTuple):
+    """The form of a row, or of an entry."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class _Pool:
+    """``count`` rows or entries, one tensor on the device.
+
+    Attributes:
+        stored: ``[count, *shape]``.
+        kept: a part of them, on the host.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.stored: Tensor | None = None
+        self.kept: Tensor | None = None
+
+    def _all(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        if self.stored is None:
+            # The whole pool at once, so that addresses stay fixed.
+            self.stored = torch.empty(self.count, *shape, dtype=like.dtype, device=like.device)
+        return self.stored
+
+
+class TokenBlocks(_Pool):
     """A pool with one row per token, in the blocks of the cache."""
-
-    def __init__(self, blocks: BlockPool) -> None:
-        self._blocks = blocks
-        self._rows: Tensor | None = None
-
-    def drop(self) -> None:
-        """Give the memory back."""
-        self._rows = None
 
     def rows(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Return the pool ``[(blocks.count + 1) * blocks.size, *shape]``. The last block is a dummy."""
-        if self._rows is None:
-            # The whole pool at once, so that addresses stay fixed.
-            count = (self._blocks.count + 1) * self._blocks.size
-            self._rows = torch.empty(count, *shape, dtype=like.dtype, device=like.device)
-        return self._rows
+        return self._all(shape, like)
 
 
-class SlotEntries:
+class SlotEntries(_Pool):
     """A pool with one entry per slot, one for each of the snapshots of ``blocks``, and a dummy."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._entries: Tensor | None = None
-
-    def drop(self) -> None:
-        """Give the memory back."""
-        self._entries = None
 
     def entries(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Return the pool ``[num_slots + blocks.snapshots + 1, *shape]``."""
-        if self._entries is None:
-            self._entries = torch.empty(self._count, *shape, dtype=like.dtype, device=like.device)
-        return self._entries
+        return self._all(shape, like)
 
     def copy(self, sources: list[int], targets: list[int]) -> None:
         """Copy entries."""
-        assert self._entries is not None
-        self._entries[targets] = self._entries[sources]
+        assert self.stored is not None
+        self.stored[targets] = self.stored[sources]
 
 
 class Cache:
@@ -98,6 +105,7 @@ class Cache:
         self._ahead = [0] * num_slots
         self._axes: int | None = None
         self._pools: list[TokenBlocks | SlotEntries] = []
+        self._used: list[int] = []
         self.states: dict[str, Any] = {}
         for name, layer in layers.items():
             if not hasattr(layer, "make_state"):
@@ -109,7 +117,7 @@ class Cache:
 
     def per_token(self) -> TokenBlocks:
         """Make storage for one row per token."""
-        pool = TokenBlocks(self.blocks)
+        pool = TokenBlocks((self.blocks.count + 1) * self.blocks.size)
         self._pools.append(pool)
         return pool
 
@@ -155,13 +163,63 @@ class Cache:
         self.lengths[slot] = self._ahead[slot] = 0
         self.blocks.shrink(slot, 0)
 
-    def drop(self) -> None:
-        """Forget all sequences and give the memory back. The next forward pass allocates it again."""
+    def clear(self) -> None:
+        """Forget all sequences."""
         for slot in range(self.num_slots):
             self.release(slot)
         self.blocks.prefixes.clear()
+
+    def drop(self) -> None:
+        """Forget all sequences and give the memory back. The next forward pass allocates it again."""
+        self.clear()
         for pool in self._pools:
-            pool.drop()
+            pool.stored = pool.kept = None
+
+    def keep(self) -> None:
+        """Give the memory of the device back, and keep what sequences have in it on the host."""
+        self._used = self.blocks.used
+        for pool in self._pools:
+            if pool.stored is not None:
+                # Pool by pool, so that no second copy of all is on the device.
+                rows = self._blocks_of(pool)
+                found = rows if isinstance(pool, SlotEntries) else rows[self._used]
+                pool.kept = host_memory(found.shape, found.dtype, found.device)
+                pool.kept.copy_(found)
+                pool.stored = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All pools that are on the device."""
+        return [pool.stored for pool in self._pools if pool.stored is not None]
+
+    def _blocks_of(self, pool: TokenBlocks | SlotEntries) -> Tensor:
+        assert pool.stored is not None
+        rows = pool.stored
+        return rows.view(-1, self.blocks.size, *rows.shape[1:]) if isinstance(pool, TokenBlocks) else rows
+
+    def forms(self) -> tuple[list[Form | None], int, int]:
+        """Return the forms of all pools after a pass, the bytes of a token, and the bytes of a sequence's entries.
+
+        A pool that no layer has asked for has none.
+        """
+        forms: list[Form | None] = []
+        sizes = {TokenBlocks: 0, SlotEntries: 0}
+        for pool in self._pools:
+            rows = pool.stored
+            forms.append(None if rows is None else Form(tuple(rows.shape[1:]), rows.dtype, rows.device))
+            sizes[type(pool)] += 0 if rows is None else rows[0].nbytes
+        return forms, sizes[TokenBlocks], sizes[SlotEntries]
+
+    def allocate(self, forms: Sequence[Form | None]) -> None:
+        """Take the memory of all pools now, and not in the first pass; read what :meth:`keep` kept."""
+        for pool, form in zip(self._pools, forms, strict=True):
+            if form is None:
+                continue
+            pool.stored = torch.empty(pool.count, *form.shape, dtype=form.dtype, device=form.device)
+            if pool.kept is not None:
+                rows = self._blocks_of(pool)
+                rows[slice(None) if isinstance(pool, SlotEntries) else self._used] = pool.kept.to(form.device)
+                pool.kept = None
 
     def reserve(self, slots: Sequence[int], counts: Sequence[int]) -> list[int]:
         """Reserve ``counts[i]`` more tokens in ``slots[i]``, as :meth:`extend`; return the lengths with them."""

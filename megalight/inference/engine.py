@@ -18,9 +18,11 @@ from torch import Generator, Tensor
 from megalight.errors import ConfigurationError, DataError, integer
 from megalight.inference.blocks import BlockPool
 from megalight.inference.cache import Cache
+from megalight.inference.cache_memory import CacheForms, Memory, check_memory
 from megalight.inference.generate import check_prompts, device_of, end_ids, new_seed
 from megalight.inference.graphs import PENDING, DecodeGraphs
 from megalight.inference.parallel import ParallelGPT, evaluating
+from megalight.inference.released import HostWeights, ManagedPages
 from megalight.inference.sampling import FAILED, LARGEST_SEED, SamplingParams, check_seed, sample
 from megalight.inference.scheduler import Completion, Request, Scheduler, Stop
 from megalight.models.gpt import GPT, GPTConfig
@@ -129,50 +131,83 @@ class DynamicEngine:
     Args:
         model: a whole model on any device, or this rank's part of a model. Its weights may change while the engine is
             suspended.
-        num_blocks: blocks of the cache. Each layer has ``num_blocks * block_size`` rows.
+        num_blocks: blocks of the cache. Each layer has ``num_blocks * block_size`` rows. Or give ``cache_memory``.
+        cache_memory: the memory of the cache on this rank: a number of bytes; or, between 0 and 1, a share of the
+            memory that is free beside weights and a forward pass. All ranks take the smallest number of blocks.
         block_size: tokens of a block.
         max_sequences: maximum number of sequences in a step.
         step_tokens: maximum number of tokens in a step. Longer prompts run in parts.
         cuda_graphs: for about how many numbers of sequences decode steps are recorded, where they can be
             (:class:`~megalight.inference.graphs.DecodeGraphs`). 0: for none.
+        memory_level: 0: the cache is in the device's own memory. 1: it is in managed memory, so that graphs survive a
+            suspend. 2: the weights are moved there, too. Without such memory on a rank, it warns and takes 0.
         first_rank_only: on a divided model, the first rank of a replica makes all calls, and tells the other ranks.
 
     Attributes:
         blocks: who has which blocks.
         suspended: whether the cache is given back.
+        memory_level: the level that all ranks have.
 
     Raises:
-        ConfigurationError: a number is no integer of at least 1, a layer has no state, or what a token becomes depends
-            on the others in its forward pass; or the model reads images.
+        ConfigurationError: a number is no integer of at least 1, no block fits into ``cache_memory``, a layer has no
+            state, or what a token becomes depends on the others in its forward pass; or the model reads images.
     """
 
     def __init__(
         self,
         model: GPT | ParallelGPT,
         *,
-        num_blocks: int,
+        num_blocks: int | None = None,
+        cache_memory: Memory | None = None,
         block_size: int = 16,
         max_sequences: int = 64,
         step_tokens: int = 512,
         cuda_graphs: int = 16,
+        memory_level: int = 0,
         first_rank_only: bool = False,
     ) -> None:
         _check_model(model)
-        num_blocks = integer("num_blocks", num_blocks)
+        if (num_blocks is None) == (cache_memory is None):
+            raise ConfigurationError("an engine needs either num_blocks or cache_memory, not both.")
+        num_blocks = None if num_blocks is None else integer("num_blocks", num_blocks)
+        cache_memory = None if cache_memory is None else check_memory(cache_memory)
         block_size = integer("block_size", block_size)
         max_sequences = integer("max_sequences", max_sequences)
         step_tokens = integer("step_tokens", step_tokens)
         self._model = model
+        self._parallel = model if isinstance(model, ParallelGPT) else None
+        capacity = model.config.max_sequence_length
+        # A share of the free memory is what the largest pass leaves.
+        forms = CacheForms.of(model, min(step_tokens, capacity) if isinstance(cache_memory, float) else 1, block_size)
         # Texts begin in the order in which they came, so few beginnings are wanted at a time.
-        self.blocks = BlockPool(max_sequences, num_blocks, block_size, snapshots=-(-max_sequences // 16))
-        cache = Cache(model.layers, max_sequences, model.config.max_sequence_length, self.blocks)
+        snapshots = -(-max_sequences // 16)
+        if num_blocks is None:
+            assert cache_memory is not None
+            entries, most = max_sequences + snapshots + 1, max_sequences * -(-capacity // block_size)
+            num_blocks = forms.blocks(cache_memory, block_size, entries, most)
+            # Stages may have other layers, and must plan the same.
+            num_blocks = num_blocks if self._parallel is None else self._parallel.least(num_blocks)
+        self.blocks = BlockPool(max_sequences, num_blocks, block_size, snapshots=snapshots)
+        cache = Cache(model.layers, max_sequences, capacity, self.blocks)
+        self._forms = forms.forms
+        self._released: HostWeights | None = None
+        self._pages = None
+        if integer("memory_level", memory_level, 0, 2):
+            self._pages = ManagedPages.of(device_of(model), self._every)
+        self.memory_level = memory_level if self._pages is not None else 0
+        if self._pages is not None:
+            if self.memory_level == 2:
+                self._pages.take(model)
+            self._pages.check(forms.bytes(num_blocks * block_size, cache.dummy_slot + 1))
+            with self._pages.memory.allocating():
+                cache.allocate(self._forms)
+        else:
+            cache.allocate(self._forms)
         # Ranks of a replica may hold different layers, and must plan the same.
-        rows = model.every(cache.reversible) if isinstance(model, ParallelGPT) else cache.reversible
-        self._schedule = Scheduler(cache, step_tokens, states=not rows)
+        self._schedule = Scheduler(cache, step_tokens, states=not self._every(cache.reversible))
         # The newest token of each slot; on a GPU, the next pass begins before the host knows it.
         self._newest = torch.zeros(cache.dummy_slot + 1, dtype=torch.int64, device=device_of(model))
         self._graphs = DecodeGraphs.of(model, cache, self._newest, cuda_graphs)
-        self._parallel = model if isinstance(model, ParallelGPT) else None
         # How many passes may have begun before the host knows the tokens of the first: with a pipeline one in each
         # stage, of other requests; else a second one of the same requests, which takes their tokens on the device.
         self._stages = self._parallel.stages if self._parallel is not None else 1
@@ -181,7 +216,7 @@ class DynamicEngine:
         if first_rank_only and self._parallel is not None:
             self._leads, self._follows = self._parallel.first, not self._parallel.first
         self._calls: list[_Call] = []
-        self._agreement: Callable[[], bool] | None = None
+        self._agreement: Callable[[], int] | None = None
         self._flights: deque[_PendingPass] = deque()
         self._requests: dict[int, Request] = {}
         self._count = 0
@@ -337,7 +372,7 @@ class DynamicEngine:
             self._agreement = None
             if not self._parallel.any_replica(wanted):
                 return False
-        self._agreement = self._parallel.asking_replicas(wanted)
+        self._agreement = self._parallel.asking_replicas(int(wanted))
         return True
 
     def follow(self) -> None:
@@ -557,28 +592,64 @@ class DynamicEngine:
         found, self._ended = self._ended, {}
         return dict(sorted(found.items()))
 
-    def suspend(self) -> None:
-        """Give the memory of the cache back. Requests keep their tokens, and more may be added."""
-        self._check_asked()
-        self._tell("_suspend")
-        self._suspend()
+    def suspend(self, *, keep_cache: bool = False, weights: bool = False) -> None:
+        """Give the memory of the cache back. Requests keep their tokens and their order, and more may be added.
 
-    def _suspend(self) -> None:
-        self._abandon()
-        self._schedule.preempt_all()
-        self._schedule.cache.drop()
-        if self._graphs is not None:
+        A second call gives back what the first one has left.
+
+        Args:
+            keep_cache: keep keys, values and states on the host. Requests then go on where they were; otherwise their
+                tokens run again. The weights must stay those of now.
+            weights: move the weights to the host, too. The model cannot run until :meth:`resume`.
+        """
+        self._check_asked()
+        self._tell("_suspend", keep_cache, weights)
+        self._suspend(keep_cache, weights)
+
+    def _suspend(self, keep_cache: bool, weights: bool) -> None:
+        cache, pages = self._schedule.cache, self._pages
+        if not keep_cache:
+            self._abandon()
+            self._schedule.preempt_all()
+            cache.clear()
+        # Results of a pass that is on its way are on the host, or come there.
+        if pages is None:
+            if not keep_cache:
+                cache.drop()
+            elif not self.suspended:
+                cache.keep()
+        elif not self.suspended:
+            pages.move(cache.tensors, torch.device("cpu"), False)
+        if weights and pages is not None and pages.has_weights:
+            pages.move([], torch.device("cpu"), True)
+        elif weights and self._released is None:
+            self._released = HostWeights(self._model)
+        # They hold addresses of what is gone.
+        if self._graphs is not None and (pages is None or self._released is not None):
             self._graphs.drop()
         self.suspended = True
 
     def resume(self) -> None:
-        """Go on. Texts run again from their first token, with the weights that the model has now."""
+        """Go on, with the weights that the model has now: after a suspend that kept the cache where requests were,
+        otherwise from the first token of each.
+        """
         self._check_asked()
         self._tell("_resume")
         self._resume()
 
     def _resume(self) -> None:
+        if self._released is not None:
+            self._released.restore()
+            self._released = None
+        if self.suspended and self._pages is not None:
+            self._pages.move(self._schedule.cache.tensors, self._newest.device, True)
+        elif self.suspended:
+            self._schedule.cache.allocate(self._forms)
         self.suspended = False
+
+    def _every(self, flag: bool) -> bool:
+        """Return whether a flag is set on all ranks of the replica."""
+        return flag if self._parallel is None else bool(self._parallel.least(int(flag)))
 
     def create_cuda_graphs(self) -> None:
         """Record all decode steps now. Otherwise each is recorded when it is first needed; so it is after a suspend."""

@@ -212,14 +212,14 @@ class ParallelGPT(nn.Module):
         """Whether this is the first rank of its replica."""
         return self.mesh.global_rank == self.mesh.ranks(*REPLICA_AXES)[0]
 
-    def every(self, flag: bool) -> bool:
-        """Return whether the flag is set on all ranks of the replica."""
+    def least(self, number: int) -> int:
+        """Return the smallest of the numbers of the replica's ranks."""
         group = self._hosts
         if group is None:
-            return flag
-        found = torch.tensor(int(flag))
+            return number
+        found = torch.tensor(number)
         dist.all_reduce(found, dist.ReduceOp.MIN, group)
-        return bool(found)
+        return int(found)
 
     def agree(self, value: T, stage: int = 0) -> T:
         """Return the value of the first rank of a stage, on all ranks of the replica; the device is not waited for."""
@@ -250,13 +250,11 @@ class ParallelGPT(nn.Module):
 
     def any_replica(self, wanted: bool) -> bool:
         """Return whether this replica, or one with which it shares experts, needs another forward pass."""
-        return wanted if self._coupling is None else self._coupling.most(int(wanted)) > 0
+        return self.asking_replicas(int(wanted))() > 0
 
-    def asking_replicas(self, wanted: bool) -> Callable[[], bool]:
-        """Ask what :meth:`any_replica` does; return what waits for the answer."""
-        assert self._coupling is not None
-        answer = self._coupling.asking(int(wanted))
-        return lambda: answer() > 0
+    def asking_replicas(self, number: int) -> Callable[[], int]:
+        """Ask replicas with which this one shares experts for the largest number; return what waits for the answer."""
+        return (lambda: number) if self._coupling is None else self._coupling.asking(number)
 
     def accompany(self) -> None:
         """Take part in another replica's forward pass with one dummy token."""

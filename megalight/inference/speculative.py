@@ -146,7 +146,7 @@ class _BaseAndDraft:
         self.model, self.draft = base, draft
         self.base = Cache(base.layers, num_slots, capacity)
         # Of all layers: a rank that stops alone would leave the others waiting.
-        if not (base.every(self.base.reversible) if isinstance(base, ParallelGPT) else self.base.reversible):
+        if not (base.least(int(self.base.reversible)) if isinstance(base, ParallelGPT) else self.base.reversible):
             raise ConfigurationError(
                 "some layers of the base keep one state for all earlier tokens (Mamba, convolutions), which cannot "
                 "forget a wrong guess. Generate without a draft."

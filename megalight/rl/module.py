@@ -101,6 +101,8 @@ class GRPOModule(GPTModule):
         self.reference_layout = reference_layout or Layout()
         self._reference: GPTModule | None = None
         self._held: TokenBatch | None = None
+        # With its engine, which is suspended between batches.
+        self._policy: Policy | None = None
         self._check()
         # Lightning warns that this hook is used beside a data module. It is meant to be.
         warnings.filterwarnings("ignore", "You have overridden `on_before_batch_transfer`")
@@ -165,7 +167,10 @@ class GRPOModule(GPTModule):
     def answers(self, prompts: PromptBatch) -> TokenBatch:
         """Draw and score answers; return them as rows to train on. All ranks of a replica call this together."""
         trainer = self._trainer
-        policy = Policy(self.model, None if trainer is None else trainer.strategy)
+        strategy = None if trainer is None else trainer.strategy
+        if self._policy is None or not self._policy.serves(self.model, strategy):
+            self._policy = Policy(self.model, strategy)
+        policy = self._policy
         size = self.rollouts.group_size if self._trains else self.rollouts.validation_size
         # In validation the same samples each time, so that only the policy changes.
         seed = f"{self.seed}/{self.global_step}" if self._trains else f"{self.seed}/validation"
@@ -183,6 +188,11 @@ class GRPOModule(GPTModule):
             longest=self.config.max_sequence_length,
             dtype=policy.dtype,
         )
+
+    def teardown(self, stage: str) -> None:
+        """Forget the engine of rollouts."""
+        super().teardown(stage)
+        self._policy = None
 
     @property
     def _trains(self) -> bool:

@@ -6,9 +6,10 @@ import hashlib
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from megalight.errors import MegalightError, integer
 from megalight.inference import Completion, DynamicEngine, ParallelGPT
@@ -24,7 +25,15 @@ T = TypeVar("T")
 
 
 class Policy(InferenceModel):
-    """A module's model as one that generates, with the log-probabilities and rewards of its answers."""
+    """A module's model as one that generates, with the log-probabilities and rewards of its answers.
+
+    Attributes:
+        engine: draws answers; it is suspended between batches.
+    """
+
+    def __init__(self, model: nn.Module | None, strategy: Any = None) -> None:
+        super().__init__(model, strategy)
+        self.engine: DynamicEngine | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -73,6 +82,8 @@ class Rollouts:
             less, answers wait for each other.
         max_sequences: answers that are sampled at a time.
         step_tokens: tokens of a forward pass.
+        memory_level: where the cache lies; see :class:`~megalight.inference.engine.DynamicEngine`. With 1, CUDA graphs
+            are recorded once, and not for each batch.
         whole_weights: with full sharding, hold all weights of this rank while answers are sampled. They are gathered
             once then, and otherwise for each forward pass, which samples one token of each answer.
 
@@ -87,12 +98,14 @@ class Rollouts:
     cache_tokens: int | None = None
     max_sequences: int = 64
     step_tokens: int = 512
+    memory_level: int = 0
     whole_weights: bool = False
 
     def __post_init__(self) -> None:
         integer("group_size", self.group_size, 2)
         for name in ("max_new_tokens", "validation_size", "max_sequences", "step_tokens"):
             integer(name, getattr(self, name))
+        integer("memory_level", self.memory_level, 0, 1)
         if self.cache_tokens is not None:
             integer("cache_tokens", self.cache_tokens, BLOCK_SIZE)
 
@@ -146,6 +159,7 @@ def roll_out(policy: Policy, prompts: PromptBatch, options: Rollouts, size: int,
                 )
         completions = list(engine.run().values())
         engine.suspend()  # its memory, before rewards take their time
+        policy.engine = engine
     failed = [place for place, found in enumerate(completions) if found.reason == "error"]
     if failed:
         raise MegalightError(
@@ -174,12 +188,21 @@ def _engine(
         blocks = blocks_at_once(longest, options.max_sequences)
     else:
         blocks = options.cache_tokens // BLOCK_SIZE
+    if isinstance(policy.model, ParallelGPT):
+        # Replicas that share experts construct their engines together.
+        blocks = policy.model.asking_replicas(blocks)()
+    # After an error there is none: its requests would go on.
+    engine, policy.engine = policy.engine, None
+    if engine is not None and engine.blocks.count >= blocks:
+        engine.resume()
+        return engine
     return DynamicEngine(
         policy.model,
         num_blocks=blocks,
         block_size=BLOCK_SIZE,
         max_sequences=options.max_sequences,
         step_tokens=options.step_tokens,
+        memory_level=options.memory_level,
     )
 
 

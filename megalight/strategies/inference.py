@@ -36,11 +36,16 @@ class InferenceModel:
                 "MegatronStrategy or MegatronFSDPStrategy."
             )
         self._strategy = strategy
-        parts = strategy.parallel_model if isinstance(strategy, MegatronStrategy) else None
+        self._whole, self._parts = model, _parts(strategy)
+        parts = self._parts
         found = model if parts is None else ParallelGPT(parts)
         if not isinstance(found, GPT | ParallelGPT):
             raise ConfigurationError(f"{type(found).__name__} does not generate text; use GPTModule.")
         self.model = found
+
+    def serves(self, model: nn.Module | None, strategy: Any) -> bool:
+        """Whether it would be made of the same model now."""
+        return self._strategy is strategy and self._whole is model and self._parts is _parts(strategy)
 
     @contextmanager
     def with_weights(self, whole: bool) -> Iterator[None]:
@@ -59,3 +64,7 @@ class InferenceModel:
                 precision = strategy.precision_plugin
                 contexts.enter_context(getattr(precision, "step_context", precision.forward_context)())
             yield
+
+
+def _parts(strategy: Any) -> Any:
+    return strategy.parallel_model if isinstance(strategy, MegatronStrategy) else None

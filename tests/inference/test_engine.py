@@ -173,9 +173,9 @@ def test_a_suspended_engine_goes_on_with_new_weights() -> None:
         for number, token in step.tokens.items():
             before[number].append(token)
     rows = [rows for state in engine._schedule.cache.states.values() for rows in (state.keys, state.values)]
-    assert all(each._rows is not None for each in rows)
+    assert all(each.stored is not None for each in rows)
     engine.suspend()
-    assert all(each._rows is None for each in rows), "memory is not given back"
+    assert all(each.stored is None for each in rows), "memory is not given back"
     assert engine.blocks.free == 14
     with pytest.raises(ConfigurationError, match="the engine is suspended and has no cache; call resume"):
         engine.step()

@@ -141,7 +141,7 @@ def arrivals(engine: DynamicEngine, seed: int = 3) -> dict[int, tuple[list[int],
                 engine.cancel(number)
                 del expected[number]
         if turn in (4, 9):
-            engine.suspend()
+            engine.suspend(keep_cache=turn == 9, weights=turn == 9)
             engine.resume()
         if (step := engine.step()) is not None:
             found |= step.finished

@@ -10,7 +10,7 @@ import torch
 
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError, MegalightError
-from megalight.inference import SamplingParams, TextGenerator, TextRequest
+from megalight.inference import DynamicEngine, SamplingParams, TextGenerator, TextRequest
 from megalight.inference.text_requests import before, line_of, read_requests, stop_at
 from tests.inference.test_text import TEXT, build
 
@@ -146,7 +146,7 @@ def test_files_without_requests_are_refused(tmp_path: Path) -> None:
 
 
 def test_requests_are_checked_before_the_first_runs(writer: TextGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.nn.Module, "__call__", lambda *_: pytest.fail("the model ran"))
+    monkeypatch.setattr(DynamicEngine, "step", lambda *_: pytest.fail("a pass ran"))
     bad = TextRequest(prompt="a", max_new_tokens=64, place="p.jsonl:3")
     with pytest.raises(DataError, match=r"^p\.jsonl:3: a prompt of 1 tokens and 64 new ones exceed"):
         writer.complete_each([TextRequest(prompt="a"), bad])

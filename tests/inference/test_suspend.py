@@ -1,0 +1,120 @@
+"""A suspended engine gives its memory back, and no text notices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalight.errors import ConfigurationError
+from megalight.inference import Completion, DynamicEngine
+from tests.inference.test_engine import MODELS, SAMPLED, alone
+from tests.inference.test_generate import PROMPTS, build
+
+
+def complete(engine: DynamicEngine, cycles: int, **how: Any) -> dict[int, Completion]:
+    """Ask for all prompts again and again, and suspend after each step."""
+    found: dict[int, Completion] = {}
+    for cycle in range(cycles):
+        if not engine.unfinished:
+            for number, prompt in enumerate(PROMPTS):
+                engine.add(prompt, max_new_tokens=9, sampling_params=SAMPLED, seed=11 + number, log_probs=True)
+        order = engine.unfinished
+        step = engine.step()
+        assert step is not None
+        found |= step.finished
+        options = how or [{}, {"keep_cache": True}, {"keep_cache": True, "weights": True}, {"weights": True}][cycle % 4]
+        engine.suspend(**options)
+        assert not engine._schedule.cache.tensors
+        if cycle % 3 == 0:
+            engine.suspend(**options)
+        if cycle % 5 == 0:
+            engine.cancel(engine.add([1, 2], max_new_tokens=3))
+        engine.resume()
+        if cycle % 3 == 0:
+            engine.resume()
+        assert engine.unfinished == [number for number in order if number not in step.finished]
+    return found | engine.run()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("name", ["llama", "mamba", "delta"])
+def test_a_hundred_suspends_change_no_text(name: str, ahead: bool, poison: None) -> None:
+    model = build(**MODELS[name])
+    expected = alone(model, seed=11)
+    engine = DynamicEngine(model, num_blocks=14, block_size=3, max_sequences=3, step_tokens=6)
+    engine._runs_ahead = ahead
+    found = complete(engine, 100 if name == "llama" else 20)
+    for number, completion in zip(sorted(found), expected * (len(found) // 4), strict=True):
+        assert found[number].tokens == completion
+        assert len(found[number].log_probs or []) == 9
+    assert engine.blocks.free == 14
+
+
+def test_a_kept_cache_spares_the_passes() -> None:
+    model = build()
+    engine = DynamicEngine(model, num_blocks=14, block_size=3)
+    engine.add(list(range(20)), max_new_tokens=5, seed=1)
+    engine.step()
+    engine.suspend(keep_cache=True)
+    engine.resume()
+    lengths = [*engine._schedule.cache.lengths]
+    assert max(lengths) == 20
+    engine.suspend(keep_cache=True)
+    engine.suspend()  # changed its mind
+    assert engine.blocks.free == 14
+    assert max(engine._schedule.cache.lengths) == 0
+    engine.resume()
+    assert len(engine.run()[0].tokens) == 5
+
+
+def test_released_weights_come_back_where_they_are_tied() -> None:
+    model = build("gpt2")
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    engine = DynamicEngine(model, num_blocks=14)
+    engine.suspend(weights=True)
+    assert all(weight.untyped_storage().nbytes() == 0 for weight in model.parameters())
+    engine.suspend(weights=True)
+    engine.resume()
+    assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
+
+
+def test_without_managed_memory_it_says_so() -> None:
+    with pytest.warns(UserWarning, match="runs without managed memory, as memory_level=0 says: managed memory for cpu"):
+        engine = DynamicEngine(build(), num_blocks=4, memory_level=1)
+    assert engine.memory_level == 0
+    with pytest.raises(ConfigurationError, match="memory_level is 3; it must be from 0 to 2"):
+        DynamicEngine(build(), num_blocks=4, memory_level=3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_on_a_gpu_memory_comes_free_and_graphs_survive(level: int, tmp_path: Path) -> None:
+    from megalight.parallel.host_memory import why_not
+
+    device = torch.device("cuda")
+    if level and (reason := why_not(device)) is not None:
+        pytest.skip(reason)
+    model = build().to(device, torch.bfloat16)
+    plain = DynamicEngine(model, num_blocks=64)
+    for number, prompt in enumerate(PROMPTS):
+        plain.add(prompt, max_new_tokens=20, seed=number)
+    expected = {number: each.tokens for number, each in plain.run().items()}
+    engine = DynamicEngine(model, num_blocks=64, memory_level=level)
+    engine.create_cuda_graphs()
+    for number, prompt in enumerate(PROMPTS):
+        engine.add(prompt, max_new_tokens=20, seed=number)
+    found: dict[int, Completion] = {}
+    addresses = [each.data_ptr() for each in engine._schedule.cache.tensors]
+    for cycle in range(100):
+        step = engine.step()
+        if step is None:
+            break
+        found |= step.finished
+        engine.suspend(keep_cache=True, weights=cycle % 4 == 0)
+        engine.resume()
+    assert {number: each.tokens for number, each in found.items()} == expected
+    if level:
+        assert [each.data_ptr() for each in engine._schedule.cache.tensors] == addresses
