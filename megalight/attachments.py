@@ -47,6 +47,8 @@ APPLIED = Attachment("megalight_transforms")
 """Of a model: each transform that changed it, with the names of the tensors that it made. A second fit asks again."""
 QUANTIZED = Attachment("megalight_quantized")
 """Of a single-device model: path of each module that gets quantizers -> ModelOpt's preset, read after the split."""
+CORE = Attachment("megalight_core")
+"""Of a model of ``transformers`` whose calls are divided over ranks: its attention, and a multiple of tokens."""
 UNIT_HOOKS = Attachment("unit_hooks")
 """Of a unit's module: the hooks of an engine, which the next engine over the module removes."""
 GATHER_HOOK = Attachment("gathering")

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
+from megalight.nn.transformers_attention import NAME
 from megalight.ops.activation import gated_pair
 from megalight.ops.attention import attention
 from megalight.ops.cross_entropy import linear_cross_entropy
 from megalight.ops.norm import add_rms_norm, rms_norm
 from megalight.ops.rotary import apply_rotary
 from megalight.parallel.transform import ModelTransform, register
-from megalight.parallel.transformers_attention import NAME
 from megalight.types import PackedSequences
 
 
@@ -302,7 +302,13 @@ LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
 
 
 class CausalLM(FusedModule):
-    """Has the attributes of a ``...ForCausalLM`` of ``transformers``."""
+    """Has the attributes of a ``...ForCausalLM`` of ``transformers``.
+
+    Attributes:
+        sums_losses: its loss is a sum divided by ``num_items_in_batch``, if that is given.
+    """
+
+    sums_losses: ClassVar = True
 
     config: Any
     model: nn.Module

@@ -13,6 +13,7 @@ from megalight.errors import BackendError, ConfigurationError, LayoutError, near
 from megalight.first_rank import only_first
 from megalight.nn.moe import MoE
 from megalight.parallel.context.attention import ContextAttention, ContextOptions
+from megalight.parallel.context.interface import interfaces_of
 from megalight.parallel.expert.dispatch import ExpertOptions
 from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
@@ -22,7 +23,7 @@ from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.recompute import check_recompute
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.splitter import Splitter
-from megalight.parallel.styles import Style
+from megalight.parallel.styles import InterfaceRegion, Style
 from megalight.parallel.tensor.linear import ColumnLinear, RowLinear
 from megalight.parallel.tensor.overlap.spec import TensorOptions
 from megalight.parallel.tensor.shared import Shared
@@ -220,8 +221,10 @@ def find_plan(root: nn.Module, mesh: ParallelMesh, layout: Layout) -> Paralleliz
     Raises:
         ConfigurationError: ``tp > 1``, but no plan says what to split.
     """
-    plan = layout.plan or plan_for(root) or ParallelizePlan()
-    if mesh.tp > 1 and not plan.rules:
+    plan = layout.plan or plan_for(root) or ParallelizePlan(sequence_dim=1)
+    if mesh.cp > 1 and layout.plan is None:
+        plan |= ParallelizePlan(dict.fromkeys(interfaces_of(root), InterfaceRegion()), plan.sequence_dim)
+    if mesh.tp > 1 and plan.axes <= {"cp"}:
         raise ConfigurationError(
             f"tensor_parallel={mesh.tp}, but there is no plan for {type(root).__name__}, so nothing would be split. "
             "Pass plan=..., or define plan(model) on your MegalightModule."

@@ -59,6 +59,11 @@ class ParallelizePlan:
         names = list(names)
         return [glob for glob, pattern in self._patterns.items() if not any(map(pattern.match, names))]
 
+    @property
+    def axes(self) -> set[str]:
+        """The mesh axes over which its styles split."""
+        return {style.axis for found in self.rules.values() for style in _many(found) if isinstance(style, Style)}
+
     @functools.cached_property
     def _patterns(self) -> dict[str, re.Pattern[str]]:
         """Expressions of the globs. Compiled once: each meets every module of the model."""

@@ -21,6 +21,7 @@ from torchmetrics import Metric
 from megalight.attachments import SPLIT
 from megalight.errors import DataError
 from megalight.models.module import MegalightModule
+from megalight.nn.transformers_attention import use_attention
 from megalight.optim import shard_optimizer
 from megalight.optim.sharded import sharding_of
 from megalight.parallel.apply import find_plan, styles_for
@@ -32,7 +33,6 @@ from megalight.parallel.model import ParallelModel
 from megalight.parallel.run_engine import engine_over
 from megalight.parallel.step import StepDriver
 from megalight.parallel.transform import apply_transforms
-from megalight.parallel.transformers_attention import use_attention
 from megalight.strategies import _lightning, refusals
 from megalight.strategies.checkpoints.whole import unsplit
 from megalight.strategies.clipping import guard_clipping, unguard_clipping

@@ -190,7 +190,8 @@ class Stepper:
             return UserOutcome(output, None if loss is None else totals.sum(loss) / totals.data_ranks, logs)
 
         key = scale, sync, self.has_gradients
-        done: UserOutcome = self.step.runner(key, self.step.joined(micro_batches), passes)
+        # Whole sequences: models of transformers take their share of each call by themselves.
+        done: UserOutcome = self.step.runner(key, self.step.joined(micro_batches, cut=False), passes)
         for name, value, kwargs in done.logs:
             self.module.log(name, value, **kwargs)
         self.has_gradients |= done.loss is not None

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megalight.attachments import overridden
 from megalight.errors import ConfigurationError
 from megalight.models.module import MegalightModule, check_signatures
+from megalight.parallel.context.interface import interfaces_of
 from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
 
@@ -74,6 +75,8 @@ def check_steps(module: pl.LightningModule, mesh: ParallelMesh) -> None:
         return
     name = type(module).__name__
     if not isinstance(module, MegalightModule):
+        if mesh.pp == 1 and interfaces_of(module):
+            return  # a model of transformers takes a share of the tokens by itself
         raise ConfigurationError(
             f"{name} is a plain LightningModule, and {' and '.join(degrees)} cut the model or its sequences: no rank "
             "can run a whole training_step. Derive from megalight.models.module.MegalightModule and write build_model, "

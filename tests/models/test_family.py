@@ -38,7 +38,7 @@ def test_only_the_family_that_is_asked_for_is_imported_and_never_lightning() -> 
 
 
 def test_families_of_the_tree() -> None:
-    assert [found.name for found in families()] == ["bert", "eagle", "gpt", "vlm"]
+    assert [found.name for found in families()] == ["bert", "eagle", "gpt", "hf", "vlm"]
     gpt = family("gpt")
     assert gpt.module() is GPTModule
     assert gpt.presets["llama3_8b"].num_layers == 32
@@ -52,7 +52,7 @@ def test_families_of_the_tree() -> None:
 
 def test_an_unknown_family_is_refused_with_the_known_ones() -> None:
     with pytest.raises(
-        MegalightError, match=r"unknown model family 'gtp'; known: bert, eagle, gpt, vlm\. Did you mean 'gpt'"
+        MegalightError, match=r"unknown model family 'gtp'; known: bert, eagle, gpt, hf, vlm\. Did you mean 'gpt'"
     ):
         family("gtp")
     with pytest.raises(MegalightError, match="unknown model family 'family'"):
@@ -102,7 +102,7 @@ def pairs(monkeypatch: pytest.MonkeyPatch) -> Family:
 
 def test_another_package_registers_a_family(pairs: Family) -> None:
     assert family("pairs") is pairs
-    assert [found.name for found in families()] == ["bert", "eagle", "gpt", "pairs", "vlm"]
+    assert [found.name for found in families()] == ["bert", "eagle", "gpt", "hf", "pairs", "vlm"]
     module = PairsModule("small")
     module.configure_model()
     assert module.config == PairsConfig(vocab_size=5)

@@ -4,6 +4,7 @@ from megalight.parallel.styles.attention import ContextRegion as ContextRegion
 from megalight.parallel.styles.attention import DraftAttentionRegion as DraftAttentionRegion
 from megalight.parallel.styles.attention import HeadExchange as HeadExchange
 from megalight.parallel.styles.attention import HeadRegion as HeadRegion
+from megalight.parallel.styles.attention import InterfaceRegion as InterfaceRegion
 from megalight.parallel.styles.attention import OwnHeads as OwnHeads
 from megalight.parallel.styles.attention import RowExchange as RowExchange
 from megalight.parallel.styles.attention import WholeSequences as WholeSequences

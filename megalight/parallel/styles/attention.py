@@ -15,6 +15,7 @@ from megalight.nn.mamba2 import AllTokens
 from megalight.parallel.collectives import own_slice
 from megalight.parallel.context.all_to_all import HeadShare, RowAttention
 from megalight.parallel.context.attention import ContextAttention, ContextDraftAttention
+from megalight.parallel.context.interface import ContextCore, divide_calls, why_not
 from megalight.parallel.splitter import Splitter
 from megalight.parallel.styles.style import Style, register
 from megalight.parallel.tensor import split
@@ -134,6 +135,37 @@ class ContextRegion(Style):
         outer = splitter.model.get_submodule(name.rpartition(".")[0])
         heads = getattr(outer, "heads", None)  # this rank's number: the projection before it is already split
         return ContextAttention(inner, name, shared.context.kind_of(name), shared.context_groups, heads)
+
+
+@register
+@dataclass(frozen=True)
+class InterfaceRegion(Style):
+    """A model of ``transformers`` that uses our attention by its attention interface, or a module around one.
+
+    A module around one has an attribute ``core`` (``models.hf.HFModel``), and gets shares of sequences. A model alone
+    takes its share by itself, of each call with labels (:mod:`megalight.parallel.context.interface`).
+    """
+
+    axis: ClassVar[str] = "cp"
+
+    def apply(self, splitter: Splitter, name: str, module: nn.Module) -> None:
+        """Give the model the attention of this rank's share.
+
+        Raises:
+            LayoutError: it mixes tokens in another way than by attention, or needs all positions at once.
+        """
+        splitter.keep(name, module)
+        shared = splitter.shared
+        if shared.mesh.cp == 1:
+            return
+        if hasattr(module, "core"):
+            net: nn.Module = module.net  # type: ignore[assignment]
+            if reason := why_not(net):
+                raise LayoutError(f"{name or 'the model'} ({type(net).__name__}) {reason}. Set context_parallel=1.")
+            module.core = ContextCore(name, shared.context, shared.context_groups)  # type: ignore[assignment]
+            return
+        multiple = shared.mesh.tp if shared.sequence_parallel else 1
+        divide_calls(name, module, shared.context, shared.context_groups, multiple)
 
 
 @register

@@ -9,21 +9,19 @@ these. A mask of another form, such as that of images or of a static cache, is a
 from __future__ import annotations
 
 import inspect
-import logging
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from megalight.first_rank import only_first
+from megalight.errors import LayoutError
 from megalight.ops.attention import attention
 from megalight.types import PackedSequences
-
-log = logging.getLogger(__name__)
-log.addFilter(only_first)
 
 NAME = "megalight"
 """Name of our attention in a configuration (``attn_implementation``)."""
@@ -46,6 +44,37 @@ class Pattern:
     documents: Tensor | None = None
 
 
+class Core(Protocol):
+    """Computes attention of packed tokens."""
+
+    def __call__(
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sequences: PackedSequences,
+        pattern: Pattern,
+        *,
+        scale: float | None,
+        softcap: float | None,
+        dropout: float,
+        sink: Tensor | None,
+    ) -> Tensor:
+        """``q [T, H, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv] -> [T, H, Dv]``, of the layer whose attention is ``module``.
+
+        Other arguments are those of :func:`megalight.ops.attention.attention`.
+        """
+
+
+def plain(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, pattern: Pattern, **options: Any
+) -> Tensor:
+    """Attention within the sequences that are here: a :class:`Core`."""
+    options |= {"causal": pattern.causal, "window": pattern.window, "chunk": pattern.chunk}
+    return attention(q, k, v, sequences, **options)
+
+
 @dataclass(frozen=True, eq=False)
 class Visible:
     """Which keys each query sees, in place of a mask.
@@ -55,12 +84,44 @@ class Visible:
         sequences: how queries, and keys if they differ, divide into sequences.
         queries: ``[T]``: the queries that are tokens, of all ``B * Sq``; None: all are. Others get zeros.
         keys: ``[Tk]``: the keys that are tokens, of all ``B * Sk``; None: all are.
+        core: what computes attention. It is here, as layers may run again in the backward pass.
     """
 
     pattern: Pattern
     sequences: PackedSequences
     queries: Tensor | None = None
     keys: Tensor | None = None
+    core: Core = plain
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of a model whose caller knows its sequences.
+
+    Attributes:
+        sequences: how its tokens, packed, divide into sequences.
+        core: what computes attention.
+        layers: attention modules that have asked for it so far.
+    """
+
+    sequences: PackedSequences
+    core: Core = plain
+    layers: set[int] = field(default_factory=set)
+
+
+CALL: ContextVar[Call | None] = ContextVar("CALL", default=None)
+"""The call that is running; None: positions and masks say what the sequences are."""
+
+
+@contextmanager
+def calling(sequences: PackedSequences, core: Core = plain) -> Iterator[Call]:
+    """Let models inside attend within these sequences, whatever their positions are. They get no mask."""
+    call = Call(sequences, core)
+    token = CALL.set(call)
+    try:
+        yield call
+    finally:
+        CALL.reset(token)
 
 
 def pattern_of(function: Callable[..., Any]) -> Pattern | None:
@@ -124,6 +185,8 @@ def mask(
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     function = mask_function or causal_mask_function
+    if (call := CALL.get()) is not None:
+        return _of_call(call, pattern_of(function), attention_mask)
     pattern = None if torch.compiler.is_compiling() else pattern_of(function)
     visible = None
     # Behind the last query, a static cache has keys that are not written yet.
@@ -146,6 +209,21 @@ def mask(
         device=device,
         **kwargs,
     )
+
+
+def _of_call(call: Call, pattern: Pattern | None, given: Tensor | None) -> Visible:
+    """Return what a mask means in a call whose sequences are known.
+
+    Raises:
+        LayoutError: it has another form.
+    """
+    if pattern is None or given is not None:
+        raise LayoutError(
+            f"the model makes an attention mask {'from padding' if given is not None else 'of a form of its own'}, and "
+            "sequences that are packed or divided have none. Leave attention_mask out, and give whole rows to a model "
+            "with such masks."
+        )
+    return Visible(replace(pattern, documents=None), call.sequences, core=call.core)
 
 
 def _ends_alike(q_offset: Any, q_length: int, kv_offset: int, kv_length: int) -> bool:
@@ -236,9 +314,15 @@ def attend(
         batch, _, queries, _ = query.shape
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         attention_mask = Visible(Pattern(causal), _of((queries,) * batch, (key.shape[2],) * batch, query.device))
+        if (call := CALL.get()) is not None:
+            attention_mask = _of_call(call, attention_mask.pattern, None)
     if not isinstance(attention_mask, Visible):
+        if (call := CALL.get()) is not None:
+            _of_call(call, None, None)
         options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
         return _masked(module, query, key, value, attention_mask, softcap, s_aux, options)
+    if (call := CALL.get()) is not None:
+        call.layers.add(id(module))
     if torch.is_autocast_enabled(query.device.type):
         # Rotary embedding leaves float32, as autocast does not reach it.
         dtype = torch.get_autocast_dtype(query.device.type)
@@ -249,16 +333,14 @@ def attend(
         q = q.index_select(0, attention_mask.queries)
     if attention_mask.keys is not None:
         k, v = k.index_select(0, attention_mask.keys), v.index_select(0, attention_mask.keys)
-    pattern = attention_mask.pattern
-    out = attention(
+    out = attention_mask.core(
+        module,
         q,
         k,
         v,
         attention_mask.sequences,
-        causal=pattern.causal,
+        attention_mask.pattern,
         scale=scaling,
-        window=pattern.window,
-        chunk=pattern.chunk,
         softcap=softcap,
         dropout=dropout,
         sink=None if s_aux is None else s_aux.to(q.dtype),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megalight.parallel.transformers_attention import NAME, Visible, mask, use_attention
+from megalight.nn.transformers_attention import NAME, Visible, mask, use_attention
 from tests.parallel.tiny_transformers import tiny
 
 transformers = pytest.importorskip("transformers")

@@ -1,0 +1,35 @@
+"""Any causal language model of ``transformers``, with the modules, names and weights that it has there."""
+
+from importlib import import_module
+from typing import Any
+
+from megalight.models.family import FAMILIES, Family, register
+from megalight.models.hf.config import HFConfig as HFConfig
+from megalight.models.hf.model import HFModel as HFModel
+from megalight.models.hf.model import HFOutput as HFOutput
+from megalight.models.hf.plan import hf_plan
+from megalight.models.hf.weights import HFConversion, weight_map, write_config
+from megalight.registry import Registry
+
+PRESETS: Registry[HFConfig] = Registry("preset of hf")
+"""None: models are named by their folder, or a name of the Hugging Face Hub."""
+
+register(
+    Family(
+        name="hf",
+        config=HFConfig,
+        model=HFModel,
+        plan=hf_plan,
+        presets=PRESETS,
+        module=lambda: import_module("megalight.models.hf.module").HFCausalLM,
+        # No type: those that another family reads are read by that one where no family is named.
+        weights=HFConversion((), lambda values: HFConfig(dict(values)), weight_map, write_config),
+    )
+)
+
+
+def __getattr__(name: str) -> Any:
+    """Import ``HFCausalLM`` on first use, because it imports Lightning and the model itself does not need it."""
+    if name == "HFCausalLM":
+        return FAMILIES["hf"].module()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
