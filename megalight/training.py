@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from megalight.checkpoint.run import PlainRun
-from megalight.optim import shard_optimizer
+from megalight.optim import Muon, shard_optimizer
 from megalight.parallel.data_parallel import DataParallelOptions, clip_coefficient
 from megalight.parallel.frozen_model import FrozenModel
 from megalight.parallel.groups import uses_backend
@@ -125,6 +125,8 @@ class Training(PlainRun):
             self.engine.refresh_masters()
         self.engine.attach_gather_hooks(model.root)
         shard_optimizer(optimizer, self.engine)
+        if isinstance(optimizer, Muon):
+            optimizer.watch(model)
         optimizer.register_step_post_hook(lambda *_: self._stepped())
         self.step = StepDriver(model, task, varying_carry=varying_carry, context=context)
         self.step.begin(self.engine)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from typing import Any, Literal, get_args
@@ -12,8 +12,10 @@ from torch import Tensor
 
 from megalight.errors import ConfigurationError
 from megalight.ops.common import wide
+from megalight.optim.qk_clip import QKClip
 from megalight.optim.whole_matrices import GATHER_BYTES, WholeMatrixOptimizer
 from megalight.optim.whole_matrix_config import WholeMatrixConfig
+from megalight.parallel.model import ParallelModel
 
 UpdateScale = Literal["match_rms_adamw", "original"]
 ProductDtype = Literal["bfloat16", "float32", "float64"]
@@ -92,6 +94,7 @@ class Muon(WholeMatrixOptimizer):
             heads of a name are one.
         head_names: patterns of canonical names with heads.
         gather_bytes: the largest number of bytes of a batch of gathered matrices, on each rank.
+        qk_clip: threshold of attention logits; see :mod:`megalight.optim.qk_clip`. None: there is none.
         backend: backend of the op ``adam``.
 
     Raises:
@@ -116,9 +119,11 @@ class Muon(WholeMatrixOptimizer):
         head_dim: int = 0,
         head_names: Sequence[str] = HEAD_NAMES,
         gather_bytes: int = GATHER_BYTES,
+        qk_clip: float | None = None,
         backend: str = "auto",
     ) -> None:
-        check_muon(momentum, scale, ns_steps, ns_dtype, head_dim, gather_bytes)
+        check_muon(momentum, scale, ns_steps, ns_dtype, head_dim, gather_bytes, qk_clip)
+        self.qk_clip = qk_clip
         self.momentum, self.nesterov, self.scale = momentum, nesterov, scale
         self.ns_steps, self.ns_coefficients, self.ns_eps = ns_steps, tuple(ns_coefficients), ns_eps
         super().__init__(
@@ -133,6 +138,25 @@ class Muon(WholeMatrixOptimizer):
             head_names=head_names,
             backend=backend,
         )
+
+    def watch(self, model: ParallelModel) -> None:
+        """Watch the attention logits of a model, if ``qk_clip`` is set.
+
+        Raises:
+            ConfigurationError: a layer cannot be clipped.
+        """
+        if self.qk_clip is not None:
+            self.clip = QKClip(self.qk_clip, model)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters. If ``closure`` is given, it is called first and its result is returned."""
+        if self.qk_clip is not None and self.clip is None:
+            raise ConfigurationError(
+                "qk_clip of Muon is set, and nobody watches attention logits; train by megalight.Training or "
+                "MegatronStrategy, or leave it out."
+            )
+        return super().step(closure)
 
     def direction(self, gradient: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> Tensor:
         """Return the momentum of parts of matrices, ``[n]``."""
@@ -157,7 +181,9 @@ class Muon(WholeMatrixOptimizer):
         return newton_schulz_flops(*shape, self.ns_steps)
 
 
-def check_muon(momentum: float, scale: str, ns_steps: int, ns_dtype: str, head_dim: int, gather_bytes: int) -> None:
+def check_muon(
+    momentum: float, scale: str, ns_steps: int, ns_dtype: str, head_dim: int, gather_bytes: int, qk_clip: float | None
+) -> None:
     """Refuse options with which no step makes sense.
 
     Raises:
@@ -170,6 +196,7 @@ def check_muon(momentum: float, scale: str, ns_steps: int, ns_dtype: str, head_d
         ("ns_dtype", ns_dtype, ns_dtype in get_args(ProductDtype), f"one of {', '.join(get_args(ProductDtype))}"),
         ("head_dim", head_dim, head_dim >= 0, "at least 0"),
         ("gather_bytes", gather_bytes, gather_bytes > 0, "above 0"),
+        ("qk_clip", qk_clip, qk_clip is None or qk_clip > 0, "above 0"),
     ):
         if not good:
             raise ConfigurationError(f"{name} of Muon is {value!r}; it must be {rule}.")
@@ -181,6 +208,8 @@ class MuonConfig(WholeMatrixConfig):
 
     Attributes:
         momentum, nesterov, scale, ns_steps, ns_coefficients, ns_dtype, head_dim: see :class:`~megalight.optim.Muon`.
+        qk_clip: threshold of attention logits (Kimi K2: 100), above which query and key weights are scaled down after
+            a step; see :mod:`megalight.optim.qk_clip`. None: they grow as they do.
 
     Raises:
         ConfigurationError: a number is out of range.
@@ -193,13 +222,16 @@ class MuonConfig(WholeMatrixConfig):
     ns_coefficients: tuple[float, float, float] = QUINTIC
     ns_dtype: ProductDtype = "bfloat16"
     head_dim: int = 0
+    qk_clip: float | None = None
 
     field = "muon"
     optimizer = "Muon"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_muon(self.momentum, self.scale, self.ns_steps, self.ns_dtype, self.head_dim, self.gather_bytes)
+        check_muon(
+            self.momentum, self.scale, self.ns_steps, self.ns_dtype, self.head_dim, self.gather_bytes, self.qk_clip
+        )
 
     def options(self) -> dict[str, Any]:
         """Return the options of each group."""
@@ -217,5 +249,6 @@ class MuonConfig(WholeMatrixConfig):
             ns_dtype=self.ns_dtype,
             head_dim=self.head_dim,
             gather_bytes=self.gather_bytes,
+            qk_clip=self.qk_clip,
             **adam,
         )

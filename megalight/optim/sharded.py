@@ -277,6 +277,7 @@ class Sharding:
                 for index, (bucket, parts) in enumerate(zip(self.engine.buckets, self.parts, strict=True))
                 for part in parts
             }
+            self.optimizer.parts = {part.master: part for part in self.shards}
         whole = not self._skipped and all(len(parts) == 1 for parts in self.parts)
         if isinstance(self.optimizer, Adam) and not (whole and self._whole):
             self._wire(self.optimizer)

@@ -29,6 +29,7 @@ from torch import Tensor
 from megalight.errors import ConfigurationError
 from megalight.ops.common import wide
 from megalight.optim.adam import Adam
+from megalight.optim.qk_clip import QKClip
 from megalight.parallel.data_parallel.buffers import Bucket
 from megalight.parallel.data_parallel.masters import FlatShard
 from megalight.parallel.mesh import DENSE_AXES
@@ -318,6 +319,8 @@ class WholeMatrixOptimizer(Adam):
         buckets: index of a bucket of matrices -> the bucket; None: there is no engine.
         places: master -> index of its bucket, and its first element in the shard.
         kept: name of a matrix -> its state on this rank, while there is no engine.
+        parts: master -> the part of a shard that it is.
+        clip: scales rows of weights after they are updated; None: nothing does.
     """
 
     elementwise = False
@@ -338,6 +341,8 @@ class WholeMatrixOptimizer(Adam):
         self.exchanges: list[tuple[MatrixExchange, list[int]]] | None = None
         self.places: dict[Tensor, tuple[int, int]] = {}
         self.kept: dict[str, dict[str, Tensor]] = {}
+        self.parts: dict[Tensor, FlatShard] = {}
+        self.clip: QKClip | None = None
         super().__init__(params, *args, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -376,17 +381,24 @@ class WholeMatrixOptimizer(Adam):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.clip is not None:
+            self.clip.begin()
         updates = self._updates()
         for parameter, group in self._in_turn():
             if not group["whole_matrices"]:
                 self._arrive(parameter)
                 self._update(parameter, group)
+                if self._clipped(parameter) and (copy := self.copies.get(parameter)) is not None:
+                    copy.copy_(parameter)
             elif parameter.numel():
                 self._apply(parameter, group, updates[parameter])
             if parameter in self.after:
                 self.after[parameter]()
         self.grad_scale = self.host_scale = None
         return loss
+
+    def _clipped(self, parameter: Tensor) -> bool:
+        return self.clip is not None and self.clip.scale(self.parts[parameter])
 
     def _arrive(self, parameter: Tensor) -> None:
         if parameter in self.before:
@@ -447,7 +459,7 @@ class WholeMatrixOptimizer(Adam):
         for exchange, _ in self.exchanges or ():
             for name, matrix, tensor in exchange.named_states():
                 self.kept.setdefault(matrix, {})[name] = tensor
-        self.buckets, self.exchanges, self.places = None, None, {}
+        self.buckets, self.exchanges, self.places, self.parts = None, None, {}, {}
 
     def _take_kept(self, exchanges: Sequence[tuple[MatrixExchange, list[int]]]) -> None:
         """Take over the state of an earlier engine, also where a matrix has another home now."""
@@ -521,6 +533,7 @@ class WholeMatrixOptimizer(Adam):
             parameter.sub_(update * lr)
         else:
             parameter.sub_(update, alpha=lr)
+        self._clipped(parameter)
         if (copy := self.copies.get(parameter)) is not None:
             copy.copy_(parameter)
         for start, stop, coded in (self.coded[parameter]() or ()) if parameter in self.coded else ():

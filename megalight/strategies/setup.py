@@ -22,7 +22,7 @@ from megalight.attachments import SPLIT
 from megalight.errors import DataError
 from megalight.models.module import MegalightModule
 from megalight.nn.transformers_attention import use_attention
-from megalight.optim import shard_optimizer
+from megalight.optim import Muon, shard_optimizer
 from megalight.optim.sharded import sharding_of
 from megalight.parallel.apply import find_plan, styles_for
 from megalight.parallel.coupling import Coupling, emptied
@@ -161,6 +161,8 @@ def build_engine(strategy: MeshStrategy, optimizer: Optimizer) -> DataParallelEn
     options = strategy.data_parallel.finding_unused(plain)
     engine = engine_over([strategy.parallel_model], groups, options, some=plain)
     shard_optimizer(optimizer, engine)
+    if isinstance(optimizer, Muon):
+        optimizer.watch(strategy.parallel_model)
     guard_clipping(strategy.parallel_model, optimizer)
     return engine
 

@@ -53,7 +53,9 @@ def orthogonalized(matrix: Tensor, steps: int = 5) -> Tensor:
 
 
 @functools.cache
-def by_hand(config: GPTConfig, heads: bool = False) -> dict[str, Any]:
+def by_hand(
+    config: GPTConfig, heads: bool = False, begin: Callable[[GPT], Callable[[dict[str, Tensor]], None]] | None = None
+) -> dict[str, Any]:
     """The run of one device: torch's AdamW, and Muon matrix by matrix, expert by expert, in float64."""
     size = config.hidden_size // config.num_heads
 
@@ -64,27 +66,32 @@ def by_hand(config: GPTConfig, heads: bool = False) -> dict[str, Any]:
         update = torch.cat([_scaled(each) for each in (look.split(size) if split else [look])])
         weight.mul_(1 - MUON.lr * MUON.weight_decay).sub_(update, alpha=MUON.lr)
 
-    return train_by_hand(config, CONFIG, step)
+    return train_by_hand(config, CONFIG, step, begin)
 
 
 def train_by_hand(
-    config: GPTConfig, optimizer: AdamConfig, step_matrix: Callable[[str, Tensor, Tensor, dict[str, Any]], None]
+    config: GPTConfig,
+    optimizer: AdamConfig,
+    step_matrix: Callable[[str, Tensor, Tensor, dict[str, Any]], None],
+    begin: Callable[[GPT], Callable[[dict[str, Tensor]], None]] | None = None,
 ) -> dict[str, Any]:
     """The run of one device: torch's AdamW, and ``step_matrix`` for each part of a fused weight and each expert.
 
     Args:
         step_matrix: gets the name, the weight, which it updates, its gradient, and what it has kept.
+        begin: gets the model, and returns what is called after each step with all weights by name.
     """
     assert optimizer.whole is not None
     model = GPT(config).double()
     initialize(model, SEED, "model.")
     named = dict(model.named_parameters())
     matrices = [name for name, p in named.items() if optimizer.whole.takes(name, p)]
-    pieces = [
-        (part, named[part.parameter].detach().view(-1)[part.start :][: int(np.prod(part.shape))].view(part.shape))
+    weights = {
+        part.name: named[part.parameter].detach().view(-1)[part.start :][: int(np.prod(part.shape))].view(part.shape)
         for part in parts(model)
-        if part.parameter in matrices
-    ]
+    }
+    pieces = [(part, weights[part.name]) for part in parts(model) if part.parameter in matrices]
+    finish = begin(model) if begin else None
     rest = [(name, p) for name, p in named.items() if name not in matrices]
     adam = torch.optim.AdamW(
         [
@@ -108,6 +115,8 @@ def train_by_hand(
         gradients = canonical(model, {name: p.grad for name, p in named.items()})
         for part, weight in pieces:
             step_matrix(part.name, weight, torch.from_numpy(gradients["model." + part.name]), kept[part.name])
+        if finish:
+            finish(weights)
         losses.append(float(loss.detach()))
     return {"losses": losses, "norms": norms, "initial": initial, "final": whole(model)}
 
