@@ -15,8 +15,10 @@ import torch
 from megalight.errors import ConfigurationError, as_float, integer
 from megalight.inference.blocks import BlockPool
 from megalight.inference.cache import Cache, Form
-from megalight.inference.generate import device_of, last_logits
+from megalight.inference.generate import device_of, run_pass
 from megalight.inference.parallel import ParallelGPT
+from megalight.inference.sampler import PassSampling, TokenCounts
+from megalight.inference.scheduler import Request
 from megalight.models.gpt import GPT
 
 Memory = int | float
@@ -60,7 +62,8 @@ class CacheForms:
     def of(cls, model: GPT | ParallelGPT, tokens: int, block_size: int) -> CacheForms:
         """Run a pass of a sequence of so many tokens; ranks of a replica, and replicas that share experts, together."""
         cache = Cache(model.layers, 1, tokens, BlockPool(1, -(-tokens // block_size), block_size))
-        last_logits(model, cache, [0], [[0] * tokens])
+        sampling = PassSampling(TokenCounts(1), [Request(0, [0] * tokens, tokens, 1)])
+        run_pass(model, cache, [0], [[0] * tokens], sampling)
         forms, token, entry = cache.forms()
         cache.drop()
         return cls(forms, token, entry, _free(device_of(model)))

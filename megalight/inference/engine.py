@@ -7,6 +7,7 @@ packed. Keys and values lie in blocks, which a request takes as it grows and giv
 from __future__ import annotations
 
 import secrets
+import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
@@ -23,7 +24,8 @@ from megalight.inference.generate import check_prompts, device_of, end_ids, new_
 from megalight.inference.graphs import PENDING, DecodeGraphs
 from megalight.inference.parallel import ParallelGPT, evaluating
 from megalight.inference.released import HostWeights, ManagedPages
-from megalight.inference.sampling import FAILED, LARGEST_SEED, SamplingParams, check_seed, sample
+from megalight.inference.sampler import PassSampling, TokenCounts
+from megalight.inference.sampling import FAILED, LARGEST_SEED, SamplingParams, check_seed
 from megalight.inference.scheduler import Completion, Request, Scheduler, Stop
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.types import to_device
@@ -90,7 +92,7 @@ class _Results(NamedTuple):
     """What a pass gives.
 
     Attributes:
-        values: ``[R, n]`` float64 on the host.
+        values: of :class:`~megalight.inference.sampler.PassSampling`, on the host.
         done: when they are there; None: they are.
     """
 
@@ -110,7 +112,7 @@ class _PendingPass(NamedTuple):
 
     Attributes:
         requests: those that get a token.
-        results: tokens, and their log-probabilities if one is wanted; None: the last stage of the pipeline has them.
+        results: None: the last stage of the pipeline has them.
         step: what is known.
     """
 
@@ -142,6 +144,7 @@ class DynamicEngine:
         memory_level: 0: the cache is in the device's own memory. 1: it is in managed memory, so that graphs survive a
             suspend. 2: the weights are moved there, too. Without such memory on a rank, it warns and takes 0.
         first_rank_only: on a divided model, the first rank of a replica makes all calls, and tells the other ranks.
+        sampling_params: those of requests that have none; it warns, as each request should have its own.
 
     Attributes:
         blocks: who has which blocks.
@@ -165,12 +168,20 @@ class DynamicEngine:
         cuda_graphs: int = 16,
         memory_level: int = 0,
         first_rank_only: bool = False,
+        sampling_params: SamplingParams | None = None,
     ) -> None:
         _check_model(model)
         if (num_blocks is None) == (cache_memory is None):
             raise ConfigurationError("an engine needs either num_blocks or cache_memory, not both.")
         num_blocks = None if num_blocks is None else integer("num_blocks", num_blocks)
         cache_memory = None if cache_memory is None else check_memory(cache_memory)
+        if sampling_params is not None:
+            warnings.warn(
+                "sampling_params of the engine are those of requests without their own; give them to each request "
+                "(add).",
+                stacklevel=2,
+            )
+        self._sampling_params = SamplingParams.of(sampling_params)
         block_size = integer("block_size", block_size)
         max_sequences = integer("max_sequences", max_sequences)
         step_tokens = integer("step_tokens", step_tokens)
@@ -207,6 +218,7 @@ class DynamicEngine:
         self._schedule = Scheduler(cache, step_tokens, states=not self._every(cache.reversible))
         # The newest token of each slot; on a GPU, the next pass begins before the host knows it.
         self._newest = torch.zeros(cache.dummy_slot + 1, dtype=torch.int64, device=device_of(model))
+        self._token_counts = TokenCounts(max_sequences)
         self._graphs = DecodeGraphs.of(model, cache, self._newest, cuda_graphs)
         # How many passes may have begun before the host knows the tokens of the first: with a pipeline one in each
         # stage, of other requests; else a second one of the same requests, which takes their tokens on the device.
@@ -235,9 +247,10 @@ class DynamicEngine:
         eos_id: int | Collection[int] | None = None,
         stop: Stop | None = None,
         seed: int | None = None,
+        n: int = 1,
         log_probs: bool = False,
     ) -> int:
-        """Add a request; return its number. It begins when those before it leave room.
+        """Add a request; return its number, or that of its first completion. It begins when those before it leave room.
 
         If the logits of its next token hold NaN or infinity when it runs alone, it ends with the reason ``error``, and
         others go on.
@@ -251,6 +264,8 @@ class DynamicEngine:
                 must be the same on all ranks.
             seed: seed of its samples, from 0 to ``2**63 - 1``. They are those of ``generate`` with this prompt alone
                 and this seed. None: a new one.
+            n: how many completions. The numbers of the others follow that of the first, as their seeds do (0 follows
+                the largest). The prompt runs once, but for the tokens after its last full block.
             log_probs: whether the completion has the log-probabilities of its tokens.
 
         Raises:
@@ -260,6 +275,8 @@ class DynamicEngine:
         """
         self._check_asked()
         (prompt,), max_new_tokens = check_prompts(self._model, [prompt], max_new_tokens)
+        sampling_params = self._sampling_params if sampling_params is None else SamplingParams.of(sampling_params)
+        sampling_params.check(self._model.config.vocab_size, max_new_tokens)
         if stop is not None and not callable(stop):
             raise ConfigurationError(f"stop is {stop!r}; it must be a function of the completion's tokens.")
         # The last token of a completion never runs.
@@ -270,21 +287,24 @@ class DynamicEngine:
                 f"blocks of {self.blocks.size} tokens, and the cache has {self.blocks.count}: the request could never "
                 "end. Lower max_new_tokens (--max-new-tokens), or raise num_blocks (--cache-tokens)."
             )
-        request = Request(
-            self._count,
-            prompt,
-            len(prompt),
-            max_new_tokens,
-            SamplingParams.of(sampling_params),
-            end_ids(self._model, eos_id),
-            stop,
-            self._new_seed() if seed is None else check_seed(seed),
-            [] if log_probs else None,
-        )
-        self._enter(request)
-        # What a request does after each token, its first rank alone knows.
-        self._tell("_enter", replace(request, tokens=[*prompt], stop=None))
-        return request.number
+        first = self._new_seed() if seed is None else check_seed(seed)
+        ends, number = end_ids(self._model, eos_id), self._count
+        for place in range(integer("n", n)):
+            request = Request(
+                self._count,
+                [*prompt],
+                len(prompt),
+                max_new_tokens,
+                sampling_params,
+                ends,
+                stop,
+                (first + place) % (LARGEST_SEED + 1),
+                [] if log_probs else None,
+            )
+            self._enter(request)
+            # What a request does after each token, its first rank alone knows.
+            self._tell("_enter", replace(request, tokens=[*prompt], stop=None))
+        return number
 
     def _enter(self, request: Request) -> None:
         self._count = request.number + 1
@@ -467,27 +487,30 @@ class DynamicEngine:
             known = request.tokens[first : first + count]
             fresh.append(known + [PENDING] * (count - len(known)))
         schedule.cache.copy_states(plan.restored)
+        # A part of a prompt has no next token yet.
+        ready = [place for place, (request, count) in enumerate(counts.items()) if schedule.unread(request) == count]
+        requests = [request for request, count in counts.items() if schedule.unread(request) == count]
+        sampling = PassSampling(self._token_counts, requests, ready)
         logits = None
         if self._graphs is not None and not plan.restored and all(len(ids) == 1 for ids in fresh):
             logits = self._graphs.run(slots, [ids[0] for ids in fresh])
-        if logits is None:
-            logits = self._logits(slots, fresh)
+        results = self._run(slots, fresh, sampling) if logits is None else sampling(logits)
         schedule.cache.copy_states(plan.kept)
-        # A part of a prompt has no next token yet.
-        ready = [place for place, request in enumerate(counts) if not schedule.unread(request)]
-        requests = [request for request in counts if not schedule.unread(request)]
-        results = None if logits is None else _to_host(self._choose(requests, logits, ready))
+        if results is not None:
+            # For the next pass, which may begin before the host knows them.
+            own = to_device([request.slot or 0 for request in requests], torch.int64, results.device)
+            self._newest[own] = results[:, 0].long()
         for request in requests:
             request.pending += 1
         found = {request.number: count for request, count in plan.shared.items()}
         step = EngineStep({}, {}, [request.number for request in plan.preempted], found)
-        self._flights.append(_PendingPass(requests, results, step))
+        self._flights.append(_PendingPass(requests, None if results is None else _to_host(results), step))
         return True
 
-    def _logits(self, slots: Sequence[int], fresh: Sequence[Sequence[int]]) -> Tensor | None:
-        """Run the new tokens of each slot, and return the logits ``[N, V]`` of the last token of each slot.
+    def _run(self, slots: Sequence[int], fresh: Sequence[Sequence[int]], sampling: PassSampling) -> Tensor | None:
+        """Run the new tokens of each slot, and sample; return the results, which only the last stage of a pipeline has.
 
-        A token :data:`PENDING` is the newest of its slot. Only the last stage of a pipeline has logits.
+        A token :data:`PENDING` is the newest of its slot.
         """
         cache, device = self._schedule.cache, self._newest.device
         with torch.no_grad(), evaluating(self._model):
@@ -502,35 +525,8 @@ class DynamicEngine:
             # Only the last token of each sequence needs logits: `[N, V]` instead of `[T, V]`.
             last = sequences.cu_seqlens[1:].long() - 1
             if self._parallel is not None:
-                return self._parallel.on_last_stage(tokens, sequences, states=cache.states, rows=last)
-            logits: Tensor | None = self._model(tokens, sequences, states=cache.states, rows=last).logits
-            return logits
-
-    def _choose(self, requests: Sequence[Request], logits: Tensor, rows: Sequence[int]) -> Tensor:
-        """Sample the next token of each request, and keep it for the next pass; return the results of the pass.
-
-        Args:
-            requests: ``n`` requests.
-            logits: ``[N, V]``.
-            rows: the row of each request.
-        """
-        device = logits.device
-        if not requests:
-            return torch.zeros(1, 0, dtype=torch.float64, device=device)
-        numbers = [(request.slot or 0, request.seed, request.length) for request in requests]
-        slots, seeds, positions = to_device(
-            [*(n[0] for n in numbers), *(n[1] for n in numbers), *(n[2] for n in numbers)], torch.int64, device
-        ).view(3, -1)
-        if len(rows) < len(logits):
-            logits = logits[to_device(rows, torch.int64, device)]
-        tokens = _drawn(requests, logits, seeds, positions)
-        self._newest[slots] = tokens
-        results = tokens.double()[None]
-        if any(request.log_probs is not None for request in requests):
-            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            chosen = wide.log_softmax(-1).gather(-1, tokens.clamp(min=0)[:, None])[:, 0]
-            results = torch.stack([results[0], chosen.double()])
-        return results
+                return self._parallel.on_last_stage(tokens, sequences, sampling, states=cache.states, rows=last)
+            return sampling(self._model(tokens, sequences, states=cache.states, rows=last).logits)
 
     def _collect(self) -> _OpenStep:
         """Wait for the oldest pass, and give its tokens to the requests that still run."""
@@ -543,12 +539,10 @@ class DynamicEngine:
             assert self._parallel is not None
             rows = self._parallel.agree(rows, -1)
         assert rows is not None
-        tokens, *found = rows
-        log_probs = found[0] if found else [None] * len(tokens)
         suspects: list[Request] = []
         undecided: deque[Request] = deque()
         step = flight.step
-        for request, number, log_prob in zip(flight.requests, tokens, log_probs, strict=True):
+        for request, (number, *log_probs) in zip(flight.requests, rows, strict=True):
             request.pending -= 1
             if request.number not in self._requests:
                 continue  # it has ended, or was cancelled, after the pass began
@@ -559,7 +553,7 @@ class DynamicEngine:
             undecided.append(request)
             request.failed = token == FAILED
             if not request.failed:
-                request.take(token, log_prob)
+                request.take(token, *log_probs)
                 step.tokens[request.number] = token
             if request.suspect:
                 # It has run alone, and waits until the others have.
@@ -576,6 +570,7 @@ class DynamicEngine:
         while self._flights:
             for request in self._flights.popleft().requests:
                 request.pending -= 1
+        self._token_counts.forget()
 
     def __iter__(self) -> Iterator[EngineStep]:
         """Step until no request is left; requests may be added meanwhile."""
@@ -678,20 +673,6 @@ def _to_host(results: Tensor) -> _Results:
     done = torch.cuda.Event()  # type: ignore[no-untyped-call]
     done.record()
     return _Results(there, done)
-
-
-def _drawn(requests: Sequence[Request], logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """Return the next token ``[n]`` of each request, from logits ``[n, V]``."""
-    kinds: dict[SamplingParams, list[int]] = {}
-    for place, request in enumerate(requests):
-        kinds.setdefault(request.sampling_params, []).append(place)
-    if len(kinds) == 1:
-        return sample(logits, requests[0].sampling_params, seeds, positions)
-    tokens = torch.empty(len(requests), dtype=torch.long, device=logits.device)
-    for sampling_params, places in kinds.items():
-        at = to_device(places, torch.int64, logits.device)
-        tokens[at] = sample(logits[at], sampling_params, seeds[at], positions[at])
-    return tokens
 
 
 def _check_model(model: GPT | ParallelGPT) -> None:

@@ -16,7 +16,9 @@ from megalight.errors import ConfigurationError, DataError, integer
 from megalight.inference.cache import Cache
 from megalight.inference.graphs import DecodeGraphs
 from megalight.inference.parallel import ParallelGPT, evaluating
-from megalight.inference.sampling import LARGEST_SEED, SamplingParams, check_sampled, check_seed, sample
+from megalight.inference.sampler import PassSampling, TokenCounts
+from megalight.inference.sampling import LARGEST_SEED, SamplingParams, check_sampled, check_seed
+from megalight.inference.scheduler import Request
 from megalight.inference.speculative import check_draft, rounds
 from megalight.models.eagle import DraftModel
 from megalight.models.gpt import GPT
@@ -33,15 +35,13 @@ def generate(
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
     eos_id: int | Collection[int] | None = None,
     seed: int | None = None,
     axis_positions: Sequence[Tensor] | None = None,
     packed_images: PackedImages | None = None,
     draft: DraftModel | None = None,
     guesses: int = 4,
+    **sampling: Any,
 ) -> list[list[int]]:
     """Generate the tokens that follow each prompt.
 
@@ -50,9 +50,6 @@ def generate(
             If experts are on ranks of several replicas, all these replicas generate at the same time.
         prompts: token ids, at least one for each prompt. Lengths may differ.
         max_new_tokens: maximum length of a completion.
-        temperature: see :class:`~megalight.inference.sampling.SamplingParams`.
-        top_k: see :class:`~megalight.inference.sampling.SamplingParams`.
-        top_p: see :class:`~megalight.inference.sampling.SamplingParams`.
         eos_id: a completion ends with this token, or with one of these.
         seed: seed of the first prompt's samples, from 0 to ``2**63 - 1``; each further prompt has the next one, and 0
             follows the largest. None: a new one.
@@ -64,6 +61,8 @@ def generate(
         draft: a draft model that guesses tokens, which makes generation faster and changes nothing else; see
             :mod:`megalight.inference.speculative`. Each rank has a whole draft.
         guesses: how many tokens the draft guesses at a time.
+        **sampling: how tokens are chosen, such as ``temperature``: the fields of
+            :class:`~megalight.inference.sampling.SamplingParams`.
 
     Returns:
         one completion per prompt, without the prompt, and with the token that ended it.
@@ -74,13 +73,12 @@ def generate(
         ConfigurationError: another value is of the wrong kind or out of range, or the draft does not fit the model.
         MegalightError: logits hold NaN or infinity.
     """
-    sampling_params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
     completions: list[list[int]] = [[] for _ in prompts]
     for step in stream(
         model,
         prompts,
         max_new_tokens=max_new_tokens,
-        sampling_params=sampling_params,
+        sampling_params=SamplingParams(**sampling),
         eos_id=eos_id,
         seed=seed,
         axis_positions=axis_positions,
@@ -114,6 +112,7 @@ def stream(
     prompts, max_new_tokens = check_prompts(model, prompts, max_new_tokens, axis_positions)
     _check_images(model, prompts, packed_images)
     ends, sampling_params = end_ids(model, eos_id), SamplingParams.of(sampling_params)
+    sampling_params.check(model.config.vocab_size, max_new_tokens)
     first = new_seed(model) if seed is None else check_seed(seed)
     seeds = [(first + number) % (LARGEST_SEED + 1) for number in range(len(prompts))]
     if draft is None:
@@ -137,6 +136,11 @@ def _steps(
     # Room for the longest prompt and its completion, in every slot.
     # Slots belong to prompts, not to places in the batch: a prompt that ends leaves the others where they are.
     cache = Cache(model.layers, len(prompts), max(map(len, prompts)) + max_new_tokens)
+    requests = [
+        Request(slot, list(prompt), len(prompt), max_new_tokens, sampling_params, ends, None, seed, slot=slot)
+        for slot, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+    ]
+    counts = TokenCounts(len(prompts))
     active, fresh = list(range(len(prompts))), [list(prompt) for prompt in prompts]
     left = max_new_tokens
     newest = torch.zeros(cache.dummy_slot + 1, dtype=torch.int64, device=device_of(model))
@@ -151,19 +155,23 @@ def _steps(
             with evaluating(model):
                 model.accompany()
             continue
+        sampling = PassSampling(counts, [requests[prompt] for prompt in active])
         logits = graphs.run(active, [ids[0] for ids in fresh]) if graphs is not None and prefilled else None
-        if logits is None:
-            logits = last_logits(model, cache, active, fresh, axis_positions, packed_images)
+        if logits is not None:
+            results = sampling(logits)
+        else:
+            results = run_pass(model, cache, active, fresh, sampling, axis_positions, packed_images)
         prefilled = True
         # Those of prompts; the cache knows what follows them.
         axis_positions = packed_images = None
-        draws = seeds_and_positions([seeds[prompt] for prompt in active], [cache.lengths[p] for p in active], logits)
         # The one wait for the device in a step: the host must know which prompts have ended.
-        chosen = sample(logits, sampling_params, *draws).tolist()
+        chosen = results[:, 0].long().tolist()
         step = dict(zip(active, chosen, strict=True))
         check_sampled({prompt: [token] for prompt, token in step.items()})
         yield step
         left -= 1
+        for prompt, token in step.items():
+            requests[prompt].take(token)
         # completed prompts leave the batch; the others continue with their newest token
         # `left` is 0 in the last step, and ends all of them.
         active = [prompt for prompt, token in step.items() if token not in ends and left]
@@ -205,26 +213,21 @@ def new_seed(model: GPT | ParallelGPT) -> int:
     return model.agree(seed) if isinstance(model, ParallelGPT) else seed
 
 
-def seeds_and_positions(seeds: Sequence[int], positions: Sequence[int], like: Tensor) -> tuple[Tensor, Tensor]:
-    """Copy the seeds ``[N]`` and positions ``[N]`` of samples to the device of ``like``, in one piece."""
-    both = to_device([*seeds, *positions], torch.int64, like.device)
-    return both[: len(seeds)], both[len(seeds) :]
-
-
 def another(model: GPT | ParallelGPT, wanted: bool) -> bool:
     """Return whether another forward pass follows, here or in a replica that shares experts."""
     return model.any_replica(wanted) if isinstance(model, ParallelGPT) else wanted
 
 
-def last_logits(
+def run_pass(
     model: GPT | ParallelGPT,
     cache: Cache,
     slots: Sequence[int],
     fresh: Sequence[Sequence[int]],
+    sampling: PassSampling,
     axis_positions: Sequence[Tensor] | None = None,
     packed_images: PackedImages | None = None,
 ) -> Tensor:
-    """Run the new tokens of each slot, and return the logits ``[N, V]`` of the last token of each slot."""
+    """Run the new tokens of each slot, and sample from the logits of the last token of each: ``[n, r]``."""
     device = device_of(model)
     with torch.no_grad(), evaluating(model):
         sequences = cache.extend(slots, [len(ids) for ids in fresh], device, axis_positions)
@@ -235,9 +238,9 @@ def last_logits(
         if packed_images is not None:
             sequences = replace(sequences, runs=packed_images.runs)
         last = sequences.cu_seqlens[1:].long() - 1
-        logits = model(tokens, sequences, states=cache.states, rows=last, **seen).logits
-    assert isinstance(logits, Tensor)
-    return logits
+        if isinstance(model, ParallelGPT):
+            return model.chosen(tokens, sequences, sampling, states=cache.states, rows=last, **seen)
+        return sampling(model(tokens, sequences, states=cache.states, rows=last, **seen).logits)
 
 
 def check_prompts(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cached_property
-from typing import Any, TypeVar
+from functools import cached_property, partial
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from megalight.models.hidden import KEPT, keeping
 from megalight.models.vision import PackedImages
 from megalight.models.vlm.config import VLMConfig
 from megalight.models.vlm.model import VLM, TowerPart
+from megalight.ops.sample_tokens import Ranks
 from megalight.parallel.apply import whole_tokens
 from megalight.parallel.groups import new_group, shared_group, uses_backend
 from megalight.parallel.layers import layers_of
@@ -29,6 +30,7 @@ from megalight.parallel.pipeline import schedules
 from megalight.parallel.pipeline.carry import Carry
 from megalight.parallel.pipeline.executor import Executor
 from megalight.parallel.pipeline.rank_schedule import rank_schedule_of
+from megalight.parallel.tensor.embedding_and_head import VocabLinear, choose, combine
 from megalight.types import PackedSequences
 
 T = TypeVar("T")
@@ -39,6 +41,24 @@ FROM_CHECKPOINT = (
 REPLICA_AXES = ("pp", "cp", "tp")
 """Mesh axes over which one replica of the model is divided."""
 FOREVER = timedelta(days=365)
+
+
+class Choice(Protocol):
+    """What is computed of logits."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether it needs the logits of the whole vocabulary."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of its results, the same on all ranks."""
+        ...
+
+    def __call__(self, logits: Tensor, ranks: Ranks | None = None) -> Tensor:
+        """Return results ``[n, r]`` of logits ``[N, V]``, or of those of this rank's columns."""
+        ...
 
 
 class ParallelGPT(nn.Module):
@@ -114,22 +134,73 @@ class ParallelGPT(nn.Module):
         Raises:
             ConfigurationError: there are images, and the ranks of this replica cannot run the tower by themselves.
         """
-        if packed_images is not None and self._blind is not None:
-            raise ConfigurationError(f"images cannot be read in this layout: {self._blind}; {FROM_CHECKPOINT}")
+        self._check_images(packed_images)
         carry = self._run(tokens, sequences, (), states, rows, packed_images)
         count = tokens.numel() if rows is None else rows.numel()
         return GPTOutput(logits=self._from_stage(-1, "logits", None if carry is None else carry["logits"], count))
 
+    def _check_images(self, packed_images: PackedImages | None) -> None:
+        if packed_images is not None and self._blind is not None:
+            raise ConfigurationError(f"images cannot be read in this layout: {self._blind}; {FROM_CHECKPOINT}")
+
     @torch.no_grad()
     def on_last_stage(
-        self, tokens: Tensor, sequences: PackedSequences, *, states: Mapping[str, Any] | None, rows: Tensor
+        self,
+        tokens: Tensor,
+        sequences: PackedSequences,
+        choice: Choice,
+        *,
+        states: Mapping[str, Any] | None,
+        rows: Tensor,
+        packed_images: PackedImages | None = None,
     ) -> Tensor | None:
-        """Compute logits ``[N, V]``, as :meth:`forward` does, on the last stage alone; return None on the others.
+        """Return what ``choice`` computes of the logits of :meth:`forward`, on the last stage alone; None on others.
 
-        A stage waits for no later one, so several passes may be on their way through the stages.
+        Tensor-parallel ranks gather logits only if ``choice`` needs them whole. A stage waits for no later one, so
+        several passes may be on their way through the stages.
         """
-        carry = self._run(tokens, sequences, (), states, rows, None)
-        return None if carry is None else carry["logits"]
+        self._check_images(packed_images)
+        with self._columns(choice.whole) as head:
+            carry = self._run(tokens, sequences, (), states, rows, packed_images)
+        if carry is None:
+            return None
+        logits: Tensor = carry["logits"]
+        if head is None:
+            return choice(logits)
+        ranks = _ranks(head)
+        # The last rank has padding.
+        outside = torch.arange(logits.shape[1], device=logits.device) + ranks.first >= ranks.columns
+        return choice(logits.masked_fill(outside, -torch.inf), ranks)
+
+    def chosen(
+        self,
+        tokens: Tensor,
+        sequences: PackedSequences,
+        choice: Choice,
+        *,
+        states: Mapping[str, Any] | None,
+        rows: Tensor,
+        packed_images: PackedImages | None = None,
+    ) -> Tensor:
+        """Return on every rank what :meth:`on_last_stage` does on those of the last stage."""
+        found = self.on_last_stage(tokens, sequences, choice, states=states, rows=rows, packed_images=packed_images)
+        count, width = choice.shape
+        return self._from_stage(-1, f"chosen {width}", found, count)
+
+    @contextmanager
+    def _columns(self, whole: bool) -> Iterator[VocabLinear | None]:
+        """Let the head return this rank's columns of the logits if that is enough; yield it then."""
+        last = getattr(self.chunks[-1], "head", None) if self.mesh.tp > 1 and not whole else None
+        head = getattr(last, "output_layer", None)
+        # An adapter adds to the logits of the whole vocabulary.
+        if not isinstance(head, VocabLinear) or getattr(head, "adapter", None) is not None:
+            yield None
+            return
+        head.gather_output = False
+        try:
+            yield head
+        finally:
+            head.gather_output = True
 
     @torch.no_grad()
     def with_states(
@@ -278,6 +349,18 @@ class ParallelGPT(nn.Module):
         # All stages must choose the same tokens, so they all need what these follow from.
         dist.broadcast(rows, source, group)
         return rows
+
+
+def _ranks(head: VocabLinear) -> Ranks:
+    """Return how the ranks of a head agree."""
+    group = head.shared.group
+
+    def largest(own: Tensor) -> Tensor:
+        found = own.clone()
+        dist.all_reduce(found, dist.ReduceOp.MAX, group)
+        return found
+
+    return Ranks(head.first_row, head.vocab_size, largest, partial(choose, group=group), partial(combine, group=group))
 
 
 def _why_blind(model: ParallelModel) -> str | None:

@@ -1,31 +1,41 @@
-"""Sampling of the next token from logits: temperature, top-k, top-p."""
+"""How the next token is sampled from logits: penalties, biases, temperature, top-k, top-p and min-p."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from megalight.errors import ConfigurationError, MegalightError, as_float, integer
-from megalight.ops.draws import exponentials
+from megalight.ops.sample_tokens import FAILED as FAILED
+from megalight.ops.sample_tokens import SamplingRows, sample_tokens
 
 LARGEST_SEED = 2**63 - 1
-FAILED = -1
-"""What :func:`sample` returns in the place of a token where the logits hold NaN or infinity."""
+ALL = 2**62
+"""The top-k of a row that keeps all tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Settings for the choice of the next token. Temperature is applied first, then top-k, then top-p.
+    """Settings for the choice of the next token. They are applied in the order of this list, but temperature after all
+    that change logits, before what keeps only some tokens.
 
     Attributes:
         temperature: the logits are divided by this finite number. 0 means the most probable token (greedy).
         top_k: sample from the ``k`` most probable tokens. None means all tokens.
         top_p: sample from the smallest set of tokens that together have at least this probability (nucleus sampling,
             https://arxiv.org/abs/1904.09751). None means all tokens.
+        min_p: sample from the tokens with at least this share of the largest probability
+            (https://arxiv.org/abs/2407.01082).
+        repetition_penalty: positive logits of tokens that the prompt or the completion has are divided by this number,
+            negative ones multiplied (https://arxiv.org/abs/1909.05858). 1: no penalty.
+        presence_penalty: subtracted from the logits of tokens that the completion has.
+        frequency_penalty: the same for each time that it has them.
+        logit_bias: what is added to the logits of tokens, by their ids; ``-inf`` excludes a token.
+        min_new_tokens: before so many tokens no token that ends the completion is sampled, and no ``stop`` ends it.
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -34,22 +44,64 @@ class SamplingParams:
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    min_new_tokens: int = 0
 
     def __post_init__(self) -> None:
-        # Plain numbers: requests with equal settings are sampled together.
-        temperature = as_float(self.temperature)
-        if isinstance(self.temperature, bool) or not 0 <= temperature < math.inf:
-            raise ConfigurationError(
-                f"temperature is {self.temperature!r}; it must be a finite number, at least 0 (0 is greedy)."
-            )
-        object.__setattr__(self, "temperature", temperature)
+        ranges = {
+            "temperature": (0 <= self._number("temperature") < math.inf, "finite number, at least 0 (0 is greedy)"),
+            "top_p": (self.top_p is None or 0 < self._number("top_p") <= 1, "number above 0 and at most 1"),
+            "min_p": (0 <= self._number("min_p") <= 1, "number from 0 to 1"),
+            "repetition_penalty": (0 < self._number("repetition_penalty") < math.inf, "finite number above 0"),
+            "presence_penalty": (math.isfinite(self._number("presence_penalty")), "finite number"),
+            "frequency_penalty": (math.isfinite(self._number("frequency_penalty")), "finite number"),
+        }
+        for name, (holds, what) in ranges.items():
+            if not holds:
+                raise ConfigurationError(f"{name} is {getattr(self, name)!r}; it must be a {what}.")
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, self._number(name))
         if self.top_k is not None:
             object.__setattr__(self, "top_k", integer("top_k", self.top_k))
-        if self.top_p is not None:
-            top_p = as_float(self.top_p)
-            if isinstance(self.top_p, bool) or not 0 < top_p <= 1:
-                raise ConfigurationError(f"top_p is {self.top_p!r}; it must be a number above 0 and at most 1.")
-            object.__setattr__(self, "top_p", top_p)
+        object.__setattr__(self, "min_new_tokens", integer("min_new_tokens", self.min_new_tokens, 0))
+        if not isinstance(self.logit_bias, Mapping):
+            raise ConfigurationError(f"logit_bias is {self.logit_bias!r}; it must be numbers by token id.")
+        bias = {
+            integer("token id of logit_bias", token, 0): as_float(value) for token, value in self.logit_bias.items()
+        }
+        for (token, value), given in zip(bias.items(), self.logit_bias.values(), strict=True):
+            if isinstance(given, bool) or not value < math.inf:
+                raise ConfigurationError(f"logit_bias[{token}] is {given!r}; it must be a finite number or -inf.")
+        object.__setattr__(self, "logit_bias", bias)
+
+    def _number(self, name: str) -> float:
+        value = getattr(self, name)
+        return math.nan if isinstance(value, bool) else as_float(value)
+
+    @property
+    def penalized(self) -> bool:
+        """Whether the choice depends on the tokens so far."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    @property
+    def filtered(self) -> bool:
+        """Whether top-k or top-p keep only some tokens."""
+        return self.temperature != 0 and (self.top_k is not None or (self.top_p is not None and self.top_p < 1))
+
+    def check(self, vocab_size: int, max_new_tokens: int) -> None:
+        """Refuse what a model or a request cannot do.
+
+        Raises:
+            ConfigurationError: a token of ``logit_bias`` is outside of the vocabulary, or ``min_new_tokens`` is above
+                ``max_new_tokens``.
+        """
+        for token in self.logit_bias:
+            integer("token id of logit_bias", token, 0, vocab_size - 1)
+        integer("min_new_tokens", self.min_new_tokens, 0, max_new_tokens)
 
     @staticmethod
     def of(given: SamplingParams | None) -> SamplingParams:
@@ -76,66 +128,32 @@ def check_seed(seed: int) -> int:
     return integer("seed", seed, 0, LARGEST_SEED)
 
 
-def keep_top_k(logits: Tensor, k: int) -> Tensor:
-    """Set ``[N, V]`` to ``-inf`` except for the ``k`` largest of each row. Values equal to the ``k``-th are kept."""
-    # Beyond the vocabulary, `k` means all tokens.
-    least = logits.topk(min(k, logits.shape[-1])).values[..., -1:]
-    return logits.masked_fill(logits < least, -torch.inf)
-
-
-def keep_top_p(logits: Tensor, p: float) -> Tensor:
-    """Set ``[N, V]`` to ``-inf`` except for the smallest set of most probable tokens that reaches probability ``p``.
-
-    The token that crosses the threshold is kept, so every row keeps at least one token.
-    """
-    # Stable, so that ranks with equal logits order equal values alike.
-    ordered, order = logits.sort(descending=True, stable=True)
-    probabilities = ordered.softmax(-1)
-    # The probability of all tokens before each one, in descending order.
-    before = probabilities.cumsum(-1) - probabilities
-    # Back to the order of the vocabulary.
-    dropped = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before >= p)
-    return logits.masked_fill(dropped, -torch.inf)
-
-
-def probabilities(logits: Tensor, sampling_params: SamplingParams) -> Tensor:
-    """Return the distribution ``[N, V]`` to sample from: float32 (float64 for float64 logits), one-hot if greedy."""
-    # A softmax in half precision loses the small probabilities, which top-p adds up.
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if sampling_params.temperature == 0:
-        best = logits.argmax(-1, keepdim=True)
-        return torch.zeros_like(logits).scatter(-1, best, 1.0)
-    # subtract the maximum before dividing, or a tiny temperature would overflow
-    range_ = torch.finfo(logits.dtype)
-    # In the logits' own dtype a temperature of 1e-300 is 0, and 0 / 0 is NaN.
-    temperature = min(max(sampling_params.temperature, range_.tiny), range_.max)
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperature
-    if sampling_params.top_k is not None:
-        logits = keep_top_k(logits, sampling_params.top_k)
-    if sampling_params.top_p is not None and sampling_params.top_p < 1:
-        logits = keep_top_p(logits, sampling_params.top_p)
-    return logits.softmax(-1)
+def reals_of(params: SamplingParams) -> tuple[float, float, float]:
+    """Return the column of a row in :attr:`SamplingRows.reals`."""
+    return params.temperature, 1.0 if params.top_p is None else params.top_p, params.min_p
 
 
 def sample(logits: Tensor, sampling_params: SamplingParams, seeds: Tensor, positions: Tensor) -> Tensor:
-    """Sample token ids: ``[N, V] -> [N]``. Rows with NaN or infinity give :data:`FAILED`.
+    """Sample token ids: ``[N, V] -> [N]``. Rows with NaN or infinity give -1.
 
-    A sample follows from its row, its seed and its position alone (:mod:`megalight.ops.draws`).
+    A sample follows from its row, its seed and its position alone (:mod:`megalight.ops.sample_tokens`).
 
     Args:
         logits: ``[N, V]``.
-        sampling_params: how a token is chosen.
+        sampling_params: how a token is chosen. What depends on other tokens (penalties, ``min_new_tokens``) and biases
+            are left out.
         seeds: ``[N]`` int64, from 0 to :data:`LARGEST_SEED`.
         positions: ``[N]`` integers: which token of its sequence each row chooses.
     """
-    if sampling_params.temperature == 0:
-        chosen = logits.argmax(-1)
-    else:
-        chances = probabilities(logits, sampling_params)
-        # for exponential e_i, the argmax of p_i / e_i is i with probability p_i; this needs no sync with the host
-        chosen = (chances / exponentials(seeds, positions, chances.shape[-1])).argmax(-1)
-    # A row's maximum is NaN where any of its values is. Without a wait for the device, as all of this.
-    return torch.where(logits.amax(-1).isfinite(), chosen, FAILED)
+    reals = torch.tensor(reals_of(sampling_params), dtype=torch.float64, device=logits.device)
+    top_k = torch.full_like(seeds, sampling_params.top_k or ALL)
+    rows = SamplingRows(
+        reals[:, None].repeat(1, len(seeds)),
+        torch.stack([top_k, seeds, positions.long()]),
+        sampling_params.temperature == 0,
+        sampling_params.filtered,
+    )
+    return sample_tokens(logits, rows)
 
 
 def check_sampled(tokens: Mapping[int, Sequence[int]]) -> None:

@@ -25,8 +25,8 @@ class Completion(NamedTuple):
 
     Attributes:
         tokens: the new tokens, with the one that ended it.
-        log_probs: for each of them its log-probability by the model, before temperature, top-k and top-p; None: nobody
-            asked.
+        log_probs: for each of them its log-probability by the model, before all that the sampling parameters change;
+            None: nobody asked.
         reason: why it ended.
     """
 
@@ -79,7 +79,7 @@ class Request:
         """Whether the completion is as long as it may be."""
         return self.length - self.prompt_length >= self.max_new_tokens
 
-    def take(self, token: int, log_prob: float | None) -> None:
+    def take(self, token: int, log_prob: float | None = None) -> None:
         """Add the next token."""
         self.tokens.append(token)
         if self.log_probs is not None and log_prob is not None:
@@ -93,11 +93,20 @@ class Request:
             reason = "error"
         elif self.tokens[-1] in self.ends:
             reason = "end"
-        elif self.stop is not None and self.stop(self.tokens[self.prompt_length :]):
+        elif self._stops():
             reason = "stop"
         elif len(self.tokens) - self.prompt_length == self.max_new_tokens:
             reason = "length"
         return None if reason is None else Completion(self.tokens[self.prompt_length :], self.log_probs, reason)
+
+    def _stops(self) -> bool:
+        # Asked in any case, as it may keep what it has read.
+        new = len(self.tokens) - self.prompt_length
+        return (
+            self.stop is not None
+            and self.stop(self.tokens[self.prompt_length :])
+            and new >= self.sampling_params.min_new_tokens
+        )
 
 
 class StepPlan(NamedTuple):

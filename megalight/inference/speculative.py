@@ -23,13 +23,15 @@ from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError, integer
 from megalight.inference.cache import Cache
 from megalight.inference.parallel import ParallelGPT, evaluating
-from megalight.inference.sampling import SamplingParams, check_sampled, sample
+from megalight.inference.sampler import PassSampling, TokenCounts
+from megalight.inference.sampling import SamplingParams, check_sampled
+from megalight.inference.scheduler import Request
 from megalight.models.eagle import DraftModel
 from megalight.models.eagle.serving_format import is_draft
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.hidden import KEPT, keeping
 from megalight.models.saved import companions_of, description, saved_model
-from megalight.types import PackedSequences, to_device
+from megalight.types import PackedSequences
 
 
 class DraftRound(NamedTuple):
@@ -95,9 +97,17 @@ def rounds(
             forget tokens.
     """
     check_draft(base, draft, guesses)
+    if sampling_params.penalized:
+        raise ConfigurationError(
+            "penalties depend on the tokens so far, which a draft only guesses; leave the draft or the penalties out."
+        )
     capacity = max(map(len, prompts)) + max_new_tokens
     pair = _BaseAndDraft(base, draft, len(prompts), capacity)
     left = dict.fromkeys(range(len(prompts)), max_new_tokens)
+    requests = [
+        Request(slot, list(prompt), len(prompt), max_new_tokens, sampling_params, ends, None, seed)
+        for slot, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+    ]
     # Of each running sequence: the tokens that neither model has read, the newest one and what was guessed after it.
     given = {slot: list(prompt) for slot, prompt in enumerate(prompts)}
     guessed: dict[int, list[int]] = {slot: [] for slot in given}
@@ -105,16 +115,16 @@ def rounds(
         with evaluating(base), evaluating(draft):
             logits, states = pair.check(given, guessed)
         # One choice after the newest token, and one after each guess: the last follows all that is stored.
-        last = {slot: pair.base.lengths[slot] for slot in given}
-        places = [(slot, at) for slot in given for at in range(last[slot] - len(guessed[slot]), last[slot] + 1)]
-        draws = to_device([*(seeds[slot] for slot, _ in places), *(at for _, at in places)], torch.int64, pair.device)
-        chosen = sample(torch.cat(list(logits.values())), sampling_params, *draws.view(2, -1)).tolist()
+        places = [(requests[slot], more) for slot in given for more in range(len(guessed[slot]) + 1)]
+        sampling = PassSampling(TokenCounts(0), [each for each, _ in places], ahead=[more for _, more in places])
+        chosen = sampling(torch.cat(list(logits.values())))[:, 0].long().tolist()
         found: dict[int, DraftRound] = {}
         for slot in list(given):
             choices, chosen = chosen[: len(guessed[slot]) + 1], chosen[len(guessed[slot]) + 1 :]
             check_sampled({slot: choices})
             found[slot] = _kept(choices, guessed[slot], ends)
             left[slot] -= len(found[slot].tokens)
+            requests[slot].tokens += found[slot].tokens
         yield found
         going = [slot for slot, each in found.items() if left[slot] and each.tokens[-1] not in ends]
         # Read by the base: what was new, and the guesses that were right.

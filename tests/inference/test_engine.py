@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megalight.errors import ConfigurationError, DataError, MegalightError
-from megalight.inference import Completion, DynamicEngine, EngineStep, SamplingParams, generate, sample
+from megalight.inference import Completion, DynamicEngine, EngineStep, SamplingParams, generate
 from megalight.inference.scheduler import Stop
 from megalight.models.gpt import GPT, MambaConfig
 from megalight.nn.init import initialize
@@ -214,7 +214,7 @@ def test_draws_come_again_after_an_error_in_sampling(monkeypatch: pytest.MonkeyP
         engine.add(prompt, max_new_tokens=9, sampling_params=SAMPLED, seed=11 + seed)
     engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr("megalight.inference.engine.sample", lambda *given: (sample(*given), 1 / 0))
+        patch.setattr("megalight.inference.sampler.sample_tokens", lambda *given, **more: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.step()
     assert tokens_of(engine.run()) == alone(model, seed=11)
@@ -411,6 +411,13 @@ def test_a_completion_keeps_its_tokens_when_it_fails() -> None:
         ({"seed": -1}, "seed is -1; it must be from 0 to 9223372036854775807"),
         ({"seed": 2**63}, "seed is 9223372036854775808"),
         ({"seed": 1.5}, "seed is 1.5; it must be an integer"),
+        ({"n": 0}, "n is 0; it must be at least 1"),
+        ({"n": True}, "n is True; it must be an integer"),
+        ({"sampling_params": SamplingParams(min_new_tokens=4)}, "min_new_tokens is 4; it must be from 0 to 3"),
+        (
+            {"sampling_params": SamplingParams(logit_bias={61: 1})},
+            "token id of logit_bias is 61; it must be from 0 to 60",
+        ),
     ],
 )
 def test_a_bad_value_is_refused_and_no_other_request_notices(bad: dict[str, Any], message: str) -> None:

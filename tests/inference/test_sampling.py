@@ -1,11 +1,11 @@
-"""Distributions before and after each filter, and the draws themselves."""
+"""Settings of sampling, and samples by them; :mod:`tests.ops.test_sample_tokens` has each filter."""
 
 import numpy as np
 import pytest
 import torch
 
 from megalight.errors import ConfigurationError
-from megalight.inference.sampling import FAILED, SamplingParams, keep_top_k, keep_top_p, probabilities, sample
+from megalight.inference.sampling import FAILED, SamplingParams, sample
 
 P = torch.tensor([[0.1, 0.5, 0.25, 0.15], [0.7, 0.1, 0.1, 0.1]], dtype=torch.float64)
 
@@ -15,46 +15,9 @@ def drawn(rows: torch.Tensor, sampling_params: SamplingParams, seed: int = 3) ->
     return sample(rows, sampling_params, seeds, torch.zeros(len(rows))).tolist()
 
 
-def kept(logits: torch.Tensor) -> list[list[int]]:
-    return [row.nonzero().flatten().tolist() for row in ~logits.isinf()]
-
-
-def test_top_k_keeps_the_largest():
-    assert kept(keep_top_k(P.log(), 2)) == [[1, 2], [0, 1, 2, 3]]  # equals of the second stay
-    assert kept(keep_top_k(P.log(), 9)) == [[0, 1, 2, 3]] * 2
-
-
-@pytest.mark.parametrize(
-    ("p", "first", "second"),
-    [(0.4, [1], [0]), (0.5, [1], [0]), (0.51, [1, 2], [0]), (0.76, [1, 2, 3], [0, 1]), (1.0, [0, 1, 2, 3], None)],
-)
-def test_top_p_keeps_the_token_that_crosses_the_threshold(p, first, second):
-    found = kept(keep_top_p(P.log(), p))
-    assert found[0] == first
-    assert second is None or found[1] == second
-
-
-def test_top_p_keeps_one_token_at_least():
-    assert kept(keep_top_p(torch.zeros(1, 5), 1e-9)) == [[0]]
-
-
-def test_temperature_sharpens():
-    expected = P**2 / (P**2).sum(-1, keepdim=True)
-    torch.testing.assert_close(probabilities(P.log(), SamplingParams(temperature=0.5)), expected)
-
-
 def test_temperature_zero_is_greedy():
-    assert probabilities(P.log(), SamplingParams(temperature=0)).tolist() == [[0, 1, 0, 0], [1, 0, 0, 0]]
     assert drawn(P.log(), SamplingParams(temperature=0)) == [1, 0]
     assert drawn(P.log().half(), SamplingParams(temperature=1e-30)) == [1, 0]
-
-
-def test_order_is_temperature_then_k_then_p():
-    # at temperature 1/2 the first three of row 0 have 0.25, 0.0625, 0.0225; of the first two, the first holds 0.8
-    found = probabilities(P[:1].log(), SamplingParams(temperature=0.5, top_k=2, top_p=0.79))
-    assert found.tolist() == [[0, 1, 0, 0]]
-    found = probabilities(P[:1].log(), SamplingParams(temperature=0.5, top_k=2, top_p=0.81))
-    torch.testing.assert_close(found, torch.tensor([[0, 0.8, 0.2, 0]], dtype=torch.float64))
 
 
 def test_draws_follow_the_distribution():
@@ -89,7 +52,9 @@ def test_rows_that_are_not_finite_have_no_sample():
 def test_temperatures_beyond_float32_are_as_its_smallest_and_its_largest():
     rows = P.log().float()
     assert drawn(rows, SamplingParams(temperature=1e-300)) == [1, 0]
-    torch.testing.assert_close(probabilities(rows, SamplingParams(temperature=1e300)), torch.full((2, 4), 0.25))
+    seeds = torch.arange(4000)
+    flat = sample(rows[1:].expand(4000, 4), SamplingParams(temperature=1e300), seeds, torch.zeros(4000))
+    torch.testing.assert_close(flat.bincount() / 4000, torch.full((4,), 0.25), atol=0.03, rtol=0)
 
 
 def test_scalars_of_numpy_and_torch_are_numbers():
@@ -103,8 +68,30 @@ def test_scalars_of_numpy_and_torch_are_numbers():
         *[{"temperature": value} for value in (-1.0, float("nan"), float("inf"), True, "1", None, [1.0])],
         *[{"top_k": value} for value in (0, 1.5, True, "3")],
         *[{"top_p": value} for value in (0.0, 1.1, float("nan"), True, "0.5")],
+        *[{"min_p": value} for value in (-0.1, 1.1, float("nan"), True, None)],
+        *[{"repetition_penalty": value} for value in (0, -1.0, float("inf"), "1", None)],
+        *[{"presence_penalty": value} for value in (float("inf"), float("nan"), True, None)],
+        *[{"frequency_penalty": value} for value in (-float("inf"), "2", None)],
+        *[{"min_new_tokens": value} for value in (-1, 1.5, True, None)],
     ],
 )
 def test_values_out_of_range_are_refused(bad):
     with pytest.raises(ConfigurationError, match=f"{next(iter(bad))} is .* must be"):
         SamplingParams(**bad)
+
+
+@pytest.mark.parametrize(
+    ("bias", "message"),
+    [
+        ([1], r"logit_bias is \[1\]; it must be numbers by token id"),
+        ({-1: 0.0}, "token id of logit_bias is -1; it must be at least 0"),
+        ({"a": 0.0}, "token id of logit_bias is 'a'; it must be an integer"),
+        *[
+            ({3: value}, r"logit_bias\[3\] is .*; it must be a finite number or -inf")
+            for value in (torch.inf, "1", True)
+        ],
+    ],
+)
+def test_biases_that_are_none_are_refused(bias, message):
+    with pytest.raises(ConfigurationError, match=message):
+        SamplingParams(logit_bias=bias)

@@ -96,6 +96,7 @@ def main() -> None:
     from megalight.ops import gated_norm as gated_norms
     from megalight.ops import latent_heads
     from megalight.ops import quantized_weight as stored
+    from megalight.ops import sample_tokens as samples
     from megalight.ops import scaled_accumulate as sums
     from megalight.ops import sum_rows as row_sums
     from megalight.ops import sum_terms as terms
@@ -120,6 +121,13 @@ def main() -> None:
 
     waits(1 << 20)
     waits(1 << 44)
+    ones = samples.SamplingRows(torch.ones(3, 4).double(), torch.ones(3, 4, dtype=torch.int64), False, True)
+    for dtype in (HALF, torch.float16, torch.float32):
+        logits = torch.zeros(4, 128256, dtype=dtype)
+        peak, _ = samples.triton_peak(logits)
+        cut = samples.triton_cut(logits, ones, peak)
+        for kept in (cut, None):
+            samples.triton_best(logits, ones, peak, kept, 0, 128256)
     for size, dtype in ((63, HALF), (128, HALF), (4096, HALF), (4096, torch.float32), (14336, HALF)):
         x, weight = leaf(16, size, dtype=dtype), leaf(size, dtype=dtype)
         through(norms.rms_norm(x, weight, 1e-5))

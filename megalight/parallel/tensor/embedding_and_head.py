@@ -83,6 +83,10 @@ class VocabLinear(nn.Module):
         vocab_size: number of rows of all ranks, without padding.
         shared: the state that all tensor-parallel layers share.
         tokens: the tokens that the layer receives under sequence parallelism.
+
+    Attributes:
+        gather_output: whether every rank returns the logits of all rows. Otherwise it returns its own ``[T, rows]``,
+            with padding.
     """
 
     def __init__(
@@ -101,11 +105,14 @@ class VocabLinear(nn.Module):
         self.shared = shared
         self.tokens = tokens
         self.first_row = shared.mesh.rank("tp") * weight.shape[0]
+        self.gather_output = True
 
     def forward(self, hidden: Tensor) -> Tensor:
         """``[T/tp, h]`` under sequence parallelism, else ``[T, h] ->`` unpadded logits ``[T, V]`` on every rank."""
         # `[T, V/tp]`; the last rank's padding is cut off after the join.
         logits = column_linear(hidden, self.weight, self.bias, self.shared, self.tokens)
+        if not self.gather_output:
+            return logits
         return join(logits, self.shared.group, logits.dim() - 1)[..., : self.vocab_size]
 
     def losses(self, hidden: Tensor, labels: Tensor, softcap: float | None, backend: str) -> Tensor:

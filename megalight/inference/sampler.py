@@ -1,0 +1,197 @@
+"""Samples the next tokens of requests, each by its own settings. Nothing waits for the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megalight.inference.cache import to_device_packed
+from megalight.inference.sampling import ALL, reals_of
+from megalight.inference.scheduler import Request
+from megalight.ops.sample_tokens import Ranks, SamplingRows, sample_tokens
+from megalight.types import to_device
+
+
+class PassSampling:
+    """Samples the next tokens of a forward pass, each by the settings of its request.
+
+    Args:
+        counts: of tokens of requests, which outlast the pass.
+        requests: ``n`` requests. With penalties, each has a slot of its own.
+        rows: the row of each among the logits. None: all rows, in order.
+        ahead: how many tokens lie between those of each request and the one that is sampled. None: none.
+    """
+
+    def __init__(
+        self,
+        counts: TokenCounts,
+        requests: Sequence[Request],
+        rows: Sequence[int] | None = None,
+        ahead: Sequence[int] | None = None,
+    ) -> None:
+        self._counts, self._requests, self._rows = counts, requests, rows
+        self._ahead = [0] * len(requests) if ahead is None else ahead
+
+    @property
+    def whole(self) -> bool:
+        """Whether it needs the logits of the whole vocabulary on one device."""
+        return any(request.sampling_params.filtered for request in self._requests)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of the results."""
+        return len(self._requests), 1 + any(request.log_probs is not None for request in self._requests)
+
+    def __call__(self, logits: Tensor, ranks: Ranks | None = None) -> Tensor:
+        """Sample.
+
+        Args:
+            logits: ``[N, V]``.
+            ranks: this rank has some columns of the logits.
+
+        Returns:
+            ``[n, 1]`` or ``[n, 2]`` float64: tokens, and their log-probabilities by the model if a request wants them.
+        """
+        requests, counts = self._requests, self._counts
+        if not requests:
+            return torch.zeros(self.shape, dtype=torch.float64, device=logits.device)
+        if self._rows is not None and len(self._rows) < len(logits):
+            logits = logits[to_device(self._rows, torch.int64, logits.device)]
+        penalized = any(request.sampling_params.penalized for request in requests)
+        changed = counts.penalize(logits, requests, ranks) if penalized else logits
+        changed = _biased(changed, requests, self._ahead, ranks)
+        tokens = sample_tokens(changed, _sampling_rows(requests, self._ahead, logits.device), ranks=ranks)
+        if penalized:
+            counts.add(tokens)
+        results = [tokens.double()]
+        if self.shape[1] > 1:
+            results.append(log_probs_of(logits, tokens, ranks).double())
+        return torch.stack(results, 1)
+
+
+def _sampling_rows(requests: Sequence[Request], ahead: Sequence[int], device: torch.device) -> SamplingRows:
+    each = [request.sampling_params for request in requests]
+    host = np.empty((6, len(requests)), np.int64)
+    host[:3].view(np.float64)[:] = np.array([reals_of(params) for params in each]).T
+    host[3] = [params.top_k or ALL for params in each]
+    host[4] = [request.seed for request in requests]
+    host[5] = [request.length + more for request, more in zip(requests, ahead, strict=True)]
+    (found,) = to_device_packed([host.ravel()], device)
+    found = found.view(6, -1)
+    return SamplingRows(
+        found[:3].view(torch.float64),
+        found[3:],
+        all(params.temperature == 0 for params in each),
+        any(params.filtered for params in each),
+    )
+
+
+def _biased(logits: Tensor, requests: Sequence[Request], ahead: Sequence[int], ranks: Ranks | None) -> Tensor:
+    """Add the biases of requests, and exclude the tokens that would end them too early."""
+    first, columns = (0 if ranks is None else ranks.first), logits.shape[1]
+    places: list[int] = []
+    values: list[float] = []
+    for row, (request, more) in enumerate(zip(requests, ahead, strict=True)):
+        params = request.sampling_params
+        added = params.logit_bias
+        if request.length + more - request.prompt_length < params.min_new_tokens:
+            added = {**added, **dict.fromkeys(request.ends, -math.inf)}
+        for token, value in added.items():
+            if 0 <= token - first < columns:
+                places.append(row * columns + token - first)
+                values.append(value)
+    if not places:
+        return logits
+    # A copy in any case: others read these logits.
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+    added_values = torch.tensor(values, dtype=wide.dtype, pin_memory=wide.device.type == "cuda")
+    there = added_values.to(wide.device, non_blocking=True)
+    wide.view(-1).index_add_(0, to_device(places, torch.int64, wide.device), there)
+    return wide
+
+
+class TokenCounts:
+    """How often requests with penalties have each token. They are allocated for the first of them.
+
+    Args:
+        num_slots: maximum number of requests.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
+        # Of which request each slot has counts.
+        self._owners: dict[int, Request] = {}
+        # One row more for requests without penalties, and one column for tokens of other ranks.
+        self._seen: Tensor | None = None
+        self._counts: Tensor | None = None
+        self._now: tuple[Tensor, int, int] | None = None
+
+    def forget(self) -> None:
+        """Forget the tokens of all requests: those that only the device knows will be sampled again."""
+        self._owners.clear()
+
+    def penalize(self, logits: Tensor, requests: Sequence[Request], ranks: Ranks | None) -> Tensor:
+        """Return logits ``[n, V]`` with the penalties of requests, float32 or wider."""
+        columns, first, device = logits.shape[1], (0 if ranks is None else ranks.first), logits.device
+        if self._counts is None or self._seen is None:
+            self._counts = torch.zeros(self._num_slots + 1, columns + 1, dtype=torch.int32, device=device)
+            self._seen = torch.zeros(self._counts.shape, dtype=torch.bool, device=device)
+        slots: list[int] = []
+        for request in requests:
+            if not request.sampling_params.penalized:
+                slots.append(self._num_slots)
+                continue
+            assert request.slot is not None
+            slots.append(request.slot)
+            if self._owners.get(request.slot) is not request:
+                self._owners = {slot: owner for slot, owner in self._owners.items() if owner is not request}
+                self._owners[request.slot] = request
+                self._count(request, request.slot, first, columns)
+        each = [request.sampling_params for request in requests]
+        penalties = np.array([(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in each]).T
+        there, numbers = to_device_packed(
+            [np.ascontiguousarray(penalties).ravel().view(np.int64), np.array(slots)], device
+        )
+        self._now = numbers, first, columns
+        repetition, presence, frequency = (
+            there.view(torch.float64).view(3, -1, 1).to(torch.promote_types(logits.dtype, torch.float32))
+        )
+        counts, seen = self._counts[numbers, :columns], self._seen[numbers, :columns]
+        factor = torch.where(seen | (counts > 0), repetition, 1.0)
+        wide = logits.to(factor.dtype)
+        wide = torch.where(wide > 0, wide / factor, wide * factor)
+        return wide.sub_(presence * (counts > 0)).sub_(frequency * counts)
+
+    def add(self, tokens: Tensor) -> None:
+        """Count what was sampled from the logits that were penalized last: ``[n]``."""
+        assert self._now is not None and self._counts is not None
+        slots, first, columns = self._now
+        own = (tokens >= first) & (tokens < first + columns)
+        places = slots * (columns + 1) + torch.where(own, tokens - first, columns)
+        self._counts.view(-1).index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
+
+    def _count(self, request: Request, slot: int, first: int, columns: int) -> None:
+        assert self._counts is not None and self._seen is not None and not request.pending
+        tokens = [token - first if first <= token < first + columns else columns for token in request.tokens]
+        places = to_device(tokens, torch.int64, self._counts.device)
+        new = places[request.prompt_length :]
+        self._seen[slot] = False
+        self._seen[slot].index_fill_(0, places[: request.prompt_length], True)
+        self._counts[slot] = 0
+        self._counts[slot].index_add_(0, new, torch.ones_like(new, dtype=torch.int32))
+
+
+def log_probs_of(logits: Tensor, tokens: Tensor, ranks: Ranks | None) -> Tensor:
+    """Return the log-probabilities ``[n]`` of tokens ``[n]``, float32 or wider."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    local = tokens if ranks is None else tokens - ranks.first
+    own = (local >= 0) & (local < logits.shape[1])
+    chosen = wide.gather(-1, torch.where(own, local, 0)[:, None])[:, 0]
+    total = wide.logsumexp(-1)
+    if ranks is not None:
+        total, chosen = ranks.combine(total, chosen.where(own, 0.0))
+    return chosen.sub(total)
