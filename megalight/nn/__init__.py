@@ -41,5 +41,3 @@ from megalight.nn.state import SequencePool as SequencePool
 from megalight.nn.state import Slots as Slots
 from megalight.nn.state import StoredHeads as StoredHeads
 from megalight.nn.state import TokenPool as TokenPool
-from megalight.nn.state import read_entries as read_entries
-from megalight.nn.state import write_entries as write_entries

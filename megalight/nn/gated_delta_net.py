@@ -15,7 +15,7 @@ from megalight.nn.init import Uniform
 from megalight.nn.linear import Linear
 from megalight.nn.mamba2 import AllTokens, Decays, GatedNorm
 from megalight.nn.short_conv import CausalConv
-from megalight.nn.state import SequencePool, Slots, read_entries, write_entries
+from megalight.nn.state import SequencePool, Slots
 from megalight.ops.common import wide
 from megalight.ops.delta_rule import delta_rule, delta_rule_continued
 from megalight.ops.gated_norm import gated_norm
@@ -68,11 +68,8 @@ class DeltaRule(Decays):
         pages = sequences.pages
         if state is None or pages is None:
             return delta_rule(q, k, v, dt * a, rates.sigmoid(), sequences, backend=self.backend)
-        like = torch.empty(0, dtype=dt.dtype, device=v.device)
-        before = read_entries(state, pages, (v.shape[1], k.shape[-1], v.shape[-1]), like)
-        y, after = delta_rule_continued(q, k, v, dt * a, rates.sigmoid(), sequences, before)
-        write_entries(state, pages, after)
-        return y
+        entries = state.entries((v.shape[1], k.shape[-1], v.shape[-1]), v.new_empty(0, dtype=wide(v.dtype)))
+        return delta_rule_continued(q, k, v, dt * a, rates.sigmoid(), entries, pages, backend=self.backend)
 
 
 def _unit(rows: Tensor, length: float = 1.0, eps: float = 1e-6) -> Tensor:

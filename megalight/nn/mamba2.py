@@ -15,7 +15,7 @@ from megalight.nn.context import LayerContext
 from megalight.nn.init import ConstantInit, Initializer, Uniform
 from megalight.nn.linear import Linear
 from megalight.nn.short_conv import CausalConv
-from megalight.nn.state import SequencePool, Slots, read_entries, write_entries
+from megalight.nn.state import SequencePool, Slots
 from megalight.ops.common import HALF, wide
 from megalight.ops.gated_norm import check_backend, gated_norm
 from megalight.ops.row_indexing import split
@@ -123,12 +123,8 @@ class Scan(Decays):
         pages = sequences.pages
         if state is None or pages is None:
             return ssd(x, dt, a, b, c, d, sequences, bias=select(self.dt_bias), backend=self.backend)
-        steps = step_sizes(dt, select(self.dt_bias))
-        like = torch.empty(0, dtype=steps.dtype, device=x.device)
-        before = read_entries(state, pages, (*x.shape[1:], b.shape[-1]), like)
-        y, after = ssd_continued(x, steps, a, b, c, d, sequences, before)
-        write_entries(state, pages, after)
-        return y
+        entries = state.entries((*x.shape[1:], b.shape[-1]), x.new_empty(0, dtype=wide(x.dtype)))
+        return ssd_continued(x, dt, a, b, c, d, entries, pages, bias=select(self.dt_bias), backend=self.backend)
 
 
 class GatedNorm(nn.Module):

@@ -12,7 +12,7 @@ from megalight.nn.canonical import Section, section_parts
 from megalight.nn.context import LayerContext
 from megalight.nn.init import Initializer, Normal
 from megalight.nn.linear import Linear
-from megalight.nn.state import SequencePool, Slots, read_entries, write_entries
+from megalight.nn.state import SequencePool, Slots
 from megalight.ops.causal_conv import causal_conv
 from megalight.types import PackedSequences, Pages
 
@@ -108,7 +108,8 @@ def _with_earlier(
     Returns:
         the rows ``[T + n kept, channels]``, their sequences, and the places ``[T]`` of the new rows.
     """
-    before = read_entries(state, pages, (kept, x.shape[1]), x)
+    pool = state.entries((kept, x.shape[1]), x)
+    before = pages.read(pool)
     numbers = torch.arange(len(before), device=x.device)
     offsets = torch.arange(kept, device=x.device)
     # Every sequence before a token, and its own, pushes it back by the earlier inputs.
@@ -118,7 +119,7 @@ def _with_earlier(
     rows[new], rows[old[:, None] + offsets] = x, before
     ends = sequences.cu_seqlens[1:].long() + kept * numbers
     # The next pass continues after the last new token; a short pass leaves some of the earlier inputs in the state.
-    write_entries(state, pages, rows[ends[:, None] + offsets])
+    pages.store(pool, rows[ends[:, None] + offsets])
     return rows, PackedSequences.of_lengths([kept + length for length in sequences.lengths], x.device), new
 
 

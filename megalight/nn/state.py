@@ -46,21 +46,6 @@ class Slots(Protocol):
         ...
 
 
-def read_entries(pool: SequencePool, pages: Pages, shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return the entries ``[S, *shape]`` of the sequences in this pass. New sequences have zeros."""
-    entries = pool.entries(shape, like)
-    if not pages.continued:
-        return entries.new_zeros(len(pages.query_lengths), *shape)
-    # Entries are reused without zeroing; only a new sequence must not see what the last one left.
-    return entries[pages.state_slot].masked_fill(pages.begins.view(-1, *[1] * len(shape)), 0)
-
-
-def write_entries(pool: SequencePool, pages: Pages, entries: Tensor) -> None:
-    """Store the entries ``[S, *shape]`` of the sequences in this pass."""
-    with torch.no_grad():
-        pool.entries(tuple(entries.shape[1:]), entries)[pages.state_slot] = entries
-
-
 class StoredHeads(NamedTuple):
     """The keys and values of all stored tokens, for :func:`~megalight.ops.paged_attention.paged_attention`.
 

@@ -51,6 +51,18 @@ class Pages:
         """``[S]`` bool: whether the sequence has no earlier tokens."""
         return self.lengths == self.cu_queries[1:] - self.cu_queries[:-1]
 
+    def read(self, pool: Tensor) -> Tensor:
+        """Return the entries ``[S, ...]`` of the sequences in a pool ``[num_slots, ...]``. New sequences have zeros."""
+        if not self.continued:
+            return pool.new_zeros(len(self.query_lengths), *pool.shape[1:])
+        # Entries are reused without zeroing; only a new sequence must not see what the last one left.
+        return pool[self.state_slot].masked_fill(self.begins.view(-1, *[1] * (pool.dim() - 1)), 0)
+
+    def store(self, pool: Tensor, entries: Tensor) -> None:
+        """Store the entries ``[S, ...]`` of the sequences in a pool."""
+        with torch.no_grad():
+            pool[self.state_slot] = entries
+
     def leading(self, count: int) -> Pages:
         """Return the first ``count`` sequences."""
         tokens = sum(self.query_lengths[:count])

@@ -19,6 +19,7 @@ from megalight.nn.init import initialize
 from megalight.ops.delta_rule import delta_rule, delta_rule_continued
 from megalight.types import PackedSequences
 from tests.nn.continued import assert_continued
+from tests.ops.checks import continued_pages
 from tests.support.canonical import load_canonical
 from tests.support.reference_gpt import relative_error
 
@@ -108,13 +109,12 @@ def test_half_dtypes() -> None:
 def test_autocast_does_not_round_the_state() -> None:
     rows = torch.randn(3, 40, 2, 4), torch.rand(2, 40, 2)
     (q, k, v), (falls, beta) = (F.normalize(rows[0], dim=-1), rows[1])
-    packed, state = PackedSequences.of_lengths([40]), torch.randn(1, 2, 4, 4)
-    first = tuple(part[:1] for part in (q, k, v, -falls, beta))
+    packed, state = PackedSequences.of_lengths([40]), torch.randn(3, 2, 4, 4)
 
     def computed() -> list[Tensor]:
-        y, end = delta_rule_continued(q, k, v, -falls, beta, packed, state)
-        one, after = delta_rule_continued(*first, PackedSequences.of_lengths([1]), state)
-        return [delta_rule(q, k, v, -falls, beta, packed), y, end, one, after]
+        states = state.clone()
+        y = delta_rule_continued(q, k, v, -falls, beta, states, continued_pages("cpu", [1, 39]))
+        return [delta_rule(q, k, v, -falls, beta, packed), y, states]
 
     expected = computed()
     with torch.autocast("cpu", torch.bfloat16):

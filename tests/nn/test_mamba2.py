@@ -19,6 +19,7 @@ from megalight.nn.init import initialize
 from megalight.ops.ssd import ssd, ssd_continued
 from megalight.types import PackedSequences
 from tests.nn.continued import assert_continued
+from tests.ops.checks import continued_pages
 
 LENGTHS = [5, 1, 40, 9]
 MAMBA: dict[str, Any] = {"num_heads": 4, "head_dim": 4, "num_groups": 2}
@@ -178,13 +179,13 @@ def test_bad_settings(settings: dict[str, Any], message: str) -> None:
 def test_autocast_does_not_round_the_state() -> None:
     x, dt, a, d = torch.randn(40, 2, 4), torch.rand(40, 2), -torch.rand(2), torch.randn(2)
     b, c = torch.randn(2, 40, 1, 3)
-    packed, one = PackedSequences.of_lengths([40]), PackedSequences.of_lengths([1])
-    state = torch.randn(1, 2, 4, 3)
+    packed = PackedSequences.of_lengths([40])
+    state = torch.randn(3, 2, 4, 3)
 
     def computed() -> list[Tensor]:
-        several = ssd_continued(x, dt, a, b, c, d, packed, state)
-        first = ssd_continued(x[:1], dt[:1], a, b[:1], c[:1], d, one, state)
-        return [ssd(x, dt, a, b, c, d, packed), *several, *first]
+        states = state.clone()
+        several = ssd_continued(x, dt, a, b, c, d, states, continued_pages("cpu", [1, 39]))
+        return [ssd(x, dt, a, b, c, d, packed), several, states]
 
     expected = computed()
     with torch.autocast("cpu", torch.bfloat16):

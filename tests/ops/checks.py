@@ -36,8 +36,9 @@ from megalight.ops.quantize.amax_history import annotated_amax, known_amax
 from megalight.ops.quantize.formats import to_fp8
 from megalight.ops.quantized_weight import QuantizedWeight
 from megalight.ops.rotary import reference_apply_rotary, reference_rotate_qkv, rotary_table
+from megalight.ops.ssd import reference_continued as reference_ssd_continued
 from megalight.ops.ssd import reference_ssd
-from megalight.types import PackedSequences
+from megalight.types import PackedSequences, Pages
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 8e-3, torch.float16: 2e-3}
 
@@ -182,18 +183,62 @@ def check_delta_rule(
     check(strided, lambda *tensors: reference_delta_rule(*tensors, sequences), inputs)
 
 
+def continued_pages(device: str, lengths: Sequence[int]) -> Pages:
+    """Pages of sequences with these new tokens, of which every second one has earlier tokens."""
+    count = len(lengths)
+    new = torch.tensor(lengths, dtype=torch.int32, device=device)
+    offsets = torch.nn.functional.pad(new.cumsum(0, dtype=torch.int32), (1, 0))
+    earlier = torch.arange(count, device=device) % 2 * 9
+    nothing = torch.zeros(count, 1, dtype=torch.int32, device=device)
+    rows = torch.zeros(sum(lengths), dtype=torch.int64, device=device)
+    slots = torch.arange(count, device=device).flip(0) + 1
+    known = tuple(lengths), tuple(length + 9 for length in lengths)
+    return Pages(nothing, new + earlier.int(), offsets, rows, slots, 16, *known, True)
+
+
+def check_continued(run: Any, reference: Any, inputs: Sequence[Tensor], states: Tensor, pages: Pages) -> None:
+    """Outputs and states are those of the reference in float64, and other entries of the pool stay."""
+    found, exact = states.clone(), states.double()
+    with torch.no_grad():
+        y = run(*inputs, found, pages)
+        expected = reference(*(t.double() for t in inputs), exact, pages)
+    tolerance = TOLERANCE[y.dtype]
+    assert error(y, expected) <= tolerance
+    assert error(found, exact) <= tolerance
+    assert torch.equal(found[0], states[0])
+    assert y.dtype == inputs[0].dtype
+
+
+def check_ssd_continued(
+    module: Any, device: str, dtype: torch.dtype, lengths: Sequence[int], sizes: tuple[int, int, int, int]
+) -> None:
+    (heads, groups, size, width), tokens = sizes, sum(lengths)
+    x = torch.randn(tokens, heads, size, device=device).to(dtype)
+    b, c = (torch.randn(tokens, groups, width + 3, device=device).to(dtype)[..., :width] for _ in range(2))
+    dt, a = torch.randn(tokens, heads, device=device).to(dtype) - 3, -torch.rand(heads, device=device) * 8
+    d, bias = torch.randn(heads, device=device), torch.randn(heads, device=device)
+    states = torch.randn(len(lengths) + 2, heads, size, width, device=device)
+    pages = continued_pages(device, lengths)
+    for added in (None, bias):
+        steps = dt if added is not None else dt.float().exp()
+        inputs = (x, steps, a, b, c, d)
+        check_continued(
+            lambda *given, added=added: module.ssd_continued(*given, added),
+            lambda *given, added=added: reference_ssd_continued(*given, None if added is None else added.double()),
+            inputs,
+            states,
+            pages,
+        )
+
+
 def check_delta_rule_continued(
     module: Any, device: str, dtype: torch.dtype, lengths: Sequence[int], sizes: tuple[int, int, int, int]
 ) -> None:
     heads, _, width, size = sizes
     inputs = rule_inputs(device, dtype, sum(lengths), sizes)
-    states = torch.randn(len(lengths), heads, width, size, device=device)
-    found = module.continued(*inputs, lengths, states)
-    exact = reference_continued(*(t.double() for t in inputs), lengths, states.double())
-    for actual, expected in zip(found, exact, strict=True):
-        assert error(actual, expected) <= TOLERANCE[dtype]
-    assert found[0].dtype == dtype
-    assert found[1].dtype == torch.float32
+    states = torch.randn(len(lengths) + 2, heads, width, size, device=device)
+    pages = continued_pages(device, lengths)
+    check_continued(module.delta_rule_continued, reference_continued, inputs, states, pages)
 
 
 def check_causal_conv(

@@ -64,6 +64,16 @@ def test_ssd(lengths: list[int], sizes: tuple[int, int, int, int], monkeypatch: 
     checks.check_ssd(module, "cpu", torch.float32, lengths, sizes)
 
 
+@pytest.mark.parametrize(("lengths", "sizes"), [([1, 1, 5, 20, 1], (4, 2, 20, 10)), ([1, 1, 1], (2, 1, 8, 16))])
+def test_ssd_continued(lengths: list[int], sizes: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels("ssd")
+    module = importlib.import_module("megalight.ops.ssd.continued")
+    for name in ("CHUNK", "PART", "TALL"):
+        monkeypatch.setattr(module, name, 16)
+    monkeypatch.setattr(importlib.import_module("megalight.ops.ssd.triton"), "CHUNK", 16)
+    checks.check_ssd_continued(module, "cpu", torch.float32, lengths, sizes)
+
+
 def test_gradients_of_parts_lie_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in Mamba-2: the gated norm and the convolution write into the gradient of one projection's output."""
     convolution, norm = kernels("causal_conv"), kernels("gated_norm")
@@ -85,7 +95,7 @@ def test_gradients_of_parts_lie_side_by_side(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("lengths", "sizes"), [([5, 1, 40, 20], (4, 2, 10, 20)), ([32, 32], (1, 1, 16, 40)), ([31, 1, 10], (2, 2, 20, 4))]
+    ("lengths", "sizes"), [([1, 1, 40, 20], (4, 2, 10, 20)), ([32, 32], (1, 1, 16, 40)), ([31, 1, 10], (2, 2, 20, 4))]
 )
 def test_delta_rule(lengths: list[int], sizes: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     module = kernels("delta_rule")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalight.ops.common import HALF, lazy, serve_all, triton_why_not, wide, without_autocast
 from megalight.registry import Backend, BackendRegistry, remembered
-from megalight.types import PackedSequences
+from megalight.types import PackedSequences, Pages
 
 # The gated delta rule in plain torch, chunk by chunk (section 3.3 of https://arxiv.org/abs/2412.06464).
 
@@ -91,20 +91,23 @@ def scan(
 
 
 def reference_continued(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, lengths: Sequence[int], states: Tensor
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, entries: Tensor, pages: Pages
+) -> Tensor:
     """See :func:`megalight.ops.delta_rule.delta_rule_continued`."""
+    count, states, inputs = pages.decodes, pages.read(entries), (q, k, v, decay, beta)
     outputs, ends = [], []
     with without_autocast(v):
-        # Decoding: one product per token, and no chunks.
-        if max(lengths) == 1:
-            return _step(q, k, v, decay, beta, states)
-        parts = zip(*(torch.split(rows, list(lengths)) for rows in (q, k, v, decay, beta)), states, strict=True)
-        for query, key, value, falls, rates, state in parts:
-            y, end = scan(query, key, value, falls, rates, value.new_full((len(value),), -1, dtype=torch.long), state)
+        if count:
+            y, end = _step(q[:count], k[:count], v[:count], decay[:count], beta[:count], states[:count])
             outputs.append(y)
             ends.append(end)
-    return torch.cat(outputs), torch.stack(ends)
+        rest = (torch.split(rows[count:], list(pages.query_lengths[count:])) for rows in inputs)
+        for query, key, value, falls, rates, state in zip(*rest, states[count:], strict=True):
+            y, end = scan(query, key, value, falls, rates, value.new_full((len(value),), -1, dtype=torch.long), state)
+            outputs.append(y)
+            ends.append(end[None])
+    pages.store(entries, torch.cat(ends))
+    return torch.cat(outputs)
 
 
 def _step(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,10 +138,8 @@ class DeltaRuleSpec(NamedTuple):
 
 
 DELTA_RULE: BackendRegistry[DeltaRuleSpec, Callable[..., Tensor]] = BackendRegistry("delta_rule")
-CONTINUED: BackendRegistry[DeltaRuleSpec, Callable[..., tuple[Tensor, Tensor]]] = BackendRegistry(
-    "delta_rule_continued"
-)
-REGISTRIES: tuple[BackendRegistry[DeltaRuleSpec, Any], ...] = (DELTA_RULE, CONTINUED)
+CONTINUED: BackendRegistry[DeltaRuleSpec, Callable[..., Tensor]] = BackendRegistry("delta_rule_continued")
+REGISTRIES = (DELTA_RULE, CONTINUED)
 EXAMPLE = DeltaRuleSpec("cpu", torch.bfloat16, 128, 128)
 
 WIDEST = 128
@@ -154,7 +155,9 @@ def _triton_why_not(spec: DeltaRuleSpec) -> str | None:
 
 
 DELTA_RULE.register(Backend("triton", lazy("megalight.ops.delta_rule.triton", "delta_rule"), 20, _triton_why_not))
-CONTINUED.register(Backend("triton", lazy("megalight.ops.delta_rule.triton", "continued"), 20, _triton_why_not))
+CONTINUED.register(
+    Backend("triton", lazy("megalight.ops.delta_rule.triton", "delta_rule_continued"), 20, _triton_why_not)
+)
 CONTINUED.register(Backend("reference", reference_continued, 0, serve_all))
 DELTA_RULE.register(Backend("reference", reference_delta_rule, 0, serve_all))
 
@@ -165,8 +168,8 @@ def _choose(spec: DeltaRuleSpec, backend: str) -> Callable[..., Tensor]:
 
 
 @remembered
-def _choose_continued(spec: DeltaRuleSpec) -> Callable[..., tuple[Tensor, Tensor]]:
-    return CONTINUED.select(spec).fn
+def _choose_continued(spec: DeltaRuleSpec, backend: str) -> Callable[..., Tensor]:
+    return CONTINUED.select(spec, backend).fn
 
 
 def delta_rule(
@@ -200,11 +203,28 @@ def delta_rule(
 
 
 def delta_rule_continued(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, sequences: PackedSequences, states: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Continue sequences from their states ``[n, H, K, V]``; return outputs and states, as in :func:`delta_rule`."""
-    # Decoding is one product per token. The kernels that take a state have no gradients.
-    if torch.is_grad_enabled() or max(sequences.lengths) == 1:
-        return reference_continued(q, k, v, decay, beta, sequences.lengths, states)
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    entries: Tensor,
+    pages: Pages,
+    *,
+    backend: str = "auto",
+) -> Tensor:
+    """Continue the sequences of ``pages`` from their states, and store those after their new tokens.
+
+    Args:
+        q, k, v, decay, beta: as in :func:`delta_rule`.
+        entries: ``[num_slots, H, K, V]``, the pool of states; float32 for half dtypes.
+        pages: the sequences, and where their states are.
+        backend: a backend's name, or ``auto``.
+
+    Returns:
+        ``[T, H, V]`` in the dtype of ``v``.
+    """
+    if torch.is_grad_enabled():
+        backend = "reference"  # the kernels that go on from a state have no gradients
     spec = DeltaRuleSpec(v.device.type, v.dtype, k.shape[-1], v.shape[-1])
-    return _choose_continued(spec)(q, k, v, decay, beta, sequences.lengths, states)
+    return _choose_continued(spec, backend)(q, k, v, decay, beta, entries, pages)

@@ -23,8 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalight.ops.common import apply, once_differentiable
-from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, tl
-from megalight.types import PackedSequences
+from megalight.ops.jit import Value, cdiv, constexpr, dependent_launch, jit, next_power, start_dependents, tl
+from megalight.types import PackedSequences, Pages, to_device
+
+FEATURES = 32
+"""Features of a value of a program of a decode step: a text of many heads must fill a GPU alone."""
 
 
 @jit
@@ -552,18 +555,74 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, seq
     return out[..., : v.shape[-1]]
 
 
-def continued(
+@jit
+def _decode(
+    q: Value, k: Value, v: Value, decay: Value, beta: Value, entries: Value, slots: Value, lengths: Value, y: Value,
+    heads: Value, per: Value, width: Value, size: Value, q_token: Value, q_group: Value, k_token: Value,
+    k_group: Value, v_token: Value, v_head: Value, decay_token: Value, decay_head: Value, beta_token: Value,
+    beta_head: Value, WIDTH: constexpr, VALUES: constexpr, PDL: constexpr,
+) -> None:  # fmt: skip
+    """Take one token of a sequence into some features of the state ``[K, V]`` of a head, and write its output."""
+    start_dependents(PDL)
+    sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, feature = tl.arange(0, WIDTH), tl.program_id(2) * VALUES + tl.arange(0, VALUES)
+    inside, known = row < width, feature < size
+    both = inside[:, None] & known[None, :]
+    place = (tl.load(slots + sequence) * heads + head) * width * size + row[:, None] * size + feature[None, :]
+    # a slot still holds the state of the text before, which a new one must not see
+    state = tl.load(entries + place, mask=both & (tl.load(lengths + sequence) > 1), other=0.0)
+    group = head // per
+    query = tl.load(q + sequence * q_token + group * q_group + row, mask=inside, other=0.0).to(tl.float32)
+    key = tl.load(k + sequence * k_token + group * k_group + row, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(v + sequence * v_token + head * v_head + feature, mask=known, other=0.0).to(tl.float32)
+    state *= tl.exp(tl.load(decay + sequence * decay_token + head * decay_head).to(tl.float32))
+    rate = tl.load(beta + sequence * beta_token + head * beta_head).to(tl.float32)
+    written = rate * (value - tl.sum(state * key[:, None], 0))
+    state += key[:, None] * written[None, :]
+    tl.store(entries + place, state, mask=both)
+    out = tl.sum(state * query[:, None], 0)
+    tl.store(y + (sequence * heads + head) * size + feature, out.to(y.dtype.element_ty), mask=known)
+
+
+def delta_rule_continued(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, entries: Tensor, pages: Pages
+) -> Tensor:
+    """See :func:`megalight.ops.delta_rule.delta_rule_continued`."""
+    q, k, v = (rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (q, k, v))
+    (_, heads, size), (groups, width), count = v.shape, k.shape[1:], pages.decodes
+    y = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    if count:
+        pdl = dependent_launch(v)
+        _decode[(count, heads, cdiv(size, FEATURES))](
+            *(q, k, v, decay, beta, entries, pages.state_slot, pages.lengths, y, heads, heads // groups, width, size),
+            *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *decay.stride(), *beta.stride()),
+            WIDTH=next_power(width),
+            VALUES=FEATURES,
+            PDL=pdl,
+            launch_pdl=pdl,
+            num_warps=4,
+        )
+    if lengths := pages.query_lengths[count:]:
+        states = pages.read(entries)[count:]
+        inputs = q[count:], k[count:], v[count:], decay[count:], beta[count:]
+        y[count:], entries[pages.state_slot[count:]] = _prefill(*inputs, lengths, states)
+    return y
+
+
+def _prefill(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, lengths: Sequence[int], states: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`megalight.ops.delta_rule.delta_rule_continued`. Without gradients.
+    """Return the outputs of sequences that go on from states ``[n, H, K, V]``, and their new states.
 
     Every sequence gets chunks of its own, so that a chunk begins with the state of one sequence.
     """
     counts = [cdiv(length, CHUNK) for length in lengths]
     firsts = [sum(counts[:number]) for number in range(len(counts))]
-    places = torch.cat(
-        [torch.arange(length) + first * CHUNK for length, first in zip(lengths, firsts, strict=True)]
-    ).to(v.device)
+    places = to_device(
+        [first * CHUNK + t for length, first in zip(lengths, firsts, strict=True) for t in range(length)],
+        torch.int64,
+        v.device,
+    )
     padded = sum(counts) * CHUNK
     width, size = states.shape[-2:]
     q, k, v, decay, beta = (
@@ -572,10 +631,11 @@ def continued(
     )
     # All tokens belong to a sequence that began earlier.
     chunks = _Chunks(k, v, decay, beta, torch.full((padded,), -1, device=v.device))
-    entries = torch.full((len(counts) and sum(counts), 2), -1, dtype=torch.int32)
+    entries = [-1] * (2 * sum(counts))
     for number, (first, count) in enumerate(zip(firsts, counts, strict=True)):
-        entries[first, 0] = entries[first + count - 1, 1] = number
+        entries[2 * first] = entries[2 * (first + count - 1) + 1] = number
     before = F.pad(states.float(), (0, v.shape[-1] - size, 0, k.shape[-1] - width)).contiguous()
     after = torch.empty_like(before)
-    written, _, passed = chunks.written(k, v, chunks.inverses(k), (entries.to(v.device), before, after))
+    enter = to_device(entries, torch.int32, v.device), before, after
+    written, _, passed = chunks.written(k, v, chunks.inverses(k), enter)
     return chunks.outputs(q, k, written, passed)[places, :, :size], after[:, :, :width, :size]

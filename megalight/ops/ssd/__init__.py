@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalight.ops.common import HALF, lazy, serve_all, triton_why_not, wide, without_autocast
 from megalight.registry import Backend, BackendRegistry, remembered
-from megalight.types import PackedSequences
+from megalight.types import PackedSequences, Pages
 
 # The scan in plain torch, chunk by chunk (listing 1 of https://arxiv.org/abs/2405.21060, with packed sequences).
 
@@ -105,20 +105,33 @@ def scan(
 
 
 def reference_continued(
-    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, lengths: Sequence[int], states: Tensor
-) -> tuple[Tensor, Tensor]:
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor,
+    entries: Tensor,
+    pages: Pages,
+    bias: Tensor | None = None,
+) -> Tensor:
     """See :func:`megalight.ops.ssd.ssd_continued`."""
+    count, states = pages.decodes, pages.read(entries)
     outputs, ends = [], []
     with without_autocast(x):
-        # Decoding: one product per token, and no chunks.
-        if max(lengths) == 1:
-            return _step(x, dt, a, b, c, d, states)
-        parts = zip(*(torch.split(rows, list(lengths)) for rows in (x, dt, b, c)), states, strict=True)
-        for part, step, key, query, state in parts:
-            y, end = scan(part, step, a, key, query, d, part.new_full((len(part),), -1, dtype=torch.long), state)
+        steps = dt if bias is None else step_sizes(dt, bias)
+        if count:
+            y, end = _step(x[:count], steps[:count], a, b[:count], c[:count], d, states[:count])
             outputs.append(y)
             ends.append(end)
-    return torch.cat(outputs), torch.stack(ends)
+        lengths = list(pages.query_lengths[count:])
+        rest = (torch.split(rows[count:], lengths) for rows in (x, steps, b, c))
+        for part, step, key, query, state in zip(*rest, states[count:], strict=True):
+            y, end = scan(part, step, a, key, query, d, part.new_full((len(part),), -1, dtype=torch.long), state)
+            outputs.append(y)
+            ends.append(end[None])
+    pages.store(entries, torch.cat(ends))
+    return torch.cat(outputs)
 
 
 def _step(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,7 +162,8 @@ class SSDSpec(NamedTuple):
 
 
 SSD: BackendRegistry[SSDSpec, Callable[..., Tensor]] = BackendRegistry("ssd")
-REGISTRIES = (SSD,)
+CONTINUED: BackendRegistry[SSDSpec, Callable[..., Tensor]] = BackendRegistry("ssd_continued")
+REGISTRIES = (SSD, CONTINUED)
 EXAMPLE = SSDSpec("cpu", torch.bfloat16, 64, 128)
 
 MAX_HEAD_DIM, MAX_STATE_SIZE = 128, 128
@@ -169,6 +183,8 @@ def _triton_why_not(spec: SSDSpec) -> str | None:
 
 SSD.register(Backend("triton", lazy("megalight.ops.ssd.triton", "ssd"), 20, _triton_why_not))
 SSD.register(Backend("reference", reference_ssd, 0, serve_all))
+CONTINUED.register(Backend("triton", lazy("megalight.ops.ssd.continued", "ssd_continued"), 20, _triton_why_not))
+CONTINUED.register(Backend("reference", reference_continued, 0, serve_all))
 
 
 @remembered
@@ -211,6 +227,11 @@ def ssd(
     return _choose(spec, backend)(x, dt, a, b, c, d, sequences.positions, bias)
 
 
+@remembered
+def _choose_continued(spec: SSDSpec, backend: str) -> Callable[..., Tensor]:
+    return CONTINUED.select(spec, backend).fn
+
+
 def ssd_continued(
     x: Tensor,
     dt: Tensor,
@@ -218,8 +239,24 @@ def ssd_continued(
     b: Tensor,
     c: Tensor,
     d: Tensor,
-    sequences: PackedSequences,
-    states: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Continue sequences from their states ``[n, H, P, N]``; return outputs and states, as in :func:`ssd`."""
-    return reference_continued(x, dt, a, b, c, d, sequences.lengths, states)
+    entries: Tensor,
+    pages: Pages,
+    *,
+    bias: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Continue the sequences of ``pages`` from their states, and store those after their new tokens.
+
+    Args:
+        x, dt, a, b, c, d, bias: as in :func:`ssd`.
+        entries: ``[num_slots, H, P, N]``, the pool of states; float32 for half dtypes.
+        pages: the sequences, and where their states are.
+        backend: a backend's name, or ``auto``.
+
+    Returns:
+        ``[T, H, P]`` in the dtype of ``x``.
+    """
+    if torch.is_grad_enabled():
+        backend = "reference"  # the kernels that go on from a state have no gradients
+    spec = SSDSpec(x.device.type, x.dtype, x.shape[-1], b.shape[-1])
+    return _choose_continued(spec, backend)(x, dt, a, b, c, d, entries, pages, bias)

@@ -116,6 +116,18 @@ class Chunks:
         )
         return out, grad
 
+    def outputs(self, x: Tensor, keys: Tensor, queries: Tensor, d: Tensor, states: Tensor) -> Tensor:
+        """Return ``y [T, H, P]`` from the states before the chunks."""
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        span = self.span(x.device)
+        outputs[(self.count, self.heads // span)](
+            *(x, keys, queries, d, self.positions, self.steps, self.totals, self.reach, states, y),
+            *(self.tokens, self.rows, *self.sizes, *x.stride()[:2], *keys.stride()[:2], *queries.stride()[:2], span),
+            **self.blocks,
+            **self.launch(outputs),
+        )
+        return y
+
 
 class _Scan(torch.autograd.Function):
     @staticmethod
@@ -133,14 +145,7 @@ class _Scan(torch.autograd.Function):
         ctx.place = place_of(dt)
         x, b, c = (rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (x, b, c))
         chunks = Chunks(x, dt, a, b, positions, bias)
-        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        span = chunks.span(x.device)
-        outputs[(chunks.count, chunks.heads // span)](
-            *(x, b, c, d, positions, chunks.steps, chunks.totals, chunks.reach, chunks.states(x, b, c)[0], y),
-            *(chunks.tokens, chunks.rows, *chunks.sizes, *x.stride()[:2], *b.stride()[:2], *c.stride()[:2], span),
-            **chunks.blocks,
-            **chunks.launch(outputs),
-        )
+        y = chunks.outputs(x, b, c, d, chunks.states(x, b, c)[0])
         # States are computed again in backward: they are as large as the inputs.
         ctx.save_for_backward(x, dt, a, b, c, d, positions, bias)
         return y
