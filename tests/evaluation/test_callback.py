@@ -54,7 +54,7 @@ class Seen(Evaluation):
 def _fit(folders: tuple[Path, Path], config: Any, layout: dict[str, Any], options: dict[str, Any], out: Path) -> Any:
     module = WithData(config, optimizer=ADAM, seed=SEED)
     module.steps = 4
-    callback = Seen(TASKS, 2, include_path=folders[1], tokenizer=folders[0], batch_tokens=32)
+    callback = Seen(TASKS, 2, include_path=folders[1], tokenizer=folders[0], batch_tokens=256)
     strategy = MegatronStrategy(data_parallel=data_parallel(**options), **layout)
     runner = trainer(strategy, use_distributed_sampler=False, max_steps=4, callbacks=[callback], limit_val_batches=0)
     runner.fit(module)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,10 +34,18 @@ SPLIT = {
 }
 """How those that split their model do it over two devices."""
 OFTEN = ("plain_lightning", "fully_shard_trainer")
-"""Those that always run on two devices, too: replicas, sharded parameters; pipelines do in test_llama_pipeline.py.
+"""Those that run on two devices in every test run, and on one in whole ones: replicas, and sharded parameters.
 
-A module with a plan of its own runs so in ``docs/from-lightning.md``.
+Pipelines do in test_llama_pipeline.py, and a module with a plan of its own does in ``docs/from-lightning.md``.
 """
+ELSEWHERE = (*OFTEN, "llama_pipeline")
+
+
+def rows(left_out: Collection[str]) -> list[Any]:
+    """All examples; whole test runs alone have some of them."""
+    return [pytest.param(name, marks=[pytest.mark.full] * (name in left_out)) for name in LEARNED]
+
+
 LOSS = re.compile(r"^validation loss: (.*)$", re.MULTILINE)
 
 pytestmark = pytest.mark.filterwarnings(
@@ -65,20 +75,18 @@ def one_device(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pyte
     return _one_device[name]
 
 
-@pytest.mark.parametrize("name", LEARNED)
+@pytest.mark.parametrize("name", rows(ELSEWHERE))
 def test_it_learns_on_one_device(name: str, one_device: float) -> None:
     assert one_device < LEARNED[name]
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.full) for name in LEARNED]
-)
-def test_it_learns_on_two_devices(name: str, tmp_path: Path, one_device: float) -> None:
+@pytest.mark.parametrize("name", rows(LEARNED.keys() - set(OFTEN)))
+def test_it_learns_on_two_devices(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     printed = run_program(f"{EXAMPLES / name}.py", *words(name, tmp_path / "two", 2), folder=tmp_path)
     (loss,) = map(float, LOSS.findall(printed))  # told once
     assert loss < LEARNED[name]
     if name in SPLIT:  # the same global batches, split otherwise
-        assert loss == pytest.approx(one_device, rel=1e-3)
+        assert loss == pytest.approx(request.getfixturevalue("one_device"), rel=1e-3)
 
 
 @pytest.mark.full

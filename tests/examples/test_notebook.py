@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import json
-import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support import interpreters
 from tests.support.source import ROOT
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
 
+KERNEL = """
+from ipykernel import kernelapp
+from megalight.strategies import launchers
+launchers.IS_INTERACTIVE = True  # Lightning asked when it was imported: PROBE asks again
+kernelapp.launch_new_instance()
+"""
 PROBE = """
+import importlib
 import json
+from lightning.fabric.utilities import imports
 from megalight.strategies import load_weights
 best = trainer.checkpoint_callback.best_model_path
 saved = GPTModule(config)
@@ -29,6 +38,7 @@ resumed = pl.Trainer(
 )
 resumed.fit(GPTModule(config, optimizer=AdamConfig(lr=5e-3)), data, ckpt_path=best)
 print(json.dumps({
+    "interactive": importlib.reload(imports)._IS_INTERACTIVE,
     "same": same,
     "steps": [trainer.global_step, resumed.global_step],
     "losses": [float(trainer.callback_metrics["val_loss"]), float(resumed.callback_metrics["train_loss"])],
@@ -38,18 +48,17 @@ print(json.dumps({
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:zmq", "ignore::DeprecationWarning:jupyter_client")
 def test_the_notebook_trains_two_ranks_and_keeps_their_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
-    for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+    forked_kernel(tmp_path, monkeypatch)
     notebook = nbformat.read(ROOT / "examples" / "quickstart.ipynb", as_version=4)
     assert all(not cell.get("outputs") for cell in notebook.cells), "clear its outputs"
     notebook.cells.append(nbformat.v4.new_code_cell(PROBE))
     client = nbclient.NotebookClient(
-        notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+        notebook, timeout=240, kernel_name="forked", resources={"metadata": {"path": str(tmp_path)}}
     )
-    client.execute(env={**os.environ})
+    client.execute(env={**interpreters.environment(), "IPYTHONDIR": str(tmp_path)})
     facts = json.loads(shown(notebook.cells[-1], "stdout").strip().splitlines()[-1])
+    assert facts["interactive"]
     assert all(facts["same"])
     assert facts["steps"] == [40, 42]
     assert max(facts["losses"]) < 5.6  # 6.2 untrained
@@ -59,6 +68,15 @@ def test_the_notebook_trains_two_ranks_and_keeps_their_model(tmp_path: Path, mon
     assert "139.6 K parameters" in shown(fit, "stdout")
     assert "loss=" in shown(fit, "stdout")  # from a worker
     assert not re.search("Tip:|Warning|already configured", shown(fit))
+
+
+def forked_kernel(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Jupyter know a kernel that is forked from a process with all imports."""
+    python = shutil.which("python", path=interpreters.environment()["PATH"])
+    spec = {"argv": [python, "-c", KERNEL, "-f", "{connection_file}"], "display_name": "", "language": ""}
+    (folder / "kernels" / "forked").mkdir(parents=True)
+    (folder / "kernels" / "forked" / "kernel.json").write_text(json.dumps(spec))
+    monkeypatch.setenv("JUPYTER_PATH", str(folder))
 
 
 def shown(cell: dict[str, Any], *names: str) -> str:

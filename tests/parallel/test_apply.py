@@ -129,7 +129,12 @@ def parity(
 
 @pytest.mark.parametrize(
     ("tp", "sequence_parallel"),
-    [(2, False), (2, True), pytest.param(4, False, marks=pytest.mark.full), (4, True)],
+    [
+        (2, False),
+        pytest.param(2, True, marks=pytest.mark.full),
+        pytest.param(4, False, marks=pytest.mark.full),
+        (4, True),
+    ],
     ids=["2-tp", "2-tp+sp", "4-tp", "4-tp+sp"],
 )
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -52,7 +52,7 @@ def test_the_recipe_of_distillation(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [pair.student for pair in callback.distiller.loss.pairs] == ["layers.0", "head.norm"]
     corpus = str(tmp_path / "runs" / "demo" / "data" / "stdlib")
     data = GPTDataModule(data=corpus, sequence_length=64, global_batch_size=8)
-    module = GPTModule(GPTConfig(num_layers=1, hidden_size=16, num_heads=2, vocab_size=4096, max_sequence_length=64))
+    module = GPTModule(GPTConfig(num_layers=1, hidden_size=16, num_heads=2, vocab_size=288, max_sequence_length=64))
     Distillation(teacher).attach(module)
     module.check_data(data)
     other = Tokenizer.train(["entirely different writing " * 40], 280)

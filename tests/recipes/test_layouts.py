@@ -23,6 +23,13 @@ SHORT = [
     "--model.optimizer.schedule.warmup=1",
     "--data.sequence_length=64",
 ]
+SMALL = [
+    "--model.config.hidden_size=32",
+    "--model.config.ffn_hidden_size=48",
+    "--model.config.vocab_size=288",
+    "--model.optimizer.lr=0.03",
+]
+"""What makes the demo's own model small."""
 
 
 def megalight(folder: Path, *words: str) -> str:
@@ -33,7 +40,7 @@ def megalight(folder: Path, *words: str) -> str:
 def metrics(folder: Path, *words: str) -> dict[str, list[float]]:
     """What a run logs."""
     recipe = ["-c", str(RECIPES / "demo.yaml")]
-    megalight(folder.parent, "fit", *recipe, *SHORT, *words, f"--trainer.default_root_dir={folder}")
+    megalight(folder.parent, "fit", *recipe, *SHORT, *SMALL, *words, f"--trainer.default_root_dir={folder}")
     (file,) = folder.rglob("metrics.csv")
     with file.open() as lines:
         rows = list(csv.DictReader(lines))

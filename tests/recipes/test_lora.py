@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from megalight import checkpoint
-from tests.recipes.test_layouts import RECIPES, SHORT, _data, megalight
+from tests.recipes.test_layouts import RECIPES, SHORT, SMALL, _data, megalight
 
 __all__ = ["_data"]  # the corpus, made before each test
 
 WORDS = [
     *(word for word in SHORT if not word.startswith("--trainer.callbacks")),
+    *SMALL,
     "--trainer.devices=1",
     "--trainer.strategy.tensor_parallel=1",
     "--trainer.strategy.sequence_parallel=false",

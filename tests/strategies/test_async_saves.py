@@ -141,8 +141,8 @@ def _pairs(folder: str, kind: str, layout: str) -> tuple[list[float], list[float
     [
         ("persistent", "tp2"),
         ("per_save", "fsdp"),
-        ("persistent", "pp2"),
-        ("persistent", "ep2"),
+        pytest.param("persistent", "pp2", marks=pytest.mark.full),
+        pytest.param("persistent", "ep2", marks=pytest.mark.full),
         pytest.param("per_save", "tp2", marks=pytest.mark.full),
         pytest.param("persistent", "fsdp", marks=pytest.mark.full),
         pytest.param("per_save", "pp2", marks=pytest.mark.full),

@@ -161,8 +161,8 @@ RUNS: dict[str, tuple[int, dict[str, Any], int]] = {
 }
 
 
-WHOLE = ("tp", "vpp")
-"""Only whole runs have these: others split tensors and pipelines too."""
+WHOLE = ("dp", "tp", "pp", "vpp")
+"""Only whole runs have these: others have each axis, too."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (name in WHOLE)) for name in RUNS])

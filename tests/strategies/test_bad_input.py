@@ -207,9 +207,6 @@ WORDS = {
         [f"{DATA}split=0,100,0", "--trainer.logger=false"],
         ["training split holds no documents", "larger share"],
     ),
-    "unknown key": ([f"{DATA}sequence_lenght=8"], ["sequence_lenght", "'sequence_length'"]),
-    "unknown key of the strategy": ([f"{STRATEGY}tensor_paralel=2"], ["tensor_paralel", "'tensor_parallel'"]),
-    "unknown key of the model": ([f"{MODEL}num_head=2"], ["num_head", "'num_heads'"]),
     "type": ([f"{DATA}global_batch_size=many"], ["global_batch_size", "'many'", "int"]),
     "type in the model": ([f"{MODEL}num_layers=1.5"], ["num_layers", "1.5", "int"]),
     "too many steps of a start": ([f"{STRATEGY}start_method=thread"], ["thread", "fork"]),
@@ -235,7 +232,6 @@ WORDS = {
     "a negative norm": (["--trainer.gradient_clip_val=-1"], ["gradient_clip_val is -1", "at least 0"]),
     "no accumulation": (["--trainer.accumulate_grad_batches=0"], ["accumulate_grad_batches is 0", "at least 1"]),
     "half precision": (["--trainer.precision=16-mixed"], ["precision is 16-mixed", "bf16-mixed"]),
-    "an abbreviation": (["--trainer.max_step=3"], ["unknown key 'trainer.max_step'", "'max_steps'"]),
     "more than the corpus": (
         [f"{DATA}sequence_length=9999999", f"{MODEL}max_sequence_length=9999999", "--trainer.logger=false"],
         ["train split", "one sample of sequence_length 9999999", "Lower sequence_length"],
@@ -244,14 +240,24 @@ WORDS = {
 }
 
 
-@pytest.mark.parametrize(("words", "parts"), WORDS.values(), ids=WORDS.keys())
+MORE = {
+    *("pipeline over ranks", "the same of tensor parallelism", "another depth", "split", "type", "no sequence"),
+    *("torn index", "no tokens", "checkpoint without a file"),
+}
+"""What the same lines refuse as another of them."""
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [pytest.param(*each, marks=[pytest.mark.full] if name in MORE else (), id=name) for name, each in WORDS.items()],
+)
 def test_bad_words_are_refused(made: Place, words: list[str], parts: list[str], capsys: Any) -> None:
     message = refusal(made, [word.format(root=made.root) for word in words], capsys)
     for part in parts:
         assert part in message, message
 
 
-@pytest.mark.parametrize("verb", ["validate", "test"])
+@pytest.mark.parametrize("verb", ["validate", pytest.param("test", marks=pytest.mark.full)])
 def test_evaluation_refuses_what_training_does(made: Place, verb: str, capsys: Any) -> None:
     checkpoint = f"--ckpt_path={made.checkpoints / 'step=2.ckpt'}"
     message = refusal(made, [checkpoint, f"{MODEL}ffn_hidden_size=64"], capsys, verb)
@@ -301,7 +307,10 @@ DAMAGE: dict[str, tuple[Callable[[Place], object], list[str], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize(("damage", "words", "parts"), DAMAGE.values(), ids=DAMAGE.keys())
+@pytest.mark.parametrize(
+    ("damage", "words", "parts"),
+    [pytest.param(*each, marks=[pytest.mark.full] if name in MORE else (), id=name) for name, each in DAMAGE.items()],
+)
 def test_damaged_files_are_refused(
     place: Place, damage: Callable[[Place], object], words: list[str], parts: list[str], capsys: Any
 ) -> None:
@@ -312,7 +321,11 @@ def test_damaged_files_are_refused(
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty", "ignore:The dirpath has changed")
-@pytest.mark.parametrize("file", [_biggest, lambda folder: folder / "ranks" / "0.json"], ids=["tensors", "rank"])
+@pytest.mark.parametrize(
+    "file",
+    [_biggest, pytest.param(lambda folder: folder / "ranks" / "0.json", marks=pytest.mark.full)],
+    ids=["tensors", "rank"],
+)
 def test_a_flipped_bit_is_found_before_any_weight_changes(
     file: Callable[[Path], Path], place: Place, capsys: Any
 ) -> None:

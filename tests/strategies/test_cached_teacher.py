@@ -124,10 +124,10 @@ def check(folder: Path, layout: dict[str, Any], packed: bool) -> None:
 @pytest.mark.parametrize(
     ("ranks", "layout", "packed"),
     [
-        (1, {}, False),
-        (2, {}, True),
+        pytest.param(1, {}, False, marks=pytest.mark.full),
+        pytest.param(2, {}, True, marks=pytest.mark.full),
         (2, {"tensor_parallel": 2, "sequence_parallel": True}, True),
-        (2, {"context_parallel": 2}, True),
+        pytest.param(2, {"context_parallel": 2}, True, marks=pytest.mark.full),
         (4, {"pipeline_parallel": 2, "context_parallel": 2}, False),
     ],
 )

@@ -135,7 +135,7 @@ def same(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> Non
 
 PAIRS = [
     ("dp2", ["dp2 in small buckets", "dp2 no_shard"]),
-    ("tp2dp2", ["tp2"]),
+    pytest.param("tp2dp2", ["tp2"], marks=pytest.mark.full),
     pytest.param("dp2", ["one", "pp2"], marks=pytest.mark.full),
     pytest.param("dp2 no_shard", ["dp2"], marks=pytest.mark.full),
     pytest.param("one", ["dp4", "cp2", "dp2 no_shard"], marks=pytest.mark.full),

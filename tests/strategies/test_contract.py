@@ -98,7 +98,10 @@ def auxiliary_by_hand(accumulate: int) -> dict[str, Any]:
     return {"logged": logged, "final": {n: p.detach().numpy() for n, p in model.named_parameters()}}
 
 
-@pytest.mark.parametrize(("ranks", "micro", "accumulate"), [(1, None, 1), (2, 1, 1), (2, None, 2), (1, 2, 3)])
+@pytest.mark.parametrize(
+    ("ranks", "micro", "accumulate"),
+    [pytest.param(1, None, 1, marks=pytest.mark.full), (2, 1, 1), (2, None, 2), (1, 2, 3)],
+)
 def test_auxiliary_losses_and_metrics_do_not_depend_on_the_layout(
     ranks: int, micro: int | None, accumulate: int
 ) -> None:
@@ -318,12 +321,12 @@ def _clips(by_hand: bool, options: dict[str, Any]) -> tuple[str, float]:
 @pytest.mark.parametrize(
     ("options", "whole"),
     [
-        ({"data_parallel": "no_shard"}, True),
+        pytest.param({"data_parallel": "no_shard"}, True, marks=pytest.mark.full),
         ({"context_parallel": 2}, True),
-        ({"data_parallel": "optim"}, False),
+        pytest.param({"data_parallel": "optim"}, False, marks=pytest.mark.full),
         ({"data_parallel": "optim_grads_params"}, False),
         ({"tensor_parallel": 2}, False),
-        ({"pipeline_parallel": 2, "micro_batch_size": 1}, False),
+        pytest.param({"pipeline_parallel": 2, "micro_batch_size": 1}, False, marks=pytest.mark.full),
     ],
     ids=["no_shard", "cp", "optim", "params", "tp", "pp"],
 )

@@ -186,12 +186,26 @@ OWN = {"own_loss": True, "scale": 0.3, "temperature": 2.0}
 @pytest.mark.parametrize(
     ("ranks", "layout", "packed", "options", "loss"),
     [
-        (1, {}, False, {}, {}),
+        pytest.param(1, {}, False, {}, {}, marks=pytest.mark.full),
         (2, SHARES, False, {**PIPELINE, "pipeline_layout": "Et|ttL"}, OWN),
         (2, PIPELINE, True, {**SHARES}, {"divergence": "reverse_kl"}),
-        (2, {}, False, {"tensor_parallel": 2}, {"divergence": "jensen_shannon", "temperature": 0.7}),
+        pytest.param(
+            2,
+            {},
+            False,
+            {"tensor_parallel": 2},
+            {"divergence": "jensen_shannon", "temperature": 0.7},
+            marks=pytest.mark.full,
+        ),
         (2, CONTEXT, True, {"tensor_parallel": 2}, OWN),
-        (2, {"data_parallel": DataParallelOptions(level="optim_grads_params")}, False, {}, OWN),
+        pytest.param(
+            2,
+            {"data_parallel": DataParallelOptions(level="optim_grads_params")},
+            False,
+            {},
+            OWN,
+            marks=pytest.mark.full,
+        ),
         pytest.param(
             *(4, {**CONTEXT, **SHARES}, False, {**PIPELINE, "pipeline_layout": "Et|ttL"}, {}), marks=pytest.mark.full
         ),

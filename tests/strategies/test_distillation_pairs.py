@@ -206,10 +206,12 @@ BALANCED = {"pairs": PAIRS, "own_loss": True, "scale": 0.3, "balance": True}
 @pytest.mark.parametrize(
     ("ranks", "layout", "packed", "options", "loss"),
     [
-        (1, {}, False, {}, ALL),
-        (2, {"tensor_parallel": 2}, True, {}, {"pairs": ATTENTION, "own_loss": True}),
+        pytest.param(1, {}, False, {}, ALL, marks=pytest.mark.full),
+        pytest.param(
+            2, {"tensor_parallel": 2}, True, {}, {"pairs": ATTENTION, "own_loss": True}, marks=pytest.mark.full
+        ),
         (2, {**SHARES, **FULL}, False, {**PIPELINE, "pipeline_layout": "Et|ttL"}, BALANCED),
-        (2, {**PIPELINE, **FULL}, True, {**SHARES}, {**ALL, "balance": True}),
+        pytest.param(2, {**PIPELINE, **FULL}, True, {**SHARES}, {**ALL, "balance": True}, marks=pytest.mark.full),
         (2, CONTEXT, True, {"tensor_parallel": 2}, BALANCED),
         (2, {"data_parallel": DataParallelOptions(level="optim_grads_params")}, False, {}, ALL),
         pytest.param(
@@ -263,7 +265,7 @@ HYBRID_LESSONS = [
     # a hybrid teaches a transformer
     ("hybrid", "gpt", 2, SHARES, False, {**PIPELINE, "pipeline_layout": "Ett|tttL"}, True),
     pytest.param("hybrid", "gpt", 2, PIPELINE, True, SHARES, True, **FULLY),
-    ("mixed", "gpt", 2, PIPELINE, True, {**PIPELINE, "virtual_pipeline": 2}, True),
+    pytest.param("mixed", "gpt", 2, PIPELINE, True, {**PIPELINE, "virtual_pipeline": 2}, True, marks=pytest.mark.full),
     pytest.param("hybrid", "gpt", 1, {}, True, {}, True, **FULLY),
     pytest.param("hybrid", "gpt", 2, {}, False, {"expert_parallel": 2}, False, **FULLY),
     pytest.param("hybrid", "gpt", 4, BOTH, True, {**BOTH, "pipeline_layout": "Ett|tttL"}, True, **FULLY),

@@ -23,7 +23,11 @@ from tests.strategies.training import ADAM, CONFIGS, SEED, WithData, global_batc
 from tests.support.environment import trainer
 from tests.support.workers import run
 
-LAYOUTS = [(1, {}), (2, {"tensor_parallel": 2, "sequence_parallel": True, "micro_batch_size": 1}), (2, {})]
+LAYOUTS = [
+    (1, {}),
+    (2, {"tensor_parallel": 2, "sequence_parallel": True, "micro_batch_size": 1}),
+    pytest.param((2, {}), marks=pytest.mark.full),
+]
 
 
 class Counting(WithData):

@@ -100,12 +100,12 @@ def _fit(layout: str, level: str, balanced: bool) -> dict[str, Any]:
     return {**found, "gradients": gradients.first}
 
 
-TWO_AXES = ("tp2dp2etp2ep2", "tp2dp2ep4")
+FULL = ("tp2dp2etp2ep2", "tp2dp2ep4", "ep2", "ep4", "pp2ep2")
 """Layouts that only whole runs have: others divide experts beside each of these axes."""
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(layout, marks=[pytest.mark.full] * (layout in TWO_AXES)) for layout in LAYOUTS]
+    "layout", [pytest.param(layout, marks=[pytest.mark.full] * (layout in FULL)) for layout in LAYOUTS]
 )
 def test_the_same_run_as_on_one_device(layout: str) -> None:
     for level in ("optim", "no_shard", "optim_grads_params") if layout in ("ep2edp2",) else ("optim",):
@@ -117,7 +117,7 @@ def test_the_same_run_as_on_one_device(layout: str) -> None:
     assert max(expected(balanced=True)["norms"]) > CLIP, "nothing was clipped"
 
 
-@pytest.mark.parametrize("layout", ["ep2", "ep4", "pp2ep2"])
+@pytest.mark.parametrize("layout", [pytest.param("ep2", marks=pytest.mark.full), "ep4", "pp2ep2"])
 def test_ranks_with_fewer_micro_batches(layout: str) -> None:
     found = run(_fit, LAYOUTS[layout][0], layout, "optim", False)
     assert_same_run(found[0], expected())
@@ -162,7 +162,9 @@ def whole_batches() -> dict[str, Any]:
     return run(_fit_all, 1, "one")[0]
 
 
-@pytest.mark.parametrize("layout", ALL_LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.full] * (name in ("dp2", "ep2"))) for name in ALL_LAYOUTS]
+)
 def test_no_layout_changes_losses_and_biases(layout: str) -> None:
     """Tensor, context, expert, pipeline and data parallelism, micro-batches, padding and recompute."""
     found, expected = run(_fit_all, ALL_LAYOUTS[layout][0], layout), whole_batches()

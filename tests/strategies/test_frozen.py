@@ -140,7 +140,7 @@ WHOLE = {"tensor_parallel": 4, "sequence_parallel": True}
     [
         (1, {}, {}),
         pytest.param(4, SHARES, {}, marks=pytest.mark.full),
-        (4, SHARES, WHOLE),
+        pytest.param(4, SHARES, WHOLE, marks=pytest.mark.full),
         pytest.param(4, {"pipeline_parallel": 2}, {}, marks=pytest.mark.full),
         (4, {"pipeline_parallel": 2}, {"tensor_parallel": 4}),
         (4, {}, {"tensor_parallel": 2, "pipeline_parallel": 2, "pipeline_layout": "Ett|tL"}),

@@ -90,7 +90,13 @@ CASES: dict[str, tuple[int, str, int, str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+IN_THE_MATRIX = ("cp", "two layers", "whole gradients")
+"""Whole test runs alone have these: test_full_sharding_matrix.py has the same axes, and other rows their parts."""
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.full] * (case in IN_THE_MATRIX)) for case in CASES]
+)
 def test_equals_one_device(case: str) -> None:
     world, config, layers, level, options = CASES[case]
     expected = _expected(config, layers)
@@ -128,7 +134,10 @@ def _with_each_level(what: str) -> list[dict[str, Any]]:
     return [_beside(what, level) for level in levels]
 
 
-@pytest.mark.parametrize("what", BESIDE)
+@pytest.mark.parametrize(
+    "what",
+    [pytest.param(what, marks=[pytest.mark.full] * what.endswith(("tensorwise", "rowwise"))) for what in BESIDE],
+)
 def test_what_runs_beside_is_as_on_level_optim(what: str) -> None:
     """Averaged weights, products in 8 bits, adapters on frozen weights, partial recompute."""
     for expected, *others in run(_with_each_level, 2, what):

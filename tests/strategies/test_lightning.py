@@ -324,7 +324,7 @@ def _classified(kind: str, path: str) -> tuple[Any, dict[str, float]]:
     return end, figures
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_classifier_with_all_that_users_add_runs_as_under_ddp(tmp_path: Path, ranks: int) -> None:
     expected = run(_classified, ranks, "ddp", str(tmp_path / "ddp"))
     for kind in ("megatron", "fsdp"):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -155,15 +156,24 @@ def rows(tmp_path: Path) -> dict[str, list[Any]]:
     }
 
 
-@pytest.mark.parametrize("kind", ["no image", "odd"])
-@pytest.mark.parametrize("name", [pytest.param("llava", marks=pytest.mark.full), "qwen"])
+@pytest.mark.parametrize(
+    ("name", "kind", "layouts"),
+    [
+        ("qwen", "odd", ("dp", "towers", "colocated", "cp", "pp")),
+        ("qwen", "no image", ("tp", "towers")),
+        *(
+            pytest.param(*each, LAYOUTS, marks=pytest.mark.full)
+            for each in product(("llava", "qwen"), ("no image", "odd"))
+        ),
+    ],
+)
 def test_losses_are_those_of_one_device(
-    name: str, kind: str, rows: dict[str, list[Any]], prepared: Callable[..., Any]
+    name: str, kind: str, layouts: Iterable[str], rows: dict[str, list[Any]], prepared: Callable[..., Any]
 ) -> None:
     prefix = str(prepared(rows[kind]).prefix)
     alone = run(_train, 1, prefix, name, None)[0]
     assert {"train_loss", "val_loss"} <= alone.keys()
-    for layout in LAYOUTS:
+    for layout in layouts:
         for rank in run(_train, 2, prefix, name, layout):
             assert rank == pytest.approx(alone, rel=1e-9), layout
 

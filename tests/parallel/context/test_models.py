@@ -36,15 +36,15 @@ VARIANTS = {
 @pytest.mark.parametrize(
     ("kind", "variant", "batch", "tp", "sequence_parallel", "world"),
     [
-        ("all_to_all", "gqa", ROWS, 1, False, 2),
+        pytest.param("all_to_all", "gqa", ROWS, 1, False, 2, marks=pytest.mark.full),
         ("all_to_all", "mqa_qk_norm_window", PACKED, 1, False, 4),
-        ("all_to_all", "gpt2", PACKED, 2, True, 4),
+        pytest.param("all_to_all", "gpt2", PACKED, 2, True, 4, marks=pytest.mark.full),
         ("all_to_all", "gqa", ODD_ROWS, 2, True, 4),
         ("all_gather", "gqa", PACKED, 2, True, 4),
-        ("all_gather", "gqa", ODD_ROWS, 1, False, 4),
-        ("all_gather", "mqa_qk_norm_window", PACKED, 2, False, 4),
+        pytest.param("all_gather", "gqa", ODD_ROWS, 1, False, 4, marks=pytest.mark.full),
+        pytest.param("all_gather", "mqa_qk_norm_window", PACKED, 2, False, 4, marks=pytest.mark.full),
         ({"*layers.0.*": "all_gather"}, "gpt2", ROWS, 1, False, 2),
-        ("ring", "gqa", PACKED, 2, True, 4),
+        pytest.param("ring", "gqa", PACKED, 2, True, 4, marks=pytest.mark.full),
         ("ring", "mqa_sinks_window", PACKED, 2, True, 4),
         ("ring", "gpt2", ODD_ROWS, 1, False, 2),
         ("auto", "odd_heads_sdpa", ROWS, 1, False, 2),
@@ -57,6 +57,6 @@ def test_gpt_equals_one_device(kind, variant: str, batch: tuple, tp: int, sequen
     check(run(gpt_errors, world, options, tp, sequence_parallel, VARIANTS[variant], batch))
 
 
-@pytest.mark.parametrize("kind", ["all_gather", "all_to_all", "ring"])
+@pytest.mark.parametrize("kind", [pytest.param("all_gather", marks=pytest.mark.full), "all_to_all", "ring"])
 def test_bidirectional(kind: str) -> None:
     check(run(gpt_errors, 4, ContextOptions(kind), 2, True, VARIANTS["gqa"], PACKED, False))

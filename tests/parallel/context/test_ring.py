@@ -63,7 +63,7 @@ def every_case() -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 3, pytest.param(4, marks=pytest.mark.full)])
 def test_equals_one_device(world: int) -> None:
     for answers in run(every_case, world):
         wrong = {name: error for name, error in answers.items() if not error <= 1e-9}

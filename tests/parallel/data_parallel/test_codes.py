@@ -276,7 +276,7 @@ def _sharded(level: str, primary: bool, replicate: int) -> tuple[list[float], li
     return losses, weights, narrow, engine.memory()["parameters"]
 
 
-@pytest.mark.parametrize(("ranks", "replicate"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(("ranks", "replicate"), [pytest.param(2, 1, marks=pytest.mark.full), (4, 2)])
 def test_sharded_weights_are_gathered_as_codes(ranks: int, replicate: int) -> None:
     """Bit for bit what casts of gathered float32 weights give, and a quarter of the bytes but for biases."""
     found = run(_sharded, ranks, "optim_grads_params", True, replicate)

@@ -135,7 +135,7 @@ def _trains_like_one_process(level: str) -> None:
         assert_models_close(model, reference)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.full), 4])
 @pytest.mark.parametrize("level", ["no_shard", "optim"])
 def test_trains_like_one_process(level: str, world: int) -> None:
     run(_trains_like_one_process, world, level)

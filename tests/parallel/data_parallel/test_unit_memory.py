@@ -109,7 +109,9 @@ def _trained(tied: bool, frozen: bool, limit: int) -> tuple[int, int, int]:
         return sum(engine.memory().values()), counting.held(), counting.peak
 
 
-@pytest.mark.parametrize(("tied", "frozen"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("tied", "frozen"), [pytest.param(False, False, marks=pytest.mark.full), (True, False), (False, True)]
+)
 def test_tensors_take_what_the_formula_says(tied: bool, frozen: bool) -> None:
     """Nothing is whole but two units, also where an embedding, a head and frozen layers are sharded.
 

@@ -457,7 +457,12 @@ def _low_precision_sums(replicate: int, both: bool = False) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "replicate", "both"), [(2, 1, False), pytest.param(4, 2, False, marks=pytest.mark.full), (4, 2, True)]
+    ("world", "replicate", "both"),
+    [
+        pytest.param(2, 1, False, marks=pytest.mark.full),
+        pytest.param(4, 2, False, marks=pytest.mark.full),
+        (4, 2, True),
+    ],
 )
 def test_sums_in_float32_of_gradients_in_bfloat16(world: int, replicate: int, both: bool) -> None:
     run(_low_precision_sums, world, replicate, both)

@@ -98,7 +98,7 @@ def _step(degrees: dict[str, int]) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("ranks", "degrees"),
     [
-        (2, {"ep": 2}),
+        pytest.param(2, {"ep": 2}, marks=pytest.mark.full),
         pytest.param(4, {"ep": 2}, marks=pytest.mark.full),
         (4, {"pp": 2, "ep": 2}),
         (4, {"tp": 2, "ep": 4}),

@@ -95,12 +95,12 @@ def step(degrees: dict[str, int], level: str, dispatcher: str) -> dict[str, floa
 @pytest.mark.parametrize(
     ("degrees", "level", "dispatcher"),
     [
-        ({"ep": 2}, "optim", "all_to_all"),
+        pytest.param({"ep": 2}, "optim", "all_to_all", marks=pytest.mark.full),
         ({"ep": 4}, "no_shard", "all_gather"),
-        ({"ep": 4}, "optim", "all_to_all"),
-        ({"etp": 2}, "optim", "all_to_all"),
+        pytest.param({"ep": 4}, "optim", "all_to_all", marks=pytest.mark.full),
+        pytest.param({"etp": 2}, "optim", "all_to_all", marks=pytest.mark.full),
         ({"ep": 2, "etp": 2}, "optim", "all_to_all"),
-        ({"ep": 2, "etp": 2}, "optim", "all_gather"),
+        pytest.param({"ep": 2, "etp": 2}, "optim", "all_gather", marks=pytest.mark.full),
         ({"tp": 2, "ep": 2}, "optim", "all_gather"),
         ({"tp": 2, "ep": 2, "etp": 2}, "optim", "all_to_all"),
         ({"tp": 2}, "optim", "all_to_all"),

@@ -109,7 +109,7 @@ def assert_equal(
 @pytest.mark.parametrize(
     ("ranks", "degrees", "options"),
     [
-        (2, {"ep": 2}, {}),
+        pytest.param(2, {"ep": 2}, {}, marks=pytest.mark.full),
         (2, {"tp": 2, "ep": 2}, {"recompute": RecomputeOptions(granularity="full")}),
     ],
 )
@@ -125,7 +125,7 @@ EXPERTS = RecomputeOptions(granularity="selective", modules=("moe", "attention_n
 @pytest.mark.parametrize(
     ("ranks", "degrees", "options"),
     [
-        (2, {"ep": 2}, {}),
+        pytest.param(2, {"ep": 2}, {}, marks=pytest.mark.full),
         (2, {"tp": 2, "ep": 2}, {"recompute": FULL}),
         pytest.param(4, {"ep": 2, "pp": 2}, {}, marks=pytest.mark.full),
         (4, {"ep": 2, "pp": 2}, {"virtual_pipeline": 2, "recompute": EXPERTS}),

@@ -67,6 +67,6 @@ def split(sequence_parallel: bool) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp+sp"])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.full), True], ids=["tp", "tp+sp"])
 def test_equal_to_immediate_ones_to_the_bit(sequence_parallel: bool) -> None:
     assert run(split, 2, sequence_parallel) == [[], []]

@@ -22,16 +22,18 @@ from tests.parallel.test_apply import BASE, VARIANTS, batch, jitter, parity, twi
 from tests.support.workers import run
 
 CASES = [
-    (2, "gpt2", True, TensorOptions(overlap="pipelined", pieces=2)),
-    (4, "gqa_two_kv_heads", True, TensorOptions(overlap="pipelined", pieces=2)),
+    pytest.param((2, "gpt2", True, TensorOptions(overlap="pipelined", pieces=2)), marks=pytest.mark.full),
+    pytest.param((4, "gqa_two_kv_heads", True, TensorOptions(overlap="pipelined", pieces=2)), marks=pytest.mark.full),
     (4, "gpt2", True, TensorOptions(overlap="pipelined", pieces=4, keep_gathered=True)),
     (4, "mqa", True, TensorOptions(overlap={"*.mlp.*": "pipelined", "*": "plain"}, pieces=4)),
     (2, "gpt2", False, TensorOptions(overlap="pipelined", pieces=3)),  # 21 tokens: pieces of 7
-    (4, "mqa", False, TensorOptions(overlap="pipelined", pieces=4)),  # of 5 and 6
-    (4, "gqa_two_kv_heads", True, TensorOptions(overlap="plain", keep_gathered=True)),
-    (2, "gpt2", True, TensorOptions(overlap="symmetric", pieces=2)),
+    pytest.param((4, "mqa", False, TensorOptions(overlap="pipelined", pieces=4)), marks=pytest.mark.full),  # of 5 and 6
+    pytest.param(
+        (4, "gqa_two_kv_heads", True, TensorOptions(overlap="plain", keep_gathered=True)), marks=pytest.mark.full
+    ),
+    pytest.param((2, "gpt2", True, TensorOptions(overlap="symmetric", pieces=2)), marks=pytest.mark.full),
     (4, "gqa_two_kv_heads", True, TensorOptions(overlap="symmetric", pieces=2, keep_gathered=True)),
-    (4, "mqa", True, TensorOptions(overlap="symmetric", pieces=4)),
+    pytest.param((4, "mqa", True, TensorOptions(overlap="symmetric", pieces=4)), marks=pytest.mark.full),
 ]
 
 
