@@ -38,9 +38,9 @@ REQUESTS: list[dict[str, Any]] = [
 
 PP = {"pipeline_parallel": 2}
 LAYOUTS = [
-    ("gqa", 2, PP),
+    pytest.param("gqa", 2, PP, marks=pytest.mark.full),
     ("tied", 2, {**PP, "virtual_pipeline": 2}),
-    ("gpt2", 2, {**PP, "pipeline_layout": "E|t|ttt|L"}),
+    pytest.param("gpt2", 2, {**PP, "pipeline_layout": "E|t|ttt|L"}, marks=pytest.mark.full),
     ("gqa", 2, {"tensor_parallel": 2, "sequence_parallel": True}),
     ("gqa", 2, {"context_parallel": 2}),
     ("latent", 2, {"tensor_parallel": 2, "sequence_parallel": True}),

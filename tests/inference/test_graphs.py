@@ -20,7 +20,7 @@ def test_sizes_are_those_of_megatron_and_three_small_ones() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "windowed", "latent", "gpt2", "hybrid", "mamba", "delta"])
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.full), True])
 def test_completions_are_those_of_each_prompt_alone(name: str, ahead: bool) -> None:
     """Rows that a graph has beyond those of the step change nothing, and blocks move between replays."""
     model = build(**MODELS[name])

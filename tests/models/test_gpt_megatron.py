@@ -525,7 +525,7 @@ def test_pieces_of_another_shape_are_refused(shape: Any, tmp_path: Path) -> None
         MegatronFolder(tmp_path, "model.")
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("precision", [pytest.param("32-true", marks=pytest.mark.full), "bf16-true"])
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists", "ignore:You.re resuming from a checkpoint")
 def test_training_goes_on_from_imported_state(precision: Any, tmp_path: Path) -> None:
     """The run that is written as Megatron writes it, imported and resumed is the run that never stopped."""

@@ -249,7 +249,7 @@ CASES: dict[str, tuple[GPTConfig, Run]] = {
 }
 
 
-WHOLE = ("dp3", "several buckets", "pp2", "grouped experts")
+WHOLE = ("one rank", "dp3", "several buckets", "biases, tied", "pp2", "experts", "grouped experts")
 """Only whole runs have these: other cases have each of their features, beside others."""
 
 

@@ -164,7 +164,7 @@ def inputs(name: str, config: VLMConfig, dtype: torch.dtype) -> tuple[dict[str, 
     return {"input_ids": tokens, **CASES[name].asked(config, tokens, every, dtype)}, batch
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.full), torch.float64], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_equal_outputs_and_gradients(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     reference = theirs(name, dtype)

@@ -68,11 +68,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 MODELS = ("deep_qwen3", "deep", "deep_qwen")
 """With features of earlier layers that travel, images of one size, and windows."""
 CHOSEN = [
-    ("deep_qwen3", "in the last", "interleaved, zero bubble"),
     ("deep", "in the first", "tower a stage, zero bubble"),
     ("deep_qwen", "around text", "tower a chunk, zero bubble"),
     ("deep_qwen3", "in one step", "recomputed, zero bubble"),
-    ("deep_qwen3", "in the last", "context by all to all"),
     ("deep_qwen", "a huge one last", "context by all gather"),
     ("deep", "of one replica", "context"),
     ("deep_qwen3", "around text", "colocated, interleaved, zero bubble"),

@@ -38,7 +38,7 @@ TP = {"tensor_parallel": 2, "sequence_parallel": True}
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (1, {"recompute": RecomputeOptions(granularity="selective", modules=("*_norm", "mamba", "mlp.act"))}),
     (2, {**TP, "recompute": RecomputeOptions(granularity="full", num_layers=2)}),
-    (2, {"tensor_parallel": 2}),
+    pytest.param(2, {"tensor_parallel": 2}, marks=pytest.mark.full),
     (2, {"context_parallel": 2}),
     (4, {**PP, **TP, "virtual_pipeline": 2}),
 ]
@@ -52,7 +52,7 @@ WIDE: list[tuple[int, dict[str, Any]]] = [
 ]
 NORMS = {groups: replace(HYBRID, mamba=replace(HYBRID.mamba, norm_groups=groups)) for groups in (1, 2, 8)}
 DIVIDED: list[Any] = [
-    (2, 1, {"tensor_parallel": 2}),
+    pytest.param(2, 1, {"tensor_parallel": 2}, marks=pytest.mark.full),
     (2, 1, {**TP, "recompute": RecomputeOptions(granularity="selective", modules=("mamba",))}),
     (4, 2, {"tensor_parallel": 4, "sequence_parallel": True}),
     *[

@@ -123,7 +123,7 @@ def _passed_on(folder: str, before: Any, after: Any, scheme: str) -> Any:
     [
         (None, "bfloat16", "training goes on from the masters rounded"),
         ("bfloat16", None, "those of this run begin as the weights"),
-        ("bfloat16", "bfloat16", None),
+        pytest.param("bfloat16", "bfloat16", None, marks=pytest.mark.full),
     ],
 )
 def test_checkpoints_pass_from_one_kind_to_the_other(

@@ -43,7 +43,7 @@ SOME = RecomputeOptions(granularity="selective", modules=("core_attn", "*_norm",
 ZERO_BUBBLE = {**PP, "pipeline": PipelineOptions(schedule="zero_bubble")}
 LAYOUTS: list[Any] = [
     ("two", 2, {**SP, "recompute": SOME}),
-    ("learned", 2, {**PP, "recompute": WHOLE}),
+    pytest.param("learned", 2, {**PP, "recompute": WHOLE}, marks=pytest.mark.full),
     ("two", 2, {**ZERO_BUBBLE, "pipeline_layout": "Et|t|mm|L"}),
     ("learned", 2, {"context_parallel": 2}),
     (
@@ -51,7 +51,7 @@ LAYOUTS: list[Any] = [
         4,
         {**PP, "virtual_pipeline": 2, "expert_parallel": 2, "pipeline": PipelineOptions(schedule="combined")},
     ),
-    ("hybrid", 2, {**SP, "recompute": WHOLE}),
+    pytest.param("hybrid", 2, {**SP, "recompute": WHOLE}, marks=pytest.mark.full),
     *[
         pytest.param(*row, marks=pytest.mark.full)
         for row in [

@@ -62,7 +62,11 @@ def _log(config: str, schedule: str, bucket_size: int | None) -> list[tuple[str,
 
 @pytest.mark.parametrize(
     ("config", "schedule", "bucket_size"),
-    [("gqa", "interleaved", None), ("gqa", "interleaved", 500), ("tied", "zero_bubble", None)],
+    [
+        pytest.param("gqa", "interleaved", None, marks=pytest.mark.full),
+        ("gqa", "interleaved", 500),
+        ("tied", "zero_bubble", None),
+    ],
 )
 def test_a_chunk_does_not_wait_for_the_others(config: str, schedule: str, bucket_size: int | None) -> None:
     for log in run(_log, 4, config, schedule, bucket_size):

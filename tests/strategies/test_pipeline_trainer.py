@@ -84,7 +84,9 @@ def _fit(case: str, layers: int, options: dict[str, Any], folder: str) -> dict[s
 
 
 @pytest.mark.parametrize("layout", [LAYOUTS[0], pytest.param(LAYOUTS[1], marks=pytest.mark.full)], ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.full] * (case in ("dry", "profiled"))) for case in CASES]
+)
 def test_the_trainer_does_what_it_does_on_one_device(
     case: str, layout: tuple[int, dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -277,7 +277,11 @@ def _normed(how: Any, folder: str, options: dict[str, Any]) -> tuple[float, floa
     return float(kept.best_model_score), found["val_loss"], buffers
 
 
-OPTIONS: list[dict[str, Any]] = [{}, {"accumulate_grad_batches": 2}, {"val_check_interval": 3}]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    pytest.param({"accumulate_grad_batches": 2}, marks=pytest.mark.full),
+    {"val_check_interval": 3},
+]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["", "accumulates", "within-an-epoch"])
@@ -477,7 +481,7 @@ def _turns(
     return [found[0][key].reshape(-1).tolist() for key in keys]
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+@pytest.mark.parametrize("optimizer", ["AdamW", pytest.param("SGD", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("ranks", "layout", "frozen_at_first"),
     [

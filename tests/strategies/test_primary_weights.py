@@ -197,9 +197,9 @@ def _mixed(
 ONE = {"micro_batch_size": 2}
 UNASKED = [
     pytest.param(2, {}, {}, "optim", 1, id="usual"),
-    pytest.param(2, {"margin": 1, "formats": "e4m3"}, {}, "optim", 1, id="margin"),
+    pytest.param(2, {"margin": 1, "formats": "e4m3"}, {}, "optim", 1, id="margin", marks=pytest.mark.full),
     pytest.param(2, DELAYED, {}, "optim", 1, id="delayed"),
-    pytest.param(1, {}, ONE, "optim", 1, id="one rank"),
+    pytest.param(1, {}, ONE, "optim", 1, id="one rank", marks=pytest.mark.full),
     pytest.param(1, DELAYED, ONE, "optim", 2, id="one rank, delayed, two batches"),
     pytest.param(2, DELAYED, {}, "optim", 2, id="delayed, two batches", marks=pytest.mark.full),
     pytest.param(2, {}, {}, "no_shard", 1, id="no_shard", marks=pytest.mark.full),

@@ -26,6 +26,8 @@ MORE: dict[str, tuple[int, str, int, str, dict[str, Any]]] = {
     "zero bubble": (4, "gqa", 4, FULL, {"pipeline_parallel": 2, "pipeline": PipelineOptions(schedule="zero_bubble")}),
 }
 SELECTED = {name: CASES[name] for name in NAMES} | MORE
+WHOLE = ("zero bubble", "whole gradients", "full recompute", "two layers")
+"""Only whole runs have these: test_full_sharding.py and other cases have their parts."""
 
 
 @contextmanager
@@ -55,7 +57,7 @@ def _pushed(config: str, layers: int, level: str, options: dict[str, Any]) -> di
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.full if case == "zero bubble" else ()) for case in SELECTED]
+    "case", [pytest.param(case, marks=pytest.mark.full if case in WHOLE else ()) for case in SELECTED]
 )
 def test_equals_one_device(case: str) -> None:
     world, config, layers, level, options = SELECTED[case]
@@ -81,7 +83,7 @@ def check_beside(what: str, level: str) -> None:
             np.testing.assert_array_equal(pushed["final"][name], value, err_msg=name)
 
 
-@pytest.mark.parametrize("what", ["average", "adapters", "eight bits tensorwise"])
+@pytest.mark.parametrize("what", ["average", "adapters", pytest.param("eight bits tensorwise", marks=pytest.mark.full)])
 def test_what_runs_beside_is_as_with_collectives(what: str) -> None:
     """Averaged weights in validation, frozen weights, and 8-bit products."""
     check_beside(what, FULL)

@@ -21,7 +21,6 @@ from tests.support.workers import run
 
 COVER = {
     ("dp2", "optim", 0.0),
-    ("dp4", "optim", 0.0),
     ("dp2", "optim", 0.5),
     ("tp dp", "optim", 0.0),
     ("hsdp over both", "optim", 0.0),
@@ -82,7 +81,12 @@ def test_pipelines_equal_one_device(schedule: str) -> None:
 
 @pytest.mark.parametrize(
     "what",
-    ["average", "adapters", pytest.param("eight bits tensorwise", marks=pytest.mark.full), "eight bits delayed"],
+    [
+        pytest.param("average", marks=pytest.mark.full),
+        "adapters",
+        pytest.param("eight bits tensorwise", marks=pytest.mark.full),
+        "eight bits delayed",
+    ],
 )
 def test_what_runs_beside_is_as_with_collectives(what: str) -> None:
     """Averaged weights in validation, frozen weights, and codes, whose weights have their own dtype in the end."""

@@ -30,8 +30,6 @@ from tests.support.workers import run
 
 FULL = "optim_grads_params"
 COVER = {
-    ("dp2", FULL),
-    ("dp4", FULL),
     ("dp2", "optim"),
     ("dp2", "optim_grads"),
     ("hsdp over both", FULL),

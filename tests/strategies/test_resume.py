@@ -55,7 +55,7 @@ def ranks(layout: dict[str, Any], data: int, *args: Any) -> tuple[list[float], d
 @pytest.mark.parametrize(
     ("data", "precision"),
     [
-        (1, "64-true"),
+        pytest.param(1, "64-true", marks=pytest.mark.full),
         (2, "bf16-true"),
         pytest.param(1, "bf16-true", marks=pytest.mark.full),
         pytest.param(2, "64-true", marks=pytest.mark.full),

@@ -30,7 +30,7 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
             "recompute": RecomputeOptions(granularity="full", num_layers=2),
         },
     ),
-    (2, PP),
+    pytest.param(2, PP, marks=pytest.mark.full),
     (4, {**PP, "tensor_parallel": 2, "virtual_pipeline": 2}),
 ]
 

@@ -64,7 +64,12 @@ def _logged(kind: type[Logs], folder: str, options: dict[str, Any]) -> tuple[lis
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), [(Logs, {}), (Logs, {"virtual_pipeline": 2}), (LogsLosses, {"virtual_pipeline": 2})]
+    ("kind", "options"),
+    [
+        pytest.param(Logs, {}, marks=pytest.mark.full),
+        (Logs, {"virtual_pipeline": 2}),
+        (LogsLosses, {"virtual_pipeline": 2}),
+    ],
 )
 def test_values_of_all_stages_are_logged_on_all_ranks(
     tmp_path: Path, kind: type[Logs], options: dict[str, Any]
