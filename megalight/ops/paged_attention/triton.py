@@ -225,10 +225,10 @@ def _combine(
     tl.store(out + spot * VALUE + feature, mixed.to(out.dtype.element_ty), mask=inside)
 
 
-def splits_of(programs: int, sms: int) -> int:
-    """Return into how many parts keys are split, where there are so many programs without."""
+def splits_of(programs: int, wanted: float) -> int:
+    """Return into how many parts keys are split: with them ``programs`` are at least as many as wanted."""
     # Powers of 4: each number is a kernel of its own, whose compilation would stop a run for seconds.
-    return next((parts for parts in (1, 4, 16) if 2 * sms < programs * parts), MOST)
+    return next((parts for parts in (1, 4, 16) if wanted <= programs * parts), MOST)
 
 
 def paged_attention(
@@ -278,7 +278,9 @@ def _launch(
     group, shared = heads // kv_heads, v_pool.data_ptr() == k_pool.data_ptr()
     rows, keys, warps, stages = _blocks(queries * group, size, value_size, shared)
     blocks = cdiv(queries * group, rows)
-    splits = splits_of(blocks * kv_heads * count, num_sms(q.device)) if queries <= FEW else 1
+    # Blocks of many latent rows fill the shared memory of an SM; two others run there at once, and more wait.
+    wanted = num_sms(q.device) * (0.9 if shared and rows == 64 else 2.01)
+    splits = splits_of(blocks * kv_heads * count, wanted) if queries <= FEW else 1
     written, sums = out, out
     if splits > 1:
         # Tokens of other sequences are left out of the parts: they come after these.
@@ -330,7 +332,7 @@ def _launch(
 def _blocks(rows: int, size: int, value_size: int, shared: bool) -> tuple[int, int, int, int]:
     """Return rows and keys of a block, warps and stages."""
     if shared:
-        return (16, 32, 4, 2) if rows <= 16 else (32, 32, 4, 2) if rows <= 32 else (64, 32, 8, 2)
+        return (16, 32, 4, 2) if rows <= 16 else (32, 32, 4, 2) if rows <= 32 else (64, 64, 8, 2)
     wide = max(size, value_size) > 128
     if rows <= 16:
         return 16, 32 if wide else 64, 4, 4
