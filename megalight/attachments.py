@@ -43,6 +43,8 @@ SHARDING = Attachment("megalight_sharding")
 """Of an optimizer that steps on shards: how. A run, a checkpoint and a later engine get the optimizer alone."""
 SPLIT = Attachment("megalight_model")
 """Of a root module: its ``ParallelModel``. A second Trainer gets the split module alone, and continues with it."""
+STAGE = Attachment("megalight_stage")
+"""Of a chunk of a model of ``transformers``: its ``DeclaredStage``. What runs a pipeline's stages gets the chunk."""
 APPLIED = Attachment("megalight_transforms")
 """Of a model: each transform that changed it, with the names of the tensors that it made. A second fit asks again."""
 QUANTIZED = Attachment("megalight_quantized")

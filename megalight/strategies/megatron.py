@@ -532,7 +532,7 @@ class MegatronStrategy(FolderCheckpoints):
         """Run the module's ``predict_step`` or, if ``pp`` or ``cp`` > 1 or with frozen models, its ``output_step``."""
         assert self._stepper is not None
         self.sync_parameters()
-        if self.mesh.pp * self.mesh.cp > 1 or self._stepper.step.frozen:
+        if self._stepper.stages is None and (self.mesh.pp * self.mesh.cp > 1 or self._stepper.step.frozen):
             return self._stepper.predict(args[0])
         return self._stepper.by_user("predict_step", args)
 

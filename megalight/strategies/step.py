@@ -31,6 +31,7 @@ from megalight.plugins.precision import MegatronPrecision
 from megalight.strategies.micro_batches import MicroBatchSize
 from megalight.strategies.stage_logs import StageLogs
 from megalight.strategies.user_module import defines_step, intercepted_log
+from megalight.strategies.user_stages import UserStages, WeightedBatch
 from megalight.types import mean
 
 
@@ -94,9 +95,11 @@ class Stepper:
         self.precision = precision
         self.micro_batches = micro_batches
         self.before_backward = before_backward
+        plain = not isinstance(module, MegalightModule)
+        self.stages = UserStages(module, model.device, self._refused) if plain and model.mesh.pp > 1 else None
         self.step = StepDriver(
             model,
-            module,  # type: ignore[arg-type]  # a plain module has no such methods, and its own step runs
+            self.stages or module,  # type: ignore[arg-type]  # a plain module has no such methods: its own step runs
             varying_carry=isinstance(module, MegalightModule) and module.varying_carry,
             context=precision.step_context,
             around=precision.step,
@@ -116,7 +119,7 @@ class Stepper:
         """
         assert self.engine is not None
         self._zero_due = True
-        waits = defines_step(self.module, "training_step") and not self._recording
+        waits = self._by_user and not self._recording
         if not waits or self.engine.level.parameters:
             self._zero_grad()
 
@@ -155,10 +158,14 @@ class Stepper:
         self.precision.begin(number)
         sizes, micro_batches = self._split(args[0])
         samples = sum(sizes)
-        if defines_step(self.module, "training_step"):
+        if self._by_user:
             _refuse_empty(self.module, "training_step", args[0])
             with self.micro_batches.step(samples):
                 return self._train_by_user(sizes, micro_batches, args[1:], scale, sync)
+        if self.stages is not None:
+            _refuse_empty(self.module, "training_step", args[0])
+            self.stages.begin("training_step", args[1:])
+            micro_batches = list(map(WeightedBatch, micro_batches, weights(sizes)))
         self.has_gradients = True
         with self.micro_batches.step(samples), self.logs.shared(self.module, "train", self._recording):
             done = self.step.train(micro_batches, scale, sync)
@@ -231,7 +238,7 @@ class Stepper:
                 continue
             loss = made.get("loss") if isinstance(made, Mapping) else made
             if not isinstance(loss, Tensor) or not loss.requires_grad:
-                raise StepError(f"{type(module).__name__}.training_step returned {_problem(made, loss)}.")
+                raise self._refused(made)
             if not is_empty(micro_batch):
                 outputs.append((made, weight))
             # gradients are summed over micro-batches and data ranks, so these weights turn the sum into a mean
@@ -246,6 +253,16 @@ class Stepper:
         if not losses:
             return None, None
         return _detached(_joined(outputs)), torch.stack(losses).sum()
+
+    def _refused(self, made: Any) -> StepError:
+        """Return the error for an output of the user's ``training_step`` that cannot be trained on."""
+        loss = made.get("loss") if isinstance(made, Mapping) else made
+        return StepError(f"{type(self.module).__name__}.training_step returned {_problem(made, loss)}.")
+
+    @property
+    def _by_user(self) -> bool:
+        """Whether each call of the user's own ``training_step`` runs the whole model."""
+        return self.stages is None and defines_step(self.module, "training_step")
 
     @property
     def _recording(self) -> bool:
@@ -264,14 +281,28 @@ class Stepper:
     def by_user(self, method: str, args: tuple[Any, ...]) -> Any:
         """Run a step that the user wrote on the whole batch. The result of an empty batch is None.
 
+        On stages of a pipeline before the last, it is None, too, except that of ``predict_step``.
+
         Raises:
             ConfigurationError: the batch is empty, but the step would log it.
         """
         batch, *others = args
         if method != "predict_step":
             _refuse_empty(self.module, method, batch)
+        if self.stages is not None:
+            return self._on_stages(self.stages, method, batch, others)
         with self.precision.step_context():
             output = getattr(self.module, method)(contents(batch), *others)
+        return None if is_empty(batch) else output
+
+    def _on_stages(self, stages: UserStages, method: str, batch: Any, others: Sequence[Any]) -> Any:
+        stages.begin(method, others)
+        micro_batch = emptied(WeightedBatch(contents(batch), 0.0)) if is_empty(batch) else WeightedBatch(batch, 1.0)
+        with self.logs.shared(self.module, method):
+            found = self.step.outputs([micro_batch])
+        output, stages.output = stages.output, None
+        if method == "predict_step":
+            output = self.step.totals.from_last_stage([output] if found else [])[0]
         return None if is_empty(batch) else output
 
     def evaluate(self, stage: str, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:

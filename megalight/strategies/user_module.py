@@ -19,6 +19,7 @@ from megalight.models.module import MegalightModule, check_signatures
 from megalight.parallel.context.interface import interfaces_of
 from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.pipeline.declared import declared_parts
 
 log = logging.getLogger(__name__)
 
@@ -77,10 +78,18 @@ def check_steps(module: pl.LightningModule, mesh: ParallelMesh) -> None:
     if not isinstance(module, MegalightModule):
         if mesh.pp == 1 and interfaces_of(module):
             return  # a model of transformers takes a share of the tokens by itself
+        if mesh.cp == 1 and declared_parts(module) is not None:
+            if type(module).backward is not pl.LightningModule.backward:
+                raise ConfigurationError(
+                    f"{name} defines backward, and {degrees[0]}: stages before the last have no loss to differentiate. "
+                    "Remove it; on_before_backward of a callback gets the loss."
+                )
+            return
         raise ConfigurationError(
             f"{name} is a plain LightningModule, and {' and '.join(degrees)} cut the model or its sequences: no rank "
             "can run a whole training_step. Derive from megalight.models.module.MegalightModule and write build_model, "
-            "forward_step, loss_step and loss_tokens."
+            "forward_step, loss_step and loss_tokens. A pipeline also runs a plain module whose model is one of "
+            "transformers that declares how it is cut (base_model_pp_plan)."
         )
     missing = [step for step in ("forward_step", "loss_step", "loss_tokens") if not _overridden(module, step)]
     if missing:

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from megalight.attachments import shadow_of
+from megalight.attachments import STAGE, shadow_of
 from megalight.errors import LayoutError
 from megalight.parallel.layers import layers_of
 from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.pipeline.declared import DeclaredParts, DeclaredStage, declared_parts, parts_of, put, with_parts
 from megalight.parallel.pipeline.layout import PipelineLayout, Stage
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.splitter import Elsewhere, on_meta
@@ -24,9 +25,11 @@ def check_protocol(model: nn.Module) -> int:
     """Return the number of layers of a model that can be cut.
 
     Raises:
-        LayoutError: the model is not ``embed | layers | head``; the message names what is missing. Or its attribute
-            ``uncut`` says why it has no stages.
+        LayoutError: the model is not ``embed | layers | head`` and declares no other parts; the message names what is
+            missing. Or its attribute ``uncut`` says why it has no stages.
     """
+    if (declared := _declared(model)) is not None:
+        return declared.count
     name = type(model).__name__
     if (reason := getattr(model, "uncut", None)) is not None:
         raise LayoutError(
@@ -47,6 +50,10 @@ def check_protocol(model: nn.Module) -> int:
             "'0', '1', ... by global index, so that names stay the same."
         )
     return len(indices)
+
+
+def _declared(model: nn.Module) -> DeclaredParts | None:
+    return None if all(hasattr(model, part) for part in PARTS) else declared_parts(model)
 
 
 def shell(model: nn.Module) -> nn.Module:
@@ -81,17 +88,24 @@ def cut(
             f"the layout places {layout.num_layers} layers and {type(model).__name__} has {num_layers}; give a layout "
             f"for {num_layers} layers.\n{layout.draw()}"
         )
+    declared = _declared(model)
     by_tensor = {id(tensor): specs[name] for name, tensor in _tensors(model).items() if name in specs}
     holders: dict[int, set[int]] = {}
     for stage in layout.stages:
-        for tensor in _tensors(_part(model, [stage])).values():
+        for tensor in _tensors(_part(model, [stage], declared)).values():
             # By identity of the tensor, so that tied weights count as one that several stages hold.
             holders.setdefault(id(tensor), set()).add(stage.rank)
     here = layout.of_rank(mesh.rank("pp"))
-    chunks = [_part(model, [stage]) for stage in here]
+    chunks = [_part(model, [stage], declared) for stage in here]
     places = _places(model)
     # Only now: tied ends are visible only while the whole model is there.
-    model._modules.update(_part(model, here)._modules)
+    if declared is None:
+        model._modules.update(_part(model, here)._modules)
+    else:
+        for chunk, stage in zip(chunks, here, strict=True):
+            before = sum(len(each.layers) for each in layout.stages[: stage.index])
+            STAGE.set(chunk, DeclaredStage(model, declared, stage, before))
+        put(model, parts_of(model, declared, here))
     _remember(model, places)
     kept = {name: tensor for name, tensor in _tensors(model).items() if id(tensor) in by_tensor}
     # Create the groups of shared tensors now, in the same order on all ranks.
@@ -124,8 +138,10 @@ def _remember(model: nn.Module, places: Mapping[int, tuple[str, nn.Module, str]]
             module.elsewhere = elsewhere  # type: ignore[assignment]
 
 
-def _part(model: nn.Module, stages: Sequence[Stage]) -> nn.Module:
+def _part(model: nn.Module, stages: Sequence[Stage], declared: DeclaredParts | None = None) -> nn.Module:
     """Return the model with only the parts of some stages."""
+    if declared is not None:
+        return with_parts(model, parts_of(model, declared, stages))
     part = shell(model)
     layers = layers_of(model)
     part._modules["layers"] = nn.ModuleDict({str(i): layers[i] for stage in stages for i in stage.layers})
