@@ -13,14 +13,15 @@ The last stage goes on to the norm, the head and the loss, and to the caller's o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megalight.attachments import shadow_of
+from megalight.attachments import overridden, shadow_of
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.parallel.pipeline.layout import Stage
 
@@ -177,7 +178,9 @@ class DeclaredStage:
         entries = {str(index): _Entry(self, index, layer) for index, layer in enumerate(layers.children())}
         self.changes: dict[str, nn.Module | None] = {parts.layers: shadow_of(layers, entries)}
         if not stage.embed:
-            self.changes |= {name: _Zeros(self, root.get_submodule(name)) for name in parts.first}
+            self.changes |= {name: _Zeros(self, name) for name in parts.first}
+        if not stage.head:
+            self.changes |= {name: _Away(self, name) for name in parts.last}
         self.received: Tensor | None = None
         self.sent: Tensor | None = None
         self.next = 0
@@ -195,8 +198,12 @@ class DeclaredStage:
         self.received, self.sent, self.next = received, None, 0
         before = {name: _at(self.root, name) for name in self.changes}
         put(self.root, self.changes)
+        # Of the model and what holds it: a sum over all weights would miss those of other stages without a word.
+        holders = {self.root, self.root.get_submodule(self.parts.model)}
         try:
-            with suppress(StageEnd):
+            with suppress(StageEnd), ExitStack() as whole:
+                for holder in holders:
+                    whole.enter_context(overridden(holder, named_parameters=partial(self._few, holder)))
                 yield
         finally:
             put(self.root, before)
@@ -242,6 +249,14 @@ class DeclaredStage:
         if last and not self.stage.head:
             self._leave(made)
         return made
+
+    def _few(self, holder: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield parameters for those who look at the first ones, and refuse to come to the end of them."""
+        yield from type(holder).named_parameters(holder, *args, **kwargs)
+        raise ConfigurationError(
+            f"the step reads all parameters of {type(holder).__name__}, and {self.stage} has some of them only. "
+            f"{INSTEAD}."
+        )
 
     def _leave(self, hidden: Tensor) -> None:
         self.sent = hidden
@@ -289,13 +304,26 @@ class _Entry(nn.Module):
         return getattr(self.__dict__["layer"], name)
 
 
-class _Zeros(nn.Module):
-    """Stands for the embedding on later stages, whose code needs the form of its output only."""
+class _Away(nn.Module):
+    """Stands for a part that another stage holds."""
 
-    def __init__(self, run: DeclaredStage, embedding: nn.Module) -> None:
+    def __init__(self, run: DeclaredStage, name: str) -> None:
         super().__init__()
         self.__dict__["stage"] = run
-        self.embedding_dim = embedding.get_parameter("weight").shape[1]
+        self.name = name
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"{self.__dict__['name']} has no {name} here: {self.__dict__['stage'].stage} does not hold it. {INSTEAD}."
+        )
+
+
+class _Zeros(_Away):
+    """Stands for the embedding on later stages, whose code needs the form of its output only."""
+
+    def __init__(self, run: DeclaredStage, name: str) -> None:
+        super().__init__(run, name)
+        self.embedding_dim = run.root.get_submodule(name).get_parameter("weight").shape[1]
 
     def forward(self, tokens: Tensor) -> Tensor:
         received = self.__dict__["stage"].received
