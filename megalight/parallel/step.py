@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megalight.attachments import STAGE
 from megalight.errors import ConfigurationError
 from megalight.nn.aux_losses import AttachedAuxLosses, ZeroAuxLosses, collecting, end_step
 from megalight.parallel import coupling
@@ -27,6 +28,7 @@ from megalight.parallel.frozen_model import FrozenModel, FrozenRun
 from megalight.parallel.mesh import TOKEN_AXES, ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.pipeline.carry import Carry
+from megalight.parallel.pipeline.declared import DeclaredStage
 from megalight.parallel.pipeline.executor import Executor, ScheduleExecutor
 from megalight.parallel.pipeline.rank_schedule import Timetable
 from megalight.types import Loss, Totals, WithResults, inverse, mean
@@ -557,7 +559,10 @@ class StepDriver:
     def _forward_step(self, chunk: nn.Module, batch: Any, carry: Carry | None) -> Carry:
         chunk.training = self.model.root.training  # a stage is a separate object with its own mode
         self.running = self.model.stages[self.model.chunks.index(chunk)].index
+        stage: DeclaredStage | None = STAGE.get(chunk)
         with self._around(batch):
+            if stage is not None:
+                return stage.run(lambda whole: self.task.forward_step(whole, coupling.contents(batch)), carry)
             return self.task.forward_step(chunk, coupling.contents(batch), carry)
 
     def _attached(self, carry: Carry, batch: Any) -> Loss:

@@ -14,11 +14,8 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from megalight.attachments import STAGE
-from megalight.parallel.pipeline.declared import HIDDEN
+from megalight.parallel.pipeline.carry import Carry
 from megalight.types import Loss
-
-Carry = dict[str, Tensor]
 
 
 @dataclass
@@ -53,14 +50,9 @@ class UserStages:
         """Begin a step."""
         self.method, self.others, self.output = method, others, None
 
-    def forward_step(self, chunk: nn.Module, batch: WeightedBatch, carry: Carry | None = None) -> Carry:
-        """Run the user's step on one stage; on the last, return its loss."""
-        stage = STAGE.get(chunk)
-        made = None
-        with stage.entered(None if carry is None else carry[HIDDEN]):
-            made = getattr(self.module, self.method)(batch.batch, *self.others)
-        if (sent := stage.take()) is not None:
-            return {HIDDEN: sent}
+    def forward_step(self, model: nn.Module, batch: WeightedBatch, carry: Carry | None = None) -> Carry:
+        """Run the user's step, which calls the model; on the last stage, return its loss."""
+        made = getattr(self.module, self.method)(batch.batch, *self.others)
         if self.method != "training_step":
             self.output = made
             return {}

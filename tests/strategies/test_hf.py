@@ -43,6 +43,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tensor_parallel": 2}),
     "cp2": (2, {"context_parallel": 2}),
     "full2": (2, {"full": True}),
+    "pp2": (2, {"pipeline_parallel": 2}),
+    "tp2pp2": (4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
     "tp2cp2": (4, {"tensor_parallel": 2, "context_parallel": 2}),
 }
 
@@ -76,7 +78,10 @@ def trained(
     runner.save_checkpoint(root / f"{layout}.ckpt")
     strategy.finish_saves()
     strategy.sync_parameters()
-    if layout == "full2":
+    if "pp" in layout:
+        with pytest.raises(ConfigurationError, match="runs the whole model, and this process holds some"):
+            module.generate(batch().tokens[:2, :6])
+    if layout == "full2" or "pp" in layout:
         return losses.losses, torch.empty(0)
     return losses.losses, module.generate(batch().tokens[:2, :6], max_new_tokens=5, do_sample=False, eos_token_id=None)
 
@@ -112,12 +117,12 @@ def check(layouts: list[str], root: Path) -> None:
 
 
 def test_layouts(tmp_path: Path) -> None:
-    check(["tp2", "cp2"], tmp_path)
+    check(["tp2", "cp2", "pp2"], tmp_path)
 
 
 @pytest.mark.full
 def test_more_layouts(tmp_path: Path) -> None:
-    check(["full2", "tp2cp2"], tmp_path)
+    check(["full2", "tp2cp2", "tp2pp2"], tmp_path)
 
 
 def test_the_first_loss_is_that_of_transformers(tmp_path: Path) -> None:

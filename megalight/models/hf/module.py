@@ -79,10 +79,15 @@ class HFCausalLM(FamilyModule[HFConfig]):
             options: those of ``generate``.
 
         Raises:
-            ConfigurationError: the model is not built.
+            ConfigurationError: the model is not built, or this process holds a stage of a pipeline only.
         """
         if not isinstance(self.model, HFModel):
             raise ConfigurationError("the model is not built; call configure_model() before generate().")
+        if self._trainer is not None and getattr(self._trainer.strategy, "holds_part", False):
+            raise ConfigurationError(
+                "generate() runs the whole model, and this process holds some of its layers. Load a checkpoint into a "
+                "new module with megalight.strategies.load_weights(module, checkpoint)."
+            )
         training = self.model.training
         self.model.eval()
         try:

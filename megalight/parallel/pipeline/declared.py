@@ -7,12 +7,13 @@ code between them makes masks, position ids and rotary tables. Every stage runs 
 - the first layer of the stage gets the hidden states of the previous stage in place of its own;
 - where the code calls the first layer of the next stage, :class:`StageEnd` leaves it with the hidden states.
 
-The last stage goes on to the norm, the head and the loss, and to the caller's own code behind the model.
+The last stage goes on to the norm, the head and the loss, and to the caller's own code behind the model. So a step
+is written for the whole model, as without a pipeline, and its carry is not asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from megalight.attachments import overridden, shadow_of
 from megalight.errors import ConfigurationError, LayoutError
+from megalight.parallel.pipeline.carry import Carry
 from megalight.parallel.pipeline.layout import Stage
 
 HIDDEN = "hidden_states"
@@ -185,6 +187,22 @@ class DeclaredStage:
         self.sent: Tensor | None = None
         self.next = 0
 
+    def run(self, step: Callable[[nn.Module], Carry], received: Carry | None) -> Carry:
+        """Run a step that is written for the whole model; return what this stage sends, or the step on the last one.
+
+        Args:
+            step: gets the module with the model, and calls that once.
+            received: the hidden states of the previous stage; None on the first.
+
+        Raises:
+            ConfigurationError: the step, or the model, cannot run on stages.
+        """
+        made: Carry = {}
+        with self.entered(None if received is None else received[HIDDEN]):
+            made = step(self.root)
+        sent, self.sent = self.sent, None
+        return made if sent is None else {HIDDEN: sent}
+
     @contextmanager
     def entered(self, received: Tensor | None) -> Iterator[None]:
         """Let the model run this stage inside, once. A stage before the last leaves by :class:`StageEnd`.
@@ -215,12 +233,7 @@ class DeclaredStage:
                 f"{INSTEAD}."
             )
 
-    def take(self) -> Tensor | None:
-        """Return what this stage sends, and keep it no longer; None on the last stage."""
-        sent, self.sent = self.sent, None
-        return sent
-
-    def run(self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_layer(self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer in the model's own loop, or pass it over, or leave."""
         hidden = args[0] if args else kwargs.get(HIDDEN)
         if index != self.next or not isinstance(hidden, Tensor):
@@ -298,7 +311,7 @@ class _Entry(nn.Module):
         self.index = index
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["stage"].run(self.index, self.__dict__["layer"], args, kwargs)
+        return self.__dict__["stage"].run_layer(self.index, self.__dict__["layer"], args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["layer"], name)
