@@ -47,7 +47,8 @@ class Plain(pl.LightningModule):
 
 
 def trained(options: dict[str, Any], given: dict[str, Any], save: str = "", resume: str | None = None) -> Any:
-    data = torch.randint(3, 96, (32, 8), generator=torch.Generator().manual_seed(0))
+    # The same batch again and again: the loader of a run that resumes starts from its first one.
+    data = torch.randint(3, 96, (8, 8), generator=torch.Generator().manual_seed(0)).repeat(4, 1)
     module, strategy = Plain(), MegatronStrategy(micro_batch_size=1, **options)
     runner = trainer(strategy, **{"max_steps": 2, "limit_val_batches": 1, **given})
     loader = DataLoader(data, batch_size=8 // strategy.grid(runner.world_size).dp)
