@@ -6,10 +6,11 @@ packed. Keys and values lie in blocks, which a request takes as it grows and giv
 
 from __future__ import annotations
 
+import math
 import secrets
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -92,19 +93,19 @@ class _Results(NamedTuple):
     """What a pass gives.
 
     Attributes:
-        values: of :class:`~megalight.inference.sampler.PassSampling`, on the host.
+        values: of :class:`~megalight.inference.sampler.PassSampling`, then its scores, on the host, in one dimension.
         done: when they are there; None: they are.
     """
 
     values: Tensor
     done: torch.cuda.Event | None
 
-    def rows(self) -> list[list[float]]:
+    def get(self) -> list[float]:
         """Wait for the values."""
         if self.done is not None:
             self.done.synchronize()
-        rows: list[list[float]] = self.values.tolist()
-        return rows
+        values: list[float] = self.values.tolist()
+        return values
 
 
 class _PendingPass(NamedTuple):
@@ -113,11 +114,13 @@ class _PendingPass(NamedTuple):
     Attributes:
         requests: those that get a token.
         results: None: the last stage of the pipeline has them.
+        scored: whose prompts were scored: from which token on, and how many.
         step: what is known.
     """
 
     requests: list[Request]
     results: _Results | None
+    scored: list[tuple[Request, int, int]]
     step: EngineStep
 
 
@@ -249,6 +252,9 @@ class DynamicEngine:
         seed: int | None = None,
         n: int = 1,
         log_probs: bool = False,
+        top_log_probs: int = 0,
+        processed_log_probs: bool = False,
+        prompt_log_probs: bool = False,
     ) -> int:
         """Add a request; return its number, or that of its first completion. It begins when those before it leave room.
 
@@ -267,6 +273,11 @@ class DynamicEngine:
             n: how many completions. The numbers of the others follow that of the first, as their seeds do (0 follows
                 the largest). The prompt runs once, but for the tokens after its last full block.
             log_probs: whether the completion has the log-probabilities of its tokens.
+            top_log_probs: for how many of the most probable tokens it has them, too, with ``log_probs``.
+            processed_log_probs: both are those of the distribution that is sampled from, not of the model: after
+                penalties, biases, temperature (if it is not 0), top-k, top-p and min-p.
+            prompt_log_probs: whether it has the log-probabilities of the prompt's tokens but the first, by the model.
+                The prompt then shares no prefix, as all of it must run.
 
         Raises:
             DataError: the prompt is empty or holds no token ids, an id is outside the vocabulary, or prompt and
@@ -287,6 +298,12 @@ class DynamicEngine:
                 f"blocks of {self.blocks.size} tokens, and the cache has {self.blocks.count}: the request could never "
                 "end. Lower max_new_tokens (--max-new-tokens), or raise num_blocks (--cache-tokens)."
             )
+        top_log_probs = integer("top_log_probs", top_log_probs, 0, self._model.config.vocab_size)
+        if (top_log_probs or processed_log_probs) and not log_probs:
+            raise ConfigurationError(
+                f"top_log_probs is {top_log_probs} and processed_log_probs {processed_log_probs!r}, but log_probs is "
+                "False; set it to True."
+            )
         first = self._new_seed() if seed is None else check_seed(seed)
         ends, number = end_ids(self._model, eos_id), self._count
         for place in range(integer("n", n)):
@@ -300,6 +317,9 @@ class DynamicEngine:
                 stop,
                 (first + place) % (LARGEST_SEED + 1),
                 [] if log_probs else None,
+                top_log_probs,
+                processed_log_probs,
+                prompt_log_probs=[math.nan] * (len(prompt) - 1) if prompt_log_probs else None,
             )
             self._enter(request)
             # What a request does after each token, its first rank alone knows.
@@ -467,7 +487,8 @@ class DynamicEngine:
             raise
 
     def _alive(self, flight: _PendingPass) -> bool:
-        return not flight.requests or any(request.number in self._requests for request in flight.requests)
+        concerned = [*flight.requests, *(request for request, _, _ in flight.scored)]
+        return not flight.requests or any(request.number in self._requests for request in concerned)
 
     def _launch(self) -> bool:
         """Run a forward pass, and sample the next token of each request that is ready; wait for nothing.
@@ -490,9 +511,10 @@ class DynamicEngine:
         # A part of a prompt has no next token yet.
         ready = [place for place, (request, count) in enumerate(counts.items()) if schedule.unread(request) == count]
         requests = [request for request, count in counts.items() if schedule.unread(request) == count]
-        sampling = PassSampling(self._token_counts, requests, ready)
+        scored, places = _scored(counts, fresh, schedule)
+        sampling = PassSampling(self._token_counts, requests, ready, scored=self._there(places))
         logits = None
-        if self._graphs is not None and not plan.restored and all(len(ids) == 1 for ids in fresh):
+        if self._graphs is not None and not (plan.restored or scored) and all(len(ids) == 1 for ids in fresh):
             logits = self._graphs.run(slots, [ids[0] for ids in fresh])
         results = self._run(slots, fresh, sampling) if logits is None else sampling(logits)
         schedule.cache.copy_states(plan.kept)
@@ -504,8 +526,19 @@ class DynamicEngine:
             request.pending += 1
         found = {request.number: count for request, count in plan.shared.items()}
         step = EngineStep({}, {}, [request.number for request in plan.preempted], found)
-        self._flights.append(_PendingPass(requests, None if results is None else _to_host(results), step))
+        found_results = None
+        if results is not None:
+            scores = [] if sampling.scores is None else [sampling.scores]
+            found_results = _to_host(torch.cat([results.flatten(), *scores]))
+        self._flights.append(_PendingPass(requests, found_results, scored, step))
         return True
+
+    def _there(self, places: tuple[list[int], list[int]]) -> tuple[Tensor, Tensor] | None:
+        """Copy rows and labels to the device."""
+        if not places[0]:
+            return None
+        rows, labels = to_device([*places[0], *places[1]], torch.int64, self._newest.device).view(2, -1)
+        return rows, labels
 
     def _run(self, slots: Sequence[int], fresh: Sequence[Sequence[int]], sampling: PassSampling) -> Tensor | None:
         """Run the new tokens of each slot, and sample; return the results, which only the last stage of a pipeline has.
@@ -526,7 +559,9 @@ class DynamicEngine:
             last = sequences.cu_seqlens[1:].long() - 1
             if self._parallel is not None:
                 return self._parallel.on_last_stage(tokens, sequences, sampling, states=cache.states, rows=last)
-            return sampling(self._model(tokens, sequences, states=cache.states, rows=last).logits)
+            more = {} if sampling.scored is None else {"scored": sampling.scored}
+            output = self._model(tokens, sequences, states=cache.states, rows=last, **more)
+            return sampling(output.logits, losses=output.losses)
 
     def _collect(self) -> _OpenStep:
         """Wait for the oldest pass, and give its tokens to the requests that still run."""
@@ -534,15 +569,21 @@ class DynamicEngine:
         if not self._flights:
             return _OpenStep(EngineStep({}, {}, [], {}), deque())
         flight = self._flights.popleft()
-        rows = None if flight.results is None else flight.results.rows()
+        values = None if flight.results is None else flight.results.get()
         if self._stages > 1:
             assert self._parallel is not None
-            rows = self._parallel.agree(rows, -1)
-        assert rows is not None
+            values = self._parallel.agree(values, -1)
+        assert values is not None
+        for request, first, count in flight.scored[::-1]:
+            assert request.prompt_log_probs is not None
+            request.prompt_log_probs[first : first + count] = values[-count:]
+            del values[-count:]
+        width = len(values) // max(1, len(flight.requests))
+        results = [values[place * width : (place + 1) * width] for place in range(len(flight.requests))]
         suspects: list[Request] = []
         undecided: deque[Request] = deque()
         step = flight.step
-        for request, (number, *log_probs) in zip(flight.requests, rows, strict=True):
+        for request, (number, *log_probs) in zip(flight.requests, results, strict=True):
             request.pending -= 1
             if request.number not in self._requests:
                 continue  # it has ended, or was cancelled, after the pass began
@@ -553,7 +594,7 @@ class DynamicEngine:
             undecided.append(request)
             request.failed = token == FAILED
             if not request.failed:
-                request.take(token, *log_probs)
+                request.take(token, log_probs)
                 step.tokens[request.number] = token
             if request.suspect:
                 # It has run alone, and waits until the others have.
@@ -662,6 +703,26 @@ class DynamicEngine:
             seed = secrets.randbelow(LARGEST_SEED + 1) if self._leads else new_seed(self._model)
             self._seeds = Generator().manual_seed(seed)
         return int(torch.randint(2**62, (), generator=self._seeds))
+
+
+def _scored(
+    counts: Mapping[Request, int], fresh: Sequence[Sequence[int]], schedule: Scheduler
+) -> tuple[list[tuple[Request, int, int]], tuple[list[int], list[int]]]:
+    """Return whose prompts are scored in a pass, and rows and labels of their tokens."""
+    scored: list[tuple[Request, int, int]] = []
+    rows: list[int] = []
+    labels: list[int] = []
+    row = 0
+    for request, ids in zip(counts, fresh, strict=True):
+        first = request.length - schedule.unread(request)
+        # The last token of the prompt is followed by none of it.
+        count = min(len(ids), request.prompt_length - 1 - first)
+        if request.unscored and count > 0:
+            scored.append((request, first, count))
+            rows += range(row, row + count)
+            labels += request.tokens[first + 1 : first + 1 + count]
+        row += len(ids)
+    return scored, (rows, labels)
 
 
 def _to_host(results: Tensor) -> _Results:

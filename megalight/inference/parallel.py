@@ -56,8 +56,13 @@ class Choice(Protocol):
         """The shape of its results, the same on all ranks."""
         ...
 
-    def __call__(self, logits: Tensor, ranks: Ranks | None = None) -> Tensor:
-        """Return results ``[n, r]`` of logits ``[N, V]``, or of those of this rank's columns."""
+    @property
+    def scored(self) -> tuple[Tensor, Tensor] | None:
+        """Rows and labels ``[M]`` whose losses it needs, too."""
+        ...
+
+    def __call__(self, logits: Tensor, ranks: Ranks | None = None, losses: Tensor | None = None) -> Tensor:
+        """Return results ``[n, r]`` of logits ``[N, V]``, or of those of this rank's columns; ``losses [M]``."""
         ...
 
 
@@ -161,16 +166,16 @@ class ParallelGPT(nn.Module):
         """
         self._check_images(packed_images)
         with self._columns(choice.whole) as head:
-            carry = self._run(tokens, sequences, (), states, rows, packed_images)
+            carry = self._run(tokens, sequences, (), states, rows, packed_images, choice.scored)
         if carry is None:
             return None
         logits: Tensor = carry["logits"]
         if head is None:
-            return choice(logits)
+            return choice(logits, losses=carry.get("losses"))
         ranks = _ranks(head)
         # The last rank has padding.
         outside = torch.arange(logits.shape[1], device=logits.device) + ranks.first >= ranks.columns
-        return choice(logits.masked_fill(outside, -torch.inf), ranks)
+        return choice(logits.masked_fill(outside, -torch.inf), ranks, carry.get("losses"))
 
     def chosen(
         self,
@@ -244,6 +249,7 @@ class ParallelGPT(nn.Module):
         states: Mapping[str, Any] | None,
         rows: Tensor | None,
         packed_images: PackedImages | None,
+        scored: tuple[Tensor, Tensor] | None = None,
     ) -> Carry | None:
         """Return the last chunk's carry on the last stage."""
 
@@ -255,10 +261,13 @@ class ParallelGPT(nn.Module):
             )
             if carry is not None and "memory" in carry:
                 seen["memory"] = carry["memory"]
+            if scored is not None:
+                seen["scored"] = scored
             with keeping(chunk, places, carry) as kept:
                 output = chunk(batch["tokens"], sequences, hidden=hidden, states=states, rows=rows, **seen)
             if output.hidden is None:
-                return {**kept, "logits": output.logits}
+                losses = {} if output.losses is None else {"losses": output.losses}
+                return {**kept, "logits": output.logits, **losses}
             memory = {} if output.memory is None else {"memory": output.memory}
             return {**kept, "hidden": output.hidden, **memory}
 

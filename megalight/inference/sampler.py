@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from megalight.inference.cache import to_device_packed
-from megalight.inference.sampling import ALL, reals_of
+from megalight.inference.sampling import reals_of, top_k_of
 from megalight.inference.scheduler import Request
-from megalight.ops.sample_tokens import Ranks, SamplingRows, sample_tokens
+from megalight.ops.sample_tokens import Ranks, SamplingRows, processed, sample_tokens
 from megalight.types import to_device
 
 
@@ -24,6 +24,10 @@ class PassSampling:
         requests: ``n`` requests. With penalties, each has a slot of its own.
         rows: the row of each among the logits. None: all rows, in order.
         ahead: how many tokens lie between those of each request and the one that is sampled. None: none.
+        scored: rows and labels ``[M]`` of tokens of prompts whose log-probabilities are wanted.
+
+    Attributes:
+        scores: these log-probabilities ``[M]``, once the pass has run.
     """
 
     def __init__(
@@ -32,30 +36,41 @@ class PassSampling:
         requests: Sequence[Request],
         rows: Sequence[int] | None = None,
         ahead: Sequence[int] | None = None,
+        scored: tuple[Tensor, Tensor] | None = None,
     ) -> None:
+        self.scored = scored
+        self.scores: Tensor | None = None
         self._counts, self._requests, self._rows = counts, requests, rows
         self._ahead = [0] * len(requests) if ahead is None else ahead
 
     @property
     def whole(self) -> bool:
         """Whether it needs the logits of the whole vocabulary on one device."""
-        return any(request.sampling_params.filtered for request in self._requests)
+        return any(r.sampling_params.filtered or r.top_count or r.processed for r in self._requests)
 
     @property
     def shape(self) -> tuple[int, int]:
         """The shape of the results."""
-        return len(self._requests), 1 + any(request.log_probs is not None for request in self._requests)
+        wanted = any(request.log_probs is not None for request in self._requests)
+        return len(self._requests), 1 + wanted + 2 * self._top
 
-    def __call__(self, logits: Tensor, ranks: Ranks | None = None) -> Tensor:
+    @property
+    def _top(self) -> int:
+        return max((request.top_count for request in self._requests), default=0)
+
+    def __call__(self, logits: Tensor, ranks: Ranks | None = None, losses: Tensor | None = None) -> Tensor:
         """Sample.
 
         Args:
             logits: ``[N, V]``.
             ranks: this rank has some columns of the logits.
+            losses: ``[M]``, of the scored rows.
 
         Returns:
-            ``[n, 1]`` or ``[n, 2]`` float64: tokens, and their log-probabilities by the model if a request wants them.
+            ``[n, r]`` float64: tokens; if a request wants them, their log-probabilities; then, for as many of the most
+            probable tokens as any request wants, these and their log-probabilities.
         """
+        self.scores = None if losses is None else losses.neg().double()
         requests, counts = self._requests, self._counts
         if not requests:
             return torch.zeros(self.shape, dtype=torch.float64, device=logits.device)
@@ -64,20 +79,26 @@ class PassSampling:
         penalized = any(request.sampling_params.penalized for request in requests)
         changed = counts.penalize(logits, requests, ranks) if penalized else logits
         changed = _biased(changed, requests, self._ahead, ranks)
-        tokens = sample_tokens(changed, _sampling_rows(requests, self._ahead, logits.device), ranks=ranks)
+        rows = _sampling_rows(requests, self._ahead, logits.device)
+        tokens = sample_tokens(changed, rows, ranks=ranks)
         if penalized:
             counts.add(tokens)
-        results = [tokens.double()]
-        if self.shape[1] > 1:
-            results.append(log_probs_of(logits, tokens, ranks).double())
-        return torch.stack(results, 1)
+        results = tokens.double()[:, None]
+        if self.shape[1] == 1:
+            return results
+        if any(request.processed for request in requests):
+            own = to_device([request.processed for request in requests], torch.bool, logits.device)[:, None]
+            changed = processed(changed, rows)
+            logits = torch.where(own, changed, logits.to(changed.dtype))
+        found = log_probs_of(logits, tokens, self._top, ranks)
+        return torch.cat([results, found.double()], 1)
 
 
 def _sampling_rows(requests: Sequence[Request], ahead: Sequence[int], device: torch.device) -> SamplingRows:
     each = [request.sampling_params for request in requests]
     host = np.empty((6, len(requests)), np.int64)
     host[:3].view(np.float64)[:] = np.array([reals_of(params) for params in each]).T
-    host[3] = [params.top_k or ALL for params in each]
+    host[3] = [top_k_of(params) for params in each]
     host[4] = [request.seed for request in requests]
     host[5] = [request.length + more for request, more in zip(requests, ahead, strict=True)]
     (found,) = to_device_packed([host.ravel()], device)
@@ -185,8 +206,11 @@ class TokenCounts:
         self._counts[slot].index_add_(0, new, torch.ones_like(new, dtype=torch.int32))
 
 
-def log_probs_of(logits: Tensor, tokens: Tensor, ranks: Ranks | None) -> Tensor:
-    """Return the log-probabilities ``[n]`` of tokens ``[n]``, float32 or wider."""
+def log_probs_of(logits: Tensor, tokens: Tensor, top: int, ranks: Ranks | None) -> Tensor:
+    """Return log-probabilities ``[n, 1 + 2 top]``, float32 or wider.
+
+    They are those of ``tokens [n]``; then the ``top`` most probable tokens, and theirs.
+    """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     local = tokens if ranks is None else tokens - ranks.first
     own = (local >= 0) & (local < logits.shape[1])
@@ -194,4 +218,8 @@ def log_probs_of(logits: Tensor, tokens: Tensor, ranks: Ranks | None) -> Tensor:
     total = wide.logsumexp(-1)
     if ranks is not None:
         total, chosen = ranks.combine(total, chosen.where(own, 0.0))
-    return chosen.sub(total)
+    found = [(chosen - total)[:, None]]
+    if top:
+        values, ids = wide.topk(top)
+        found += [ids.to(wide.dtype), values - total[:, None]]
+    return torch.cat(found, 1)

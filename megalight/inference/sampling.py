@@ -130,7 +130,14 @@ def check_seed(seed: int) -> int:
 
 def reals_of(params: SamplingParams) -> tuple[float, float, float]:
     """Return the column of a row in :attr:`SamplingRows.reals`."""
+    if params.temperature == 0:  # the most probable token, whatever else is kept
+        return 0.0, 1.0, 0.0
     return params.temperature, 1.0 if params.top_p is None else params.top_p, params.min_p
+
+
+def top_k_of(params: SamplingParams) -> int:
+    """Return the top-k of a row in :attr:`SamplingRows.numbers`."""
+    return ALL if params.top_k is None or params.temperature == 0 else params.top_k
 
 
 def sample(logits: Tensor, sampling_params: SamplingParams, seeds: Tensor, positions: Tensor) -> Tensor:
@@ -146,7 +153,7 @@ def sample(logits: Tensor, sampling_params: SamplingParams, seeds: Tensor, posit
         positions: ``[N]`` integers: which token of its sequence each row chooses.
     """
     reals = torch.tensor(reals_of(sampling_params), dtype=torch.float64, device=logits.device)
-    top_k = torch.full_like(seeds, sampling_params.top_k or ALL)
+    top_k = torch.full_like(seeds, top_k_of(sampling_params))
     rows = SamplingRows(
         reals[:, None].repeat(1, len(seeds)),
         torch.stack([top_k, seeds, positions.long()]),

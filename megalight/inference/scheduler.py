@@ -5,6 +5,7 @@ It plans with numbers on the host alone, so all ranks plan the same.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -25,14 +26,18 @@ class Completion(NamedTuple):
 
     Attributes:
         tokens: the new tokens, with the one that ended it.
-        log_probs: for each of them its log-probability by the model, before all that the sampling parameters change;
-            None: nobody asked.
+        log_probs: for each of them its log-probability by the model, before all that the sampling parameters change
+            (or after it, if asked so); None: nobody asked.
         reason: why it ended.
+        top_log_probs: for each of them the most probable tokens, with their log-probabilities; None: nobody asked.
+        prompt_log_probs: those of the prompt's tokens but the first, by the model; None: nobody asked.
     """
 
     tokens: list[int]
     log_probs: list[float] | None
     reason: Reason
+    top_log_probs: list[dict[int, float]] | None = None
+    prompt_log_probs: list[float] | None = None
 
 
 @dataclass(eq=False)
@@ -49,6 +54,10 @@ class Request:
         stop: ends it, too, if this is true of the completion so far.
         seed: the request's own, so that its samples do not depend on other requests.
         log_probs: of the completion's tokens, or None.
+        top_count: how many of the most probable tokens are wanted with theirs, for each token.
+        processed: whether log-probabilities are those of the distribution that is sampled from.
+        top_log_probs: of these tokens.
+        prompt_log_probs: of the prompt's tokens but the first, or None. Those that are not known are NaN.
         slot: its slot in the cache while it runs.
         suspect: whether its logits were NaN or infinite in a pass with others, so that it runs alone next.
         failed: whether they are when it runs alone.
@@ -64,6 +73,10 @@ class Request:
     stop: Stop | None = None
     seed: int = 0
     log_probs: list[float] | None = None
+    top_count: int = 0
+    processed: bool = False
+    top_log_probs: list[dict[int, float]] = field(default_factory=list)
+    prompt_log_probs: list[float] | None = None
     slot: int | None = None
     suspect: bool = False
     failed: bool = False
@@ -79,11 +92,20 @@ class Request:
         """Whether the completion is as long as it may be."""
         return self.length - self.prompt_length >= self.max_new_tokens
 
-    def take(self, token: int, log_prob: float | None = None) -> None:
-        """Add the next token."""
+    def take(self, token: int, log_probs: Sequence[float] = ()) -> None:
+        """Add the next token, with results of :class:`~megalight.inference.sampler.PassSampling` that follow it."""
         self.tokens.append(token)
-        if self.log_probs is not None and log_prob is not None:
-            self.log_probs.append(log_prob)
+        if self.log_probs is not None:
+            self.log_probs.append(log_probs[0])
+        if self.top_count:
+            most = (len(log_probs) - 1) // 2
+            ids, values = log_probs[1 : 1 + self.top_count], log_probs[1 + most :]
+            self.top_log_probs.append({int(each): value for each, value in zip(ids, values, strict=False)})
+
+    @property
+    def unscored(self) -> bool:
+        """Whether log-probabilities of the prompt are wanted and not known, so that all of its tokens must run."""
+        return any(map(math.isnan, (self.prompt_log_probs or [])[-1:]))  # they come in order
 
     def ended(self) -> Completion | None:
         """Return the completion if it ends."""
@@ -97,7 +119,10 @@ class Request:
             reason = "stop"
         elif len(self.tokens) - self.prompt_length == self.max_new_tokens:
             reason = "length"
-        return None if reason is None else Completion(self.tokens[self.prompt_length :], self.log_probs, reason)
+        if reason is None:
+            return None
+        top = self.top_log_probs if self.top_count else None
+        return Completion(self.tokens[self.prompt_length :], self.log_probs, reason, top, self.prompt_log_probs)
 
     def _stops(self) -> bool:
         # Asked in any case, as it may keep what it has read.
@@ -260,7 +285,7 @@ class Scheduler:
 
         That is at the end of the full blocks with which both begin, if no state at this place or later is kept.
         """
-        if not self.states or not self.waiting or len(request.tokens) - stored < 2:
+        if not self.states or not self.waiting or self.waiting[0].unscored or len(request.tokens) - stored < 2:
             return 0
         wanted, blocks = self.waiting[0].tokens[:-1], self.cache.blocks
         common = 0
@@ -279,7 +304,7 @@ class Scheduler:
             return None
         request, blocks = self.waiting[0], self.cache.blocks
         # Without the last token, which always runs: nobody has kept its logits.
-        shared = blocks.prefixes.find(request.tokens[:-1])
+        shared = [] if request.unscored else blocks.prefixes.find(request.tokens[:-1])
         if self.states:
             shared = shared[: blocks.prefixes.snapshots.last(shared)]
         self.cache.begin(slot, shared)

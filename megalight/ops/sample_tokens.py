@@ -151,6 +151,13 @@ def reference_best(
     return score, column + first
 
 
+def processed(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """Return logits ``[N, V]`` whose softmax is what rows are sampled from; those of greedy rows are not divided."""
+    peak, _ = reference_peak(logits)
+    kept = kept_mask(logits, rows, peak, reference_cut(logits, rows, peak) if rows.filtered else None)
+    return scaled(logits, rows, peak).masked_fill(~kept, -torch.inf)
+
+
 # In Triton: columns of a row over several programs, but for `cut`.
 
 BLOCK = 1024

@@ -33,10 +33,13 @@ def ask(model: Any) -> Any:
     for seed, prompt in enumerate(PROMPTS):
         params = SamplingParams(temperature=seed % 2, repetition_penalty=1.3, frequency_penalty=0.4, logit_bias={40: 2})
         engine.add(prompt, max_new_tokens=6, sampling_params=params, seed=seed, log_probs=seed == 1)
-        engine.add(prompt, max_new_tokens=4, sampling_params=SamplingParams(min_p=0.02, min_new_tokens=2), seed=seed)
+        params = SamplingParams(min_p=0.02, min_new_tokens=2)
+        engine.add(prompt, max_new_tokens=4, sampling_params=params, seed=seed, prompt_log_probs=seed == 2)
     more = engine.run()
+    assert len(more[5].prompt_log_probs or []) == len(PROMPTS[2]) - 1
     tokens += [completion.tokens for completion in more.values()]
-    logs = torch.cat([logs.flatten(), torch.tensor(more[2].log_probs, dtype=torch.float64)])
+    values = [*(more[2].log_probs or []), *(more[5].prompt_log_probs or [])]
+    logs = torch.cat([logs.flatten(), torch.tensor(values, dtype=torch.float64)])
     return tokens, logs.numpy(), [(step.tokens, step.preempted, step.shared) for step in steps]
 
 

@@ -60,11 +60,13 @@ class MultiTokenTarget(NamedTuple):
 
 @dataclass(frozen=True)
 class GPTOutput:
-    """The output of a GPT or of a part of it. One of the first three is set, unless only divergences are asked for.
+    """The output of a GPT or of a part of it.
+
+    One of the first three is set, unless only divergences are asked for, or rows are scored beside the logits.
 
     Attributes:
         hidden: ``[T, h]``, if this part has no head.
-        losses: ``[T]``, if labels are given.
+        losses: ``[T]``, if labels are given; ``[M]`` of scored rows.
         logits: ``[T, V]``, if no labels are given.
         depths: for each depth of multi-token prediction, losses ``[T]``; hidden states ``[T, h]``, if this part has no
             head. Empty if there are no depths before or in this part, or if they were not asked for.
@@ -404,6 +406,7 @@ class GPT(nn.Module):
         depths: Sequence[Tensor] = (),
         target: DistillationTarget | None = None,
         memory: Tensor | None = None,
+        scored: tuple[Tensor, Tensor] | None = None,
     ) -> GPTOutput:
         """Run the parts that this model has.
 
@@ -418,6 +421,7 @@ class GPT(nn.Module):
             depths: hidden states ``[T, h]`` of each depth, from the part before, if the depths were in that one.
             target: what the head learns from a teacher, with labels.
             memory: ``[N, T, h]``, of which layers add some to their output.
+            scored: rows ``[M]`` and labels ``[M]``. Beside the logits, the output has the losses of these rows.
 
         Raises:
             DataError: a sequence is longer than ``max_sequence_length``, or the input of this part is missing.
@@ -442,12 +446,13 @@ class GPT(nn.Module):
             # By a call, so that hooks of the head run.
             divergences, losses = self.head(hidden, labels, target=target)
             return GPTOutput(losses=losses, depths=further, divergences=divergences)
+        losses = None if scored is None else self.head(take_rows(hidden, scored[0]), scored[1])
         if rows is not None:
             # select rows before the head, whose product with the vocabulary is expensive
             hidden = hidden if narrowed is not None else take_rows(hidden, rows)
             labels = None if labels is None else labels[rows]
         answer = self.head(hidden, labels)
-        return GPTOutput(logits=answer) if labels is None else GPTOutput(losses=answer, depths=further)
+        return GPTOutput(logits=answer, losses=losses) if labels is None else GPTOutput(losses=answer, depths=further)
 
     def _narrows(
         self, labels: Tensor | None, later: Sequence[MultiTokenTarget], target: DistillationTarget | None
