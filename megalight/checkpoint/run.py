@@ -196,17 +196,21 @@ class TrainingRun:
         # One entry for all groups: of another library, whose groups are not ours.
         if isinstance(groups, Mapping) and kind in ADAMS:
             groups, options = [groups] * len(optimizer.param_groups), {**options, "class": kind}
-        if options["class"] != kind or len(groups) != len(optimizer.param_groups):
+        own_counters = options.get(PARAMETERS, {})
+        changes = changes_matrices(options, optimizer)
+        if changes:
+            groups, own_counters = self._kept_moments(saved, groups, own_counters, options["class"])
+        elif options["class"] != kind or len(groups) != len(optimizer.param_groups):
             raise CheckpointError(
                 f"{saved.path} was trained with {options['class']} in {len(groups)} parameter groups; this run uses "
                 f"{kind} in {len(optimizer.param_groups)}. Resume with the same optimizer, or load the weights alone."
             )
         # Room first, since the views of the states are filled below.
-        self._make_states(groups, options.get(PARAMETERS, {}))
+        self._make_states(groups, own_counters)
         held = Contents({}, self.model.specs, self.model.mesh_of, list(self._states()))
         views = {_found(name, saved): view for name, view in SCHEMES[saved.scheme](held).items()}
         missing = sorted(name for name in views.keys() - saved.tensors.keys() if name.startswith(STATE))
-        if missing:
+        if missing and not changes:
             raise CheckpointError(
                 f"{saved.path} lacks {len(missing)} optimizer tensors that this run needs: {missing[0]}."
                 f"{_advice(saved)}"
@@ -215,6 +219,42 @@ class TrainingRun:
         saved.fill(targets_of(views), strict=False)
         self._tell_masters(saved)
         self.resume_rank(saved)
+
+    def _kept_moments(
+        self,
+        saved: SavedCheckpoint,
+        groups: Sequence[Mapping[str, Any]],
+        own_counters: Mapping[str, Mapping[str, Any] | None],
+        earlier: str,
+    ) -> tuple[list[dict[str, Any]], dict[str, Mapping[str, Any] | None]]:
+        """Return groups and counters for another optimizer of matrices: moments of Adam stay where Adam updates still.
+
+        The state of all other parameters begins anew, which rank 0 says.
+        """
+        optimizer = self._training[1]
+        nothing: dict[str, Any] = {"options": {}, "scalars": {}, "tensors": {}}
+        moments = next((g for g in groups if "exp_avg_sq" in g["tensors"]), nothing)
+        result = [
+            nothing if group.get("whole_matrices") else {**moments, "options": {}} for group in optimizer.param_groups
+        ]
+        # Names of pieces say their place behind the name of the tensor.
+        known = {name.partition("@")[0] for name in saved.tensors}
+        counters = dict(own_counters)
+        kept, begun = set[str](), set[str]()
+        for shard in self._shards:
+            for name in (piece.name for spec, _ in shard.slots for piece in spec.pieces):
+                if result[shard.group]["tensors"] and f"{STATE}exp_avg_sq.{name}" in known:
+                    kept.add(name)
+                else:
+                    begun.add(name)
+                    counters[name] = None
+        if not self.model.mesh.global_rank:
+            log.warning(
+                "%s was trained with %s, and this run uses %s: the state of %d tensors (%s) begins anew, moments of "
+                "Adam stay for %d others, and rates and schedules are those configured now.",
+                saved.path, earlier, type(optimizer).__name__, len(begun), min(begun, default="none"), len(kept),
+            )  # fmt: skip
+        return result, counters
 
     def _tell_masters(self, saved: SavedCheckpoint) -> None:
         """Log what is lost or missing where the saved masters and those of this run differ."""
@@ -353,6 +393,22 @@ class TrainingRun:
             for name, dtype in saved["tensors"].items():
                 # Zeros, because padding is not in the checkpoint and must stay finite.
                 states[name] = torch.zeros_like(shard.master, dtype=_state_dtype(optimizer, shard.master, name, dtype))
+
+
+def changes_matrices(saved: Mapping[str, Any], optimizer: Optimizer) -> bool:
+    """Return whether a run goes on from Adam to an optimizer of whole matrices, back, or from one of them to another.
+
+    Args:
+        saved: the entry of the optimizer in the checkpoint.
+        optimizer: of this run; ours.
+    """
+    groups = saved["groups"]
+    if saved["class"] == type(optimizer).__name__ or isinstance(groups, Mapping):
+        return False
+    whole = any("whole_matrices" in group for group in optimizer.param_groups)
+    had = any("whole_matrices" in group["options"] for group in groups)
+    adam = all("betas" in group["options"] for group in groups)
+    return hasattr(optimizer, "readable_state") and adam and (whole or had)
 
 
 def _history(numbers: Mapping[str, Any] | None) -> Hashable:

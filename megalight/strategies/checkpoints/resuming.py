@@ -19,6 +19,7 @@ from megalight import checkpoint
 from megalight.checkpoint.disk import manifest, publish
 from megalight.checkpoint.disk.files import PathLike
 from megalight.checkpoint.loading import SavedCheckpoint
+from megalight.checkpoint.run import changes_matrices
 from megalight.checkpoint.sources.combine import FullPrecision
 from megalight.errors import CheckpointError, MegalightError
 from megalight.models.module import CANONICAL_PREFIX, MegalightModule
@@ -206,6 +207,15 @@ class Resumed:
         assert strategy.lightning_module is not None
         trainer, which = strategy.lightning_module.trainer, strategy.checkpoints.resume_optimizer
         optimizers, configs, states = strategy.optimizers, trainer.lr_scheduler_configs, checkpoint["lr_schedulers"]
+        done = {"step": trainer.global_step, "epoch": trainer.current_epoch}
+        entry = self.saved.common.get("optimizer")
+        if entry is not None and strategy.engine is not None and changes_matrices(entry, optimizers[0]):
+            # Its groups are others, and so are the rates in the states of schedulers.
+            for config in configs:
+                if isinstance(config.scheduler, LambdaLR):
+                    schedules.advance(config.scheduler, done[config.interval] // config.frequency)
+            checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in configs]
+            return now
         then = Configured.saved(self.saved.common.get("megalight", {}).get(CONFIGURED), optimizers)
         if which is None:
             # Lightning loads fields, but no checkpoint holds functions: those of now act from the next step on.
@@ -219,7 +229,6 @@ class Resumed:
                 if (kept := schedules.noted(state.get(schedules.NOTE))) and isinstance(config.scheduler, LambdaLR):
                     config.scheduler.lr_lambdas = [kept.factor] * len(config.scheduler.lr_lambdas)
         elif which == "configured":
-            done = {"step": trainer.global_step, "epoch": trainer.current_epoch}
             states = go_on(optimizers, configs, states, then, now, done)
             if changes:
                 rank_zero_info(f"resumed with what is configured now: {', '.join(changes)} ({self.saved.path})")
