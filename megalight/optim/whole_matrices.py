@@ -2,9 +2,9 @@
 
 Data parallelism divides a matrix into intervals, tensor parallelism into boxes, expert parallelism divides a stack of
 experts. An element-wise optimizer does not notice. One that looks at a whole matrix does, so here each matrix has a
-*home*: one of the ranks that hold a part of it. Homes are chosen by cost, the most expensive matrix first, so that no
-rank does the work of another. Matrices of equal shape go together: one all-to-all brings them home, one brings the
-updates back. While one batch is updated, the next one is on its way.
+*home*: one of the ranks that hold a part of it, unless these have enough work. Homes are chosen by cost, the most
+expensive matrix first, so that ranks do equal work, each matrix once. Matrices of equal shape go together: one
+all-to-all brings them home, one brings the updates back. While one batch is updated, the next one is on its way.
 
 What is kept from step to step lies in one of two places. State in the shape of the shards (momentum of Muon) takes the
 memory that an element-wise optimizer's state does. State of a whole matrix (the preconditioners of Shampoo) lies on its
@@ -35,6 +35,8 @@ from megalight.parallel.data_parallel.masters import FlatShard
 from megalight.parallel.mesh import DENSE_AXES
 from megalight.parallel.shard import ShardPiece, boxes
 
+UNEVEN = 1.05
+"""How much more than its share of the work a rank takes on, so that matrices need not travel to another one."""
 GATHER_BYTES = 256 * 2**20
 """Default of the largest number of bytes of a batch of matrices on a rank."""
 
@@ -157,9 +159,13 @@ class MatrixExchange:
         # All ranks make the same list, in the same order.
         self.matrices = sorted(found.values(), key=lambda each: (-flops(each.shape), each.shape, each.name))
         self.load = [0.0] * size
+        fair = UNEVEN * sum(flops(matrix.shape) for matrix in self.matrices) / size
         for matrix in self.matrices:
-            matrix.home = min(sorted(matrix.held), key=lambda rank: self.load[rank])
-            self.load[matrix.home] += flops(matrix.shape)
+            cost = flops(matrix.shape)
+            # On a rank that holds a part of it, less travels. Elsewhere only if that rank has its share of the work.
+            near, free = (min(ranks, key=self.load.__getitem__) for ranks in (sorted(matrix.held), range(size)))
+            matrix.home = near if self.load[near] + cost <= max(fair, self.load[free] + cost) else free
+            self.load[matrix.home] += cost
         self.rounds = list(self._rounds(size, gather_bytes))
         self.states: list[dict[str, Tensor]] = [
             {name: torch.stack([each] * len(r.own)) for name, each in room(r.shape).items()} if r.own else {}

@@ -1,0 +1,87 @@
+"""Memory of optimizers of whole matrices: what each rank keeps and what a step adds, as docs/muon.md says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import megalight
+from megalight.models.gpt import GPT
+from megalight.models.gpt.module import GPTModule
+from megalight.optim import AdamConfig, MuonConfig, ShampooConfig, whole_matrices
+from megalight.optim.whole_matrix_config import WholeMatrixConfig
+from megalight.parallel.data_parallel.options import DataParallelOptions
+from tests.strategies.training import BASE, global_batch
+from tests.support.workers import run
+
+
+def _train(level: str, matrices: WholeMatrixConfig) -> dict[str, Any]:
+    layout = megalight.Layout(data_parallel=DataParallelOptions(level=level, overlap_param_gather=False))
+    with torch.device("meta"):
+        root = GPT(BASE)
+    model = megalight.parallelize(root, layout, dtype=torch.bfloat16)
+    muon = isinstance(matrices, MuonConfig)
+    config = AdamConfig(lr=1e-3, muon=matrices if muon else None, matrices=None if muon else matrices)
+    optimizer: Any = config.build(model.root.named_parameters())[0]
+    training = megalight.Training(model, optimizer, GPTModule(BASE))
+    sizes: list[int] = []
+    whole = whole_matrices.MatrixExchange._whole
+
+    def watched(self: Any, current: Any, message: Any) -> Any:
+        result = whole(self, current, message)
+        sizes.append(result.nbytes)
+        return result
+
+    whole_matrices.MatrixExchange._whole = watched  # type: ignore[method-assign]
+    training.forward_backward([global_batch(0)])
+    optimizer.step()
+    whole_matrices.MatrixExchange._whole = whole  # type: ignore[method-assign]
+    homes = [(exchange.rank, matrix) for exchange, _ in optimizer.exchanges for matrix in exchange.matrices]
+    return {
+        "flat": sum(_bytes(optimizer.state.values())),
+        "home": sum(tensor.nbytes for _, _, tensor in optimizer.home_tensors()),
+        "shapes": [matrix.shape for rank, matrix in homes if matrix.home == rank],
+        "matrices": sum(bucket.shard.numel for bucket in optimizer.buckets.values()),
+        "others": sum(bucket.shard.numel for bucket in training.engine.buckets)
+        - sum(bucket.shard.numel for bucket in optimizer.buckets.values()),
+        "batches": sizes,
+        "load": [exchange.load for exchange, _ in optimizer.exchanges],
+    }
+
+
+def _bytes(states: Any) -> Iterator[int]:
+    for state in states:
+        yield from (tensor.nbytes for tensor in state.values() if isinstance(tensor, torch.Tensor) and tensor.ndim)
+
+
+@pytest.mark.parametrize("level", ["no_shard", "optim", "optim_grads_params"])
+def test_momentum_takes_4_bytes_and_moments_8(level: str) -> None:
+    found = run(_train, 2, level, MuonConfig())
+    for rank in found:
+        assert rank["flat"] == 4 * rank["matrices"] + 8 * rank["others"]
+        assert rank["home"] == 0
+    (load,) = found[0]["load"]
+    assert max(load) <= 1.15 * sum(load) / 2
+
+
+def test_state_of_whole_matrices_is_divided() -> None:
+    found = run(_train, 2, "optim", ShampooConfig())
+    for rank in found:
+        assert rank["flat"] == 8 * rank["others"]
+        assert rank["home"] == sum(4 * (2 * m * m + 2 * n * n + m * n) for m, n in rank["shapes"])
+    every = sorted(shape for rank in found for shape in rank["shapes"])
+    # Queries, keys, values, the projection back, gate, up and down of each layer, each once.
+    assert every == sorted([(32, 32), (16, 32), (16, 32), (32, 32), (48, 32), (48, 32), (32, 48)] * BASE.num_layers)
+
+
+@pytest.mark.parametrize("gather_bytes", [1, 2**14, 2**20])
+def test_batches_are_as_large_as_they_may_be(gather_bytes: int) -> None:
+    for rank in run(_train, 2, "optim", MuonConfig(gather_bytes=gather_bytes)):
+        # At least one matrix: the largest has 48 x 32 elements of 2 bytes.
+        assert max(rank["batches"]) <= max(gather_bytes, 2 * 48 * 32)
+        assert sum(rank["batches"]) == sum(2 * m * n for m, n in rank["shapes"])
+    if gather_bytes == 1:
+        assert max(rank["batches"]) <= 2 * 48 * 32
