@@ -68,6 +68,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="add tables: every version, package, backend and plugin")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="device of the backends (default: a GPU if any)")
     parser.add_argument(
+        "--model",
+        metavar="FOLDER",
+        help="show which layouts a model of transformers takes, from its configuration alone; with --layout: that one",
+    )
+    parser.add_argument(
         "--layout",
         metavar="tp=2,dp=4|'Et|tt|tL'",
         help="check a parallel layout and show the position of each rank, or what each pipeline stage holds",
@@ -80,6 +85,12 @@ def run(arguments: argparse.Namespace) -> int:
     # Both kinds of layout share one option: stages have capital letters, and no equals sign.
     text = arguments.layout or ""
     degrees = parse_layout(text) if "=" in text or text.islower() else None
+    if arguments.model is not None:
+        from megalight.cli.model_layouts import rows_of
+
+        rows = list(rows_of(arguments.model, degrees))
+        print_table(f"{rows[0][0]}: {rows[0][2]}", ("layout", "", ""), rows[1:])
+        return 0 if degrees is None or rows[1][1] == "yes" else 2
     layout = pipeline_of(arguments, degrees)
     if arguments.output is not None and layout is None:
         raise LayoutError("--output draws the stages of a pipeline; add --layers N, or a layout: --layout 'Et|tt|tL'.")
