@@ -15,7 +15,9 @@ from megalight.ops import use_backends
 
 
 class FusedOps(pl.Callback):
-    """Runs models of ``transformers`` (Llama, Mistral, Qwen2, Qwen3) with fused ops while a Trainer works on them.
+    """Runs models of ``transformers`` with fused ops while a Trainer works on them.
+
+    Parts of a model are fused whose code is that of Llama, Mistral, Qwen2 or Qwen3, as in most families.
 
     Fused are norms with the sum before them, the gated activation, rotary embedding, the head with its loss, and the
     step of torch's ``Adam`` and ``AdamW``. Losses and gradients are equal up to rounding. Names and weights stay, so
@@ -24,7 +26,7 @@ class FusedOps(pl.Callback):
     In training, a model that is given ``labels`` returns its loss and no logits.
 
     Raises:
-        ConfigurationError: the module has no decoder layer of these families.
+        ConfigurationError: the module has no such part.
     """
 
     reads_weights = False

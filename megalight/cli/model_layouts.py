@@ -39,12 +39,13 @@ def rows_of(path: str, degrees: Mapping[str, int] | None = None) -> Iterator[Row
     from megalight.checkpoint.foreign.transformers_folder import read_config
     from megalight.hub import local
     from megalight.models.family import family_of_transformers
-    from megalight.models.fused import fuse
+    from megalight.models.fused import FusedModule, fuse
     from megalight.models.hf import HFConfig, HFModel
 
-    values = read_config(local(path))
+    config = HFConfig(dict(read_config(local(path))))
+    values = {**config.read.to_dict(), **config.values}
     with torch.device("meta"):
-        model = HFModel(HFConfig(dict(values)))
+        model = HFModel(config)
     count = sum(parameter.numel() for parameter in model.parameters())
     yield type(model.net).__name__, "", f"{values['model_type']}, {count / 1e9:.3g} B parameters"
     wanted = LAYOUTS if degrees is None else (arguments_of(degrees),)
@@ -58,7 +59,8 @@ def rows_of(path: str, degrees: Mapping[str, int] | None = None) -> Iterator[Row
     on = "runs our attention" if model.packs else "does not use the attention interface: it keeps its own attention"
     yield "attention", "yes" if model.packs else "no", on
     layers = fuse(model)
-    yield "FusedOps", "yes" if layers else "no", f"{layers} layers" if layers else "no layer of a known family"
+    parts = sum(isinstance(module, FusedModule) for module in model.modules())
+    yield "FusedOps", "yes" if parts else "no", f"{parts} modules, {layers} of them whole layers"
     try:
         family = family_of_transformers(values)
     except MegalightError:

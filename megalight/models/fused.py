@@ -1,15 +1,20 @@
 """Our fused ops inside models of ``transformers``, whose modules, names and weights stay as they are.
 
 :func:`fuse` gives each known module a subclass of its class with another ``forward``: norms together with the sum
-before them, the gated activation, rotary embedding, causal attention, and the head together with its loss. It knows the
-families in :data:`FAMILIES`.
+before them, the gated activation, rotary embedding, causal attention, and the head together with its loss. It knows
+classes whose code is that of a family in :data:`REFERENCES`.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
+import re
 import sys
+import textwrap
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
@@ -84,16 +89,29 @@ class GatedMLP(FusedModule):
     up_proj: nn.Module
     down_proj: nn.Module
 
+    act_fn: nn.Module
+
     @classmethod
     def fits(cls, module: Any) -> bool:
         """Return whether our ops have the activation."""
-        return module.config.hidden_act in KINDS
+        kind = _activation(module)
+        # Families may take their activation from another entry.
+        return kind in KINDS and type(module.act_fn) is type(cls.activations()[kind])
+
+    @staticmethod
+    def activations() -> Any:
+        """Return the activations of ``transformers`` by name."""
+        return sys.modules["transformers.activations"].ACT2FN
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., h] -> [..., h]``."""
         gate, up = self.gate_proj(x), self.up_proj(x)
-        hidden: Tensor = self.down_proj(gated_pair(gate, up, KINDS[self.config.hidden_act]))
+        hidden: Tensor = self.down_proj(gated_pair(gate, up, KINDS[_activation(self)]))
         return hidden
+
+
+def _activation(module: Any) -> str:
+    return str(getattr(getattr(module, "config", None), "hidden_act", None))
 
 
 # The head and its loss
@@ -130,7 +148,7 @@ class Layer(FusedModule):
     def fits(cls, module: Any) -> bool:
         """Return whether the norms of a layer are those of its family, which get a fused form."""
         norms = (module.input_layernorm, module.post_attention_layernorm)
-        return all(type(norm).__module__ == type(module).__module__ for norm in norms)
+        return all(isinstance(norm, Norm) or part_of(norm.__class__) is Norm for norm in norms)
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         """``[B, S, h] -> [B, S, h]``; further arguments are those of the attention."""
@@ -195,7 +213,8 @@ class Decoder(FusedModule):
         sequences = PackedSequences.of_uniform(batch, length, hidden.device)
         for layer in self.layers[: self.config.num_hidden_layers]:
             # Without a mask, torch's attention is causal too: a layer that is not fused needs no other arguments.
-            hidden = layer(hidden, attention_mask=None, position_embeddings=tables, sequences=sequences, **kwargs)
+            places = {"position_ids": positions, "position_embeddings": tables}
+            hidden = layer(hidden, attention_mask=None, **places, sequences=sequences, **kwargs)
         return self.beside("BaseModelOutputWithPast")(last_hidden_state=self.norm(hidden))
 
     def _is_plain(self, kwargs: dict[str, Any]) -> bool:
@@ -207,9 +226,10 @@ class Decoder(FusedModule):
         return ours and causal and not recorded and "is_causal" not in kwargs
 
     def _windows_shorter_than(self, length: int) -> bool:
-        windows = (getattr(layer.self_attn, "sliding_window", None) for layer in self.layers)
-        config = getattr(self.config, "sliding_window", None) if self.config.model_type == "mistral" else None
-        return any(window is not None and window < length for window in (config, *windows))
+        config = getattr(self.config, "sliding_window", None)
+        # Qwen2 says in each layer whether it has one.
+        windows = {getattr(layer.self_attn, "sliding_window", config) for layer in self.layers}
+        return any(window is not None and window < length for window in windows)
 
 
 # Attention
@@ -395,8 +415,8 @@ def _is_zero(logits_to_keep: int | Tensor) -> bool:
     return isinstance(logits_to_keep, int) and logits_to_keep == 0
 
 
-FAMILIES = {"Llama": "llama", "Mistral": "mistral", "Qwen2": "qwen2", "Qwen3": "qwen3"}
-"""Prefix of the classes of a family -> its folder in ``transformers.models``."""
+REFERENCES = {"Llama": "llama", "Mistral": "mistral", "Qwen2": "qwen2", "Qwen3": "qwen3"}
+"""Prefix of the classes of a family whose code our parts compute -> its folder in ``transformers.models``."""
 
 PARTS: dict[str, type[FusedModule]] = {
     "RMSNorm": Norm,
@@ -408,6 +428,50 @@ PARTS: dict[str, type[FusedModule]] = {
     "ForCausalLM": CausalLM,
 }
 """The rest of the name of a class -> what its fused form adds."""
+HELPERS = {"Attention": ("apply_rotary_pos_emb", "rotate_half")}
+"""Part -> functions beside it that its code calls."""
+
+
+@cache
+def part_of(kind: Any) -> type[FusedModule] | None:
+    """Return what computes the same as a class of ``transformers``; None: nothing is known to.
+
+    Most families copy the code of others. A class is known if its ``forward``, without names of its family, comments
+    and types, is that of a reference.
+    """
+    path = kind.__module__.split(".")
+    # By exact class: a subclass of a user may compute something else.
+    if path[:2] != ["transformers", "models"] or not path[-1].startswith("modeling_"):
+        return None
+    part = next((part for part in PARTS if kind.__name__.endswith(part)), None)
+    return PARTS[part] if part is not None and _code_of(kind, part) in _references(part) else None
+
+
+@cache
+def _references(part: str) -> frozenset[str | None]:
+    found = set()
+    for prefix, folder in REFERENCES.items():
+        beside = import_module(f"transformers.models.{folder}.modeling_{folder}")
+        found.add(_code_of(getattr(beside, prefix + part), part))
+    return frozenset(found)
+
+
+def _code_of(kind: Any, part: str) -> str | None:
+    """Return the code that a part runs, in a form that families share; None: it cannot be read."""
+    functions = [inspect.unwrap(kind.forward)]
+    functions += [getattr(sys.modules[kind.__module__], name, None) for name in HELPERS.get(part, ())]
+    try:
+        trees = [ast.parse(textwrap.dedent(inspect.getsource(function))) for function in functions]
+    except (OSError, TypeError):
+        return None
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.FunctionDef):
+            node.decorator_list, node.returns = [], None
+            node.body = node.body[1:] if ast.get_docstring(node) else node.body
+        elif isinstance(node, ast.arg | ast.AnnAssign):
+            node.annotation = ast.Constant(None) if isinstance(node, ast.AnnAssign) else None
+    prefix = kind.__name__.removesuffix(part)
+    return re.sub(rf"\b{prefix}(?=[A-Z])", "", "".join(map(ast.dump, trees)))
 
 
 def fuse(model: nn.Module) -> int:
@@ -421,9 +485,9 @@ def fuse(model: nn.Module) -> int:
     """
     layers = 0
     for module in list(model.modules()):
-        place = _place_of(type(module))
-        if place is not None and PARTS[place[1]].fits(module):
-            module.__class__ = _fused(*place)
+        part = part_of(type(module))  # type: ignore[arg-type]
+        if part is not None and part.fits(module):
+            module.__class__ = _fused(type(module))  # type: ignore[arg-type]
         if isinstance(module, CausalLM) and type(head := module.lm_head) is nn.Linear:
             head.__class__ = Head
         layers += isinstance(module, Layer)
@@ -439,22 +503,14 @@ def unfuse(model: nn.Module) -> None:
             module.__class__ = type(module).of_transformers()
 
 
-def _place_of(kind: type) -> tuple[str, str] | None:
-    """Return the family and the part of a class of ``transformers``; None: it is not known."""
-    # By exact class: a subclass may compute something else.
-    for prefix, folder in FAMILIES.items():
-        part = kind.__name__.removeprefix(prefix)
-        if kind.__module__ == f"transformers.models.{folder}.modeling_{folder}" and part in PARTS:
-            return prefix, part
-    return None
-
-
 @cache
-def _fused(prefix: str, part: str) -> type[nn.Module]:
+def _fused(theirs: Any) -> type[nn.Module]:
     """Return the class that is derived from one of ``transformers``, with its name: folders are written with it."""
-    folder = FAMILIES[prefix]
-    theirs = getattr(sys.modules[f"transformers.models.{folder}.modeling_{folder}"], prefix + part)
-    ours = type(theirs.__name__, (PARTS[part], theirs), {"__module__": __name__, "__doc__": theirs.__doc__})
+    part = part_of(theirs)
+    assert part is not None
+    ours = type(theirs.__name__, (part, theirs), {"__module__": __name__, "__doc__": theirs.__doc__})
+    # Pickles find it by this: several families may have classes of one name.
+    ours.__qualname__ = f"{theirs.__module__.split('.')[2]}:{theirs.__name__}"
     # `transformers` looks up by class what it can record on request (`output_hidden_states`).
     capturing = sys.modules.get("transformers.utils.output_capturing")
     getattr(capturing, "_CAN_RECORD_REGISTRY", {})[str(ours)] = getattr(theirs, "_can_record_outputs", None)
@@ -462,11 +518,12 @@ def _fused(prefix: str, part: str) -> type[nn.Module]:
 
 
 def __getattr__(name: str) -> Any:
-    """Return a fused class by name, so that modules can be pickled."""
-    for prefix, folder in FAMILIES.items():
-        if name.startswith(prefix) and name.removeprefix(prefix) in PARTS:
-            __import__(f"transformers.models.{folder}.modeling_{folder}")
-            return _fused(prefix, name.removeprefix(prefix))
+    """Return a fused class by its folder and its name (``llama:LlamaMLP``), so that modules can be pickled."""
+    folder, _, kind = name.partition(":")
+    if kind:
+        theirs = getattr(import_module(f"transformers.models.{folder}.modeling_{folder}"), kind, None)
+        if theirs is not None and part_of(theirs) is not None:
+            return _fused(theirs)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -483,9 +540,10 @@ class Fused(ModelTransform):
         Raises:
             ConfigurationError: there is none.
         """
-        if not fuse(model):
+        fuse(model)
+        if not any(isinstance(module, FusedModule) for module in model.modules()):
             raise ConfigurationError(
-                f"FusedOps finds no decoder layer in {type(model).__name__} that it knows: it serves models of "
-                f"transformers of the families {', '.join(FAMILIES)}, and Megalight's own models run fused ops "
+                f"FusedOps finds no module in {type(model).__name__} that it knows: it serves models of transformers "
+                f"with parts whose code is that of {', '.join(REFERENCES)}, and Megalight's own models run fused ops "
                 "anyway. Remove FusedOps."
             )

@@ -43,7 +43,8 @@ def test_a_model_and_its_layouts(tmp_path: Path) -> None:
     verdict, reason = found["tensor_parallel=8"]
     assert verdict == "no"
     assert "tp" in reason
-    assert found["FusedOps"] == ("yes", "2 layers")
+    # Two layers with two norms, attention and MLP; rotary embedding, last norm, decoder, model.
+    assert found["FusedOps"] == ("yes", "14 modules, 2 of them whole layers")
     assert found["own module"] == ("yes", "GPTModule has code of ours for it, and every layout")
 
 

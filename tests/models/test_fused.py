@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from megalight.models import fused as fused_ops
-from megalight.models.fused import Head, fuse, unfuse
+from megalight.models.fused import Head, fuse, part_of, unfuse
+from tests.parallel.tiny_transformers import tiny
 
 transformers = pytest.importorskip("transformers")
 
@@ -198,3 +199,35 @@ def test_models_stay_theirs(tmp_path: Path) -> None:
     unfuse(again)
     assert [type(one) for one in again.modules()] == [type(one) for one in model.modules()]
     assert fuse(nn.Linear(2, 2)) == 0
+
+
+FUSED: dict[str, int] = {
+    **{"arcee": 2, "ernie4_5": 2, "glm": 2, "glm4_moe": 2, "hunyuan_v1_dense": 2, "qwen3_moe": 2, "smollm3": 2},
+    **{"gemma": 0, "granite": 0, "minicpm3": 0, "olmo2": 0, "phi3": 0, "exaone4": 0},
+}
+"""Family -> the layers that are fused as a whole. Other parts are in all of them."""
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_parts_with_the_code_of_a_known_family(family: str) -> None:
+    model: Any = tiny(family).float()
+    fused = copy.deepcopy(model)
+    assert fuse(fused) == FUSED[family]
+    names = {
+        type(module).__mro__[1].__name__ for module in fused.modules() if isinstance(module, fused_ops.FusedModule)
+    }
+    assert len(names) >= 3
+    ids = torch.randint(3, 96, (2, 9), generator=torch.Generator().manual_seed(1))
+    for one in (model, fused):
+        one(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    for (name, wanted), found in zip(model.named_parameters(), fused.parameters(), strict=True):
+        if wanted.grad is not None:
+            torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_code_that_differs_is_left_alone() -> None:
+    assert part_of(torch.nn.Linear) is None
+    model: Any = tiny("gemma2")
+    kinds = {type(module) for module in model.modules()}
+    # Its norms add 1 to their weights, and its layers have four of them.
+    assert not any(part_of(kind) in (fused_ops.Norm, fused_ops.Layer) for kind in kinds)
