@@ -30,6 +30,8 @@ EXTRAS = {
     "fastapi": "serve",
     "uvicorn": "serve",
     "prometheus_client": "serve",
+    "msgspec": "serve",
+    "zmq": "serve",
 }
 """Import name of an optional package -> the pip extra of Megalight that installs it."""
 

@@ -60,7 +60,7 @@ def test_extras_are_those_of_the_project() -> None:
     extras = pyproject()["optional-dependencies"]
     for package, extra in EXTRAS.items():
         names = [re.split(r"[<>=!;\[ ]", requirement)[0] for requirement in extras[extra]]
-        others = {"modelopt": "nvidia-modelopt", "PIL": "pillow"}
+        others = {"modelopt": "nvidia-modelopt", "PIL": "pillow", "zmq": "pyzmq"}
         assert canonicalize_name(others.get(package, package)) in map(canonicalize_name, names)
 
 

@@ -35,6 +35,7 @@ class EngineRequest:
         stop: texts that end it, which they are no part of.
         seed: of its samples; None: another one each time.
         log_probs: whether the last output has the log-probabilities of all tokens.
+        generated: tokens of the completion that another engine has given before. Outputs go on from there.
 
     Raises:
         ConfigurationError: a stop text is empty, or no text.
@@ -48,6 +49,7 @@ class EngineRequest:
     stop: Sequence[str] = ()
     seed: int | None = None
     log_probs: bool = False
+    generated: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         texts = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -89,9 +91,12 @@ class _Running:
 
     def __init__(self, request: EngineRequest, tokenizer: Tokenizer | None) -> None:
         self.id, self.stops = request.id, bool(request.stop)
+        self._read, self._text = 0, ""
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, request.prompt, request.stop)
-        self._read = 0
-        self._text = ""
+        for token in request.generated:
+            self.read(token)
+        # Their text was sent, too.
+        self._read, self._text = 0, ""
 
     def read(self, token: int) -> None:
         """Decode the next token."""
@@ -119,10 +124,14 @@ class EngineLoop:
     Args:
         engine: the engine, with no requests of others.
         tokenizer: decodes tokens; None: outputs have no text.
+
+    Attributes:
+        paused: whether no step is to run.
     """
 
     def __init__(self, engine: DynamicEngine, tokenizer: Tokenizer | None) -> None:
         self.engine, self._tokenizer = engine, tokenizer
+        self.paused = False
         self._running: dict[int, _Running] = {}
         self._numbers: dict[str, int] = {}
 
@@ -140,8 +149,8 @@ class EngineLoop:
             raise ConfigurationError("stop needs a tokenizer; give one, or end tokens.")
         running = _Running(request, self._tokenizer)
         number = self.engine.add(
-            request.prompt,
-            max_new_tokens=request.max_new_tokens,
+            [*request.prompt, *request.generated],
+            max_new_tokens=request.max_new_tokens - len(request.generated),
             sampling_params=request.sampling_params,
             eos_id=request.ends or None,
             stop=running.stop if request.stop else None,
@@ -164,8 +173,8 @@ class EngineLoop:
 
     @property
     def idle(self) -> bool:
-        """Whether no request is left, or the engine is suspended."""
-        return not self._numbers or self.engine.suspended
+        """Whether no request is left, or the loop is paused, or the engine suspended."""
+        return not self._numbers or self.paused or self.engine.suspended
 
     def step(self) -> list[EngineOutput]:
         """Run one forward pass; return what it gave each request. See :meth:`DynamicEngine.step` for errors."""

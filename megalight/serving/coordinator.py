@@ -1,0 +1,451 @@
+"""A coordinator of data-parallel engines: it routes requests, answers clients, and changes the state of all engines.
+
+Clients and engines connect to one ZeroMQ ``ROUTER``. An engine sends one frame for each of its steps. The coordinator
+keeps the tokens of each request, so that another engine goes on with it when its own is gone: samples follow from seed
+and position alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+import uuid
+from collections import Counter, OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+import zmq
+
+from megalight.errors import ConfigurationError
+from megalight.serving.engine_loop import EngineRequest
+from megalight.serving.messages import (
+    LARGEST,
+    AbortRequest,
+    Ack,
+    Command,
+    Connect,
+    ConnectAck,
+    Control,
+    ControlAck,
+    EngineReply,
+    Header,
+    Heartbeat,
+    Hello,
+    Message,
+    Output,
+    Rejoin,
+    Reply,
+    State,
+    SubmitRequest,
+    decode_for_coordinator,
+    encode,
+)
+
+log = logging.getLogger(__name__)
+
+SILENCE = 2.0
+"""Seconds without a sign of an engine, or of the coordinator, after which it is taken for gone."""
+BEAT = 0.25
+"""Seconds between two signs."""
+CHUNK = 64
+"""Tokens of a piece by which beginnings of prompts are compared."""
+REMEMBERED = 16_384
+"""Pieces of prompts that are remembered of an engine, and ended requests of all clients."""
+
+DURING: dict[Header, tuple[State, State]] = {
+    "PAUSE": ("PAUSING", "PAUSED"),
+    "UNPAUSE": ("RESUMING", "RUNNING"),
+    "SUSPEND": ("SUSPENDING", "SUSPENDED"),
+    "RESUME": ("RESUMING", "RUNNING"),
+    "STOP": ("STOPPING", "STOPPED"),
+}
+"""Header -> the state while engines acknowledge it, and the one after that."""
+STEPS: dict[tuple[Header, State], tuple[Header, ...]] = {
+    ("PAUSE", "RUNNING"): ("PAUSE",),
+    ("UNPAUSE", "PAUSED"): ("UNPAUSE",),
+    ("SUSPEND", "RUNNING"): ("PAUSE", "SUSPEND"),
+    ("SUSPEND", "PAUSED"): ("SUSPEND",),
+    ("RESUME", "PAUSED"): ("UNPAUSE",),
+    ("RESUME", "SUSPENDED"): ("RESUME",),
+    ("STOP", "RUNNING"): ("STOP",),
+    ("STOP", "PAUSED"): ("STOP",),
+    ("STOP", "SUSPENDED"): ("STOP",),
+}
+"""What a client wants in a state -> what engines are told. Nothing, if it is so already."""
+ENTERED: dict[State, tuple[Header, ...]] = {
+    "PAUSING": ("PAUSE",),
+    "PAUSED": ("PAUSE",),
+    "SUSPENDING": ("PAUSE", "SUSPEND"),
+    "SUSPENDED": ("PAUSE", "SUSPEND"),
+    "STOPPING": ("STOP",),
+}
+"""What an engine is told that comes in a state."""
+
+
+@dataclass(eq=False)
+class _Pending:
+    """A request that has not ended."""
+
+    client: bytes
+    request: EngineRequest
+    generated: list[int]
+    engine: _Engine | None = None
+    held: list[Output] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        return len(self.request.prompt) + len(self.generated)
+
+
+@dataclass(eq=False)
+class _Engine:
+    """An engine, with the requests that it has."""
+
+    identity: bytes
+    epoch: int
+    seen: float
+    order: int
+    requests: dict[str, _Pending] = field(default_factory=dict)
+    load: int = 0
+    total: int = 0
+    prefixes: OrderedDict[int, None] = field(default_factory=OrderedDict)
+
+    def shared(self, pieces: Sequence[int]) -> int:
+        """Return how many of a prompt's first tokens it has had before."""
+        count = 0
+        for piece in pieces:
+            if piece not in self.prefixes:
+                break
+            count += CHUNK
+        return count
+
+    def take(self, number: str, pending: _Pending, pieces: Sequence[int]) -> None:
+        """Count a request."""
+        self.requests[number], pending.engine = pending, self
+        self.load += pending.tokens
+        self.total += 1
+        for piece in pieces:
+            self.prefixes[piece] = None
+            self.prefixes.move_to_end(piece)
+        while len(self.prefixes) > REMEMBERED:
+            self.prefixes.popitem(last=False)
+
+    def drop(self, number: str) -> None:
+        """Count a request no more."""
+        if (pending := self.requests.pop(number, None)) is not None:
+            self.load -= pending.tokens
+            pending.engine = None
+
+
+def _pieces(tokens: Sequence[int]) -> list[int]:
+    """Return a number for each beginning of a prompt whose length is a multiple of :data:`CHUNK`."""
+    found, before = [], 0
+    for first in range(0, len(tokens) - CHUNK + 1, CHUNK):
+        before = hash((before, *tokens[first : first + CHUNK]))
+        found.append(before)
+    return found
+
+
+class DataParallelInferenceCoordinator:
+    """Routes requests of clients to engines. :meth:`run` serves until a client stops all.
+
+    A request goes to the engine with the least load in tokens, where those of its prompt count less that the engine has
+    had before. An engine that is silent for two seconds is taken out.
+
+    Args:
+        endpoint: where it listens: ``ipc://`` and the path of a socket, which the rights of its folder protect.
+        retry: whether requests of an engine that is gone go on elsewhere. Otherwise they get an error.
+
+    Attributes:
+        state: what all engines do.
+        dropped: frames that were dropped, by reason.
+        duplicates: requests whose id came again.
+
+    Raises:
+        ConfigurationError: the endpoint is of another kind, or cannot be used.
+    """
+
+    def __init__(self, endpoint: str, *, retry: bool = True) -> None:
+        if not endpoint.startswith(("ipc://", "inproc://")):
+            raise ConfigurationError(f"endpoint is {endpoint!r}; it must be ipc:// and the path of a socket.")
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        # Replies to a client that is gone raise; a connection of the same identity takes the place of the older one.
+        for option, value in (
+            (zmq.ROUTER_MANDATORY, 1),
+            (zmq.ROUTER_HANDOVER, 1),
+            (zmq.LINGER, 200),
+            (zmq.SNDHWM, 10_000),
+            (zmq.MAXMSGSIZE, LARGEST),
+        ):
+            self._socket.setsockopt(option, value)
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise ConfigurationError(f"endpoint {endpoint!r} cannot be used ({error}).") from error
+        self._retry, self._epoch = retry, uuid.uuid4().hex
+        self.state: State = "RUNNING"
+        self.dropped, self.duplicates = Counter[str](), 0
+        self._engines: dict[bytes, _Engine] = {}
+        self._strangers: dict[bytes, float] = {}
+        self._clients: dict[bytes, set[str]] = {}
+        self._pending: dict[str, _Pending] = {}
+        # By client and its own id; those that ended are remembered for a while.
+        self._numbers: dict[tuple[bytes, str], str] = {}
+        self._done: OrderedDict[tuple[bytes, str], None] = OrderedDict()
+        self._waiting: deque[str] = deque()
+        self._controls: deque[tuple[bytes, Control]] = deque()
+        self._steps: deque[Header] = deque()
+        self._awaited: dict[bytes, int] = {}
+        self._count = 0
+        self._closed = False
+
+    @property
+    def engines(self) -> int:
+        """Number of engines."""
+        return len(self._engines)
+
+    def close(self) -> None:
+        """Let :meth:`run` end soon, as if the process were gone. May be called in any thread."""
+        self._closed = True
+
+    def run(self) -> None:
+        """Serve until all engines have acknowledged ``STOP``."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        checked = time.monotonic()
+        try:
+            while self.state != "STOPPED" and not self._closed:
+                emptied = not poller.poll(int(BEAT * 400)) or self._drain()
+                # Signs that lie in the queue count: this process may itself have waited for a core.
+                if emptied and (now := time.monotonic()) - checked > BEAT:
+                    checked = now
+                    for engine in [*self._engines.values()]:
+                        if now - engine.seen > SILENCE:
+                            self._lose(engine)
+        finally:
+            self._socket.close()
+
+    def _drain(self) -> bool:
+        """Handle what has come, for a while; return whether it is all."""
+        for _ in range(1000):
+            try:
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return True
+            try:
+                (frame,) = frames
+                message = decode_for_coordinator(frame)
+            except (ValueError, msgspec.MsgspecError, RecursionError):
+                self.dropped["malformed"] += 1
+                continue
+            self._handle(identity, message)
+        return False
+
+    def _handle(self, identity: bytes, message: Message) -> None:
+        engine = self._engines.get(identity)
+        if isinstance(message, Hello):
+            self._join(identity, message.epoch)
+        elif isinstance(message, EngineReply | Heartbeat | Ack):
+            if engine is None:
+                self.dropped["unknown engine"] += 1
+                # Once: it says hello after each.
+                if time.monotonic() - self._strangers.get(identity, -SILENCE) >= SILENCE:
+                    if len(self._strangers) >= REMEMBERED:
+                        self._strangers.clear()
+                    self._strangers[identity] = time.monotonic()
+                    self._send(identity, Rejoin())
+            elif message.epoch != engine.epoch:
+                self.dropped["older epoch"] += 1
+            else:
+                engine.seen = time.monotonic()
+                if isinstance(message, EngineReply):
+                    self._reply(engine, message.outputs)
+                elif isinstance(message, Ack) and self._awaited.get(identity) == message.number:
+                    del self._awaited[identity]
+                    self._advance()
+        elif engine is not None:
+            self.dropped["client's message from an engine"] += 1
+        elif isinstance(message, Connect):
+            self._send(identity, ConnectAck(self._epoch, self.state))
+        elif isinstance(message, SubmitRequest):
+            self._submit(identity, message.request)
+        elif isinstance(message, AbortRequest):
+            if (number := self._numbers.get((identity, message.id))) is not None:
+                self._abort(number)
+        elif isinstance(message, Control):
+            self._controls.append((identity, message))
+            self._advance()
+
+    def _send(self, identity: bytes, message: Message) -> bool:
+        """Send a message; return whether its receiver is there."""
+        try:
+            self._socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            # Gone, or so slow that ten thousand messages wait for it.
+            log.debug("%s: %s", identity, error)
+            return False
+        return True
+
+    # Requests
+
+    def _submit(self, client: bytes, request: EngineRequest) -> None:
+        key = client, request.id
+        if key in self._numbers or key in self._done:
+            self.duplicates += 1
+            return
+        self._count += 1
+        number = f"{self._epoch}-{self._count}"
+        seed = random.getrandbits(62) if request.seed is None else request.seed
+        self._pending[number] = _Pending(client, replace(request, seed=seed), [*request.generated])
+        self._numbers[key] = number
+        self._clients.setdefault(client, set()).add(number)
+        self._waiting.append(number)
+        self._dispatch()
+
+    def _dispatch(self) -> None:
+        """Send requests that wait to engines."""
+        while self._waiting and self._engines:
+            number = self._waiting.popleft()
+            if (pending := self._pending.get(number)) is None:
+                continue
+            request = pending.request
+            pieces = _pieces(request.prompt)
+            # Of equals the one that had the fewest.
+            engine = min(
+                self._engines.values(), key=lambda each: (each.load - each.shared(pieces), each.total, each.order)
+            )
+            engine.take(number, pending, pieces)
+            if not self._send(engine.identity, SubmitRequest(replace(request, id=number, generated=pending.generated))):
+                self._lose(engine)
+
+    def _reply(self, engine: _Engine, outputs: Sequence[Output]) -> None:
+        """Send outputs to their clients, in one frame for each."""
+        replies: dict[bytes, list[Output]] = {}
+        for output in outputs:
+            if (pending := engine.requests.get(output.id)) is None:
+                continue  # it was aborted
+            request = pending.request
+            pending.generated += output.tokens
+            engine.load += len(output.tokens)
+            ended = output.reason is not None or output.error is not None
+            named = msgspec.structs.replace(output, id=request.id)
+            if request.log_probs:
+                # They come with the last output, of all tokens: elsewhere the request would run again as a whole.
+                pending.held.append(named)
+                named = _joined(pending.held)
+            if ended or not request.log_probs:
+                replies.setdefault(pending.client, []).append(named)
+            if ended:
+                self._end(output.id)
+        for client, found in replies.items():
+            if not self._send(client, Reply(found)):
+                self._leave(client)
+
+    def _end(self, number: str) -> None:
+        pending = self._pending.pop(number)
+        if pending.engine is not None:
+            pending.engine.drop(number)
+        key = pending.client, pending.request.id
+        del self._numbers[key]
+        self._done[key] = None
+        if len(self._done) > REMEMBERED:
+            self._done.popitem(last=False)
+        numbers = self._clients.get(pending.client, set())
+        numbers.discard(number)
+        if not numbers:
+            self._clients.pop(pending.client, None)
+
+    def _abort(self, number: str) -> None:
+        engine = self._pending[number].engine
+        self._end(number)
+        if engine is not None:
+            self._send(engine.identity, AbortRequest(number))
+
+    def _leave(self, client: bytes) -> None:
+        """A client is gone: its blocks are for others."""
+        for number in self._clients.pop(client, set()).copy():
+            self._abort(number)
+
+    # Engines
+
+    def _join(self, identity: bytes, epoch: int) -> None:
+        self._strangers.pop(identity, None)
+        if (older := self._engines.get(identity)) is not None:
+            self._lose(older)
+        self._engines[identity] = _Engine(identity, epoch, time.monotonic(), self._count)
+        for header in ENTERED.get(self.state, ()):
+            self._tell(identity, header, awaited=self.state.endswith("ING") and self.state != "RUNNING")
+        self._dispatch()
+
+    def _lose(self, engine: _Engine) -> None:
+        """An engine is gone. Its requests go on elsewhere, from the tokens that they have."""
+        log.warning("engine %s is gone, with %d requests", engine.identity.hex()[:8], len(engine.requests))
+        del self._engines[engine.identity]
+        lost = [*engine.requests]
+        for number in lost:
+            pending = engine.requests[number]
+            engine.drop(number)
+            if pending.request.log_probs:
+                pending.held.clear()
+                pending.generated.clear()
+            if not self._retry:
+                error = ("", "the engine of the request is gone; send it again.")
+                self._send(pending.client, Reply([Output(pending.request.id, error=error)]))
+                self._end(number)
+        # In front of younger ones, in their order.
+        self._waiting.extendleft(reversed([number for number in lost if number in self._pending]))
+        self._awaited.pop(engine.identity, None)
+        self._advance()
+        self._dispatch()
+
+    # States
+
+    def _tell(self, identity: bytes, header: Header, *, awaited: bool) -> None:
+        self._count += 1
+        if self._send(identity, Command(header, self._count)) and awaited:
+            self._awaited[identity] = self._count
+
+    def _advance(self) -> None:
+        """Enter the state that all engines have acknowledged, and go on with what clients want."""
+        while not self._awaited and self.state != "STOPPED":
+            if self._steps:
+                self.state = DURING[self._steps.popleft()][1]
+            if self._steps:
+                self._begin(self._steps[0])
+            elif self._controls:
+                client, control = self._controls[0]
+                if steps := self._left(control.header):
+                    self._steps.extend(steps)
+                    self._begin(steps[0])
+                else:
+                    self._controls.popleft()
+                    self._send(client, ControlAck(control.ticket, self.state))
+            else:
+                return
+        if self.state == "STOPPED":
+            for client, control in self._controls:
+                self._send(client, ControlAck(control.ticket, self.state))
+            for pending in self._pending.values():
+                error = ("", "the engines have stopped.")
+                self._send(pending.client, Reply([Output(pending.request.id, error=error)]))
+
+    def _left(self, header: Header) -> tuple[Header, ...]:
+        return STEPS.get((header, self.state), ())
+
+    def _begin(self, header: Header) -> None:
+        self.state = DURING[header][0]
+        for identity in [*self._engines]:
+            self._tell(identity, header, awaited=True)
+
+
+def _joined(outputs: Sequence[Output]) -> Output:
+    """Return several outputs of a request as one."""
+    return msgspec.structs.replace(
+        outputs[-1],
+        text="".join(each.text for each in outputs),
+        tokens=[token for each in outputs for token in each.tokens],
+        cached_tokens=max(each.cached_tokens for each in outputs),
+    )

@@ -1,0 +1,152 @@
+"""An engine that a coordinator drives: it takes requests from a socket, and sends one frame for each step."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import uuid
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from megalight.errors import MegalightError
+from megalight.serving.coordinator import BEAT
+from megalight.serving.engine_loop import Abort, EngineLoop, EngineOutput, EngineThread
+from megalight.serving.messages import (
+    LARGEST,
+    AbortRequest,
+    Ack,
+    EngineReply,
+    Header,
+    Heartbeat,
+    Hello,
+    Message,
+    Output,
+    Rejoin,
+    SubmitRequest,
+    decode_for_engine,
+    encode,
+)
+
+log = logging.getLogger(__name__)
+
+
+def obey(loop: EngineLoop, header: Header) -> None:
+    """Change the state of a loop."""
+    if header == "PAUSE":
+        loop.paused = True
+    elif header == "UNPAUSE":
+        loop.paused = False
+    elif header == "SUSPEND":
+        loop.engine.suspend()
+    elif header == "RESUME":
+        loop.engine.resume()
+        loop.paused = False
+    else:
+        loop.abort_all()
+
+
+class EngineWorker:
+    """Connects an engine to a coordinator. :meth:`run` ends when the coordinator stops all engines.
+
+    Args:
+        loop: the engine's loop, which nobody else uses.
+        endpoint: where the coordinator listens.
+    """
+
+    def __init__(self, loop: EngineLoop, endpoint: str) -> None:
+        self._loop, self._endpoint = loop, endpoint
+        self._epochs = itertools.count(1)
+        self._epoch = 0
+        self._failure: BaseException | None = None
+
+    async def run(self) -> None:
+        """Serve the coordinator.
+
+        Raises:
+            MegalightError: a step has failed.
+        """
+        events = asyncio.get_running_loop()
+        stopped = asyncio.Event()
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, uuid.uuid4().bytes)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST)
+        self._socket.setsockopt(zmq.LINGER, 200)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        self._socket.connect(self._endpoint)
+
+        def failed(error: BaseException) -> None:
+            self._failure = error
+            events.call_soon_threadsafe(stopped.set)
+
+        def sink(outputs: list[EngineOutput]) -> None:
+            # The epoch is the one in which the requests came: outputs of those before are of no use.
+            frame = EngineReply(self._epoch, [Output.of(output) for output in outputs])
+            events.call_soon_threadsafe(self._send, frame)
+
+        self._thread = EngineThread(self._loop, sink, failed)
+        waiting = asyncio.ensure_future(stopped.wait())
+        tasks = [asyncio.create_task(self._listen(stopped)), asyncio.create_task(self._beat())]
+        try:
+            await asyncio.wait({*tasks, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    task.result()  # raises what ended it
+        finally:
+            waiting.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, waiting, return_exceptions=True)
+            await asyncio.to_thread(self._thread.close)
+            self._socket.close()
+        if self._failure is not None:
+            raise MegalightError(f"the engine has stopped: {self._failure}") from self._failure
+
+    def _send(self, message: Message) -> None:
+        if not self._socket.closed:
+            self._socket.send(encode(message))
+
+    async def _beat(self) -> None:
+        self._hello()
+        while True:
+            await asyncio.sleep(BEAT)
+            self._send(Heartbeat(self._epoch))
+
+    def _hello(self) -> None:
+        self._epoch = next(self._epochs)
+        self._send(Hello(self._epoch))
+
+    async def _listen(self, stopped: asyncio.Event) -> None:
+        while True:
+            frame = await self._socket.recv()
+            try:
+                message = decode_for_engine(frame)
+            except (ValueError, msgspec.MsgspecError):
+                log.warning("a frame of the coordinator is malformed")
+                continue
+            if isinstance(message, SubmitRequest):
+                self._thread.submit(message.request)
+            elif isinstance(message, AbortRequest):
+                self._thread.submit(Abort(message.id))
+            elif isinstance(message, Rejoin):
+                await self._between_steps("STOP")
+                self._loop.paused = False
+                self._hello()
+            else:
+                await self._between_steps(message.header)
+                self._send(Ack(self._epoch, message.number))
+                if message.header == "STOP":
+                    stopped.set()
+
+    async def _between_steps(self, header: Header) -> None:
+        events = asyncio.get_running_loop()
+        done = events.create_future()
+
+        def command(loop: EngineLoop) -> None:
+            obey(loop, header)
+            events.call_soon_threadsafe(lambda: None if done.done() else done.set_result(None))
+
+        self._thread.submit(command)
+        await done

@@ -1,0 +1,182 @@
+"""The client of a coordinator, for ``asyncio``."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+
+import zmq
+import zmq.asyncio
+
+from megalight.errors import ConfigurationError, MegalightError
+from megalight.serving.asynchronous import Queue
+from megalight.serving.coordinator import BEAT, SILENCE
+from megalight.serving.engine_loop import EngineOutput, EngineRequest
+from megalight.serving.messages import (
+    LARGEST,
+    AbortRequest,
+    Connect,
+    ConnectAck,
+    Control,
+    ControlAck,
+    Header,
+    Message,
+    Reply,
+    State,
+    SubmitRequest,
+    decode_for_client,
+    encode,
+)
+
+
+@dataclass
+class _Stream:
+    """A request that has not ended, with its tokens so far."""
+
+    request: EngineRequest
+    generated: list[int] = field(default_factory=list)
+    outputs: Queue[EngineOutput] = field(default_factory=Queue)
+
+
+class InferenceClient:
+    """Sends requests to the engines of a coordinator. Use it as an async context manager.
+
+    Args:
+        endpoint: where the coordinator listens.
+        retry: whether requests wait for a coordinator that is gone, and go on with the next one from the tokens that
+            they have. Otherwise they raise within two seconds.
+    """
+
+    def __init__(self, endpoint: str, *, retry: bool = True) -> None:
+        self._endpoint, self._retry = endpoint, retry
+        self._streams: dict[str, _Stream] = {}
+        self._tickets: dict[int, tuple[Header, asyncio.Future[State]]] = {}
+        self._numbers = itertools.count()
+        self._epoch: str | None = None
+        self._heard = 0.0
+        self._connected = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> InferenceClient:
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, uuid.uuid4().bytes)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST)
+        self._socket.setsockopt(zmq.LINGER, 200)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        self._socket.connect(self._endpoint)
+        self._heard = time.monotonic()
+        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._beat())]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._socket.close()
+        self._lose("the client is closed.")
+
+    @property
+    def unfinished(self) -> int:
+        """Number of requests that have not ended."""
+        return len(self._streams)
+
+    async def submit(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        """Yield what each step gives a request, until it ends. Whoever leaves the iteration aborts the request.
+
+        Raises:
+            DataError, ConfigurationError: an engine refuses the request.
+            MegalightError: it is lost.
+        """
+        if request.id in self._streams:
+            raise ConfigurationError(f"a request {request.id!r} runs already; give each an id of its own.")
+        stream = self._streams[request.id] = _Stream(request)
+        # A coordinator that is not there yet gets it when it is.
+        if self._epoch is not None:
+            self._send(SubmitRequest(request))
+        try:
+            while True:
+                output = await stream.outputs.get()
+                if output.error is not None:
+                    raise output.error
+                yield output
+                if output.last:
+                    return
+        finally:
+            if self._streams.pop(request.id, None) is not None:
+                self._send(AbortRequest(request.id))
+
+    async def pause(self) -> State:
+        """Let all engines stop after their step; return the state when all have."""
+        return await self._control("PAUSE")
+
+    async def unpause(self) -> State:
+        """Let engines that are paused go on."""
+        return await self._control("UNPAUSE")
+
+    async def suspend(self) -> State:
+        """Let all engines stop, and give the memory of their caches back."""
+        return await self._control("SUSPEND")
+
+    async def resume(self) -> State:
+        """Let engines that are paused or suspended go on."""
+        return await self._control("RESUME")
+
+    async def stop(self) -> State:
+        """End all engines and the coordinator."""
+        return await self._control("STOP")
+
+    async def _control(self, header: Header) -> State:
+        ticket, done = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._tickets[ticket] = header, done
+        await self._connected.wait()
+        self._send(Control(header, ticket))
+        try:
+            found: State = await done
+            return found
+        finally:
+            del self._tickets[ticket]
+
+    def _send(self, message: Message) -> None:
+        if not self._socket.closed:
+            self._socket.send(encode(message))
+
+    async def _beat(self) -> None:
+        while True:
+            self._send(Connect())
+            await asyncio.sleep(BEAT)
+            if not self._retry and time.monotonic() - self._heard > SILENCE - 2 * BEAT:
+                self._lose("the coordinator is gone; send the request again.")
+
+    async def _listen(self) -> None:
+        while True:
+            message = decode_for_client(await self._socket.recv())
+            self._heard = time.monotonic()
+            if isinstance(message, Reply):
+                for output in message.outputs:
+                    # Nobody waits for a request that was aborted meanwhile.
+                    if (stream := self._streams.get(output.id)) is None:
+                        continue
+                    stream.generated += output.tokens
+                    found = output.output(output.id)
+                    stream.outputs.put_nowait(found)
+                    if found.last:
+                        del self._streams[output.id]
+            elif isinstance(message, ControlAck):
+                if message.ticket in self._tickets and not (done := self._tickets[message.ticket][1]).done():
+                    done.set_result(message.state)
+            elif isinstance(message, ConnectAck) and message.epoch != self._epoch:
+                self._epoch = message.epoch
+                self._connected.set()
+                for stream in self._streams.values():
+                    self._send(SubmitRequest(replace(stream.request, generated=stream.generated)))
+                for ticket, (header, _) in self._tickets.items():
+                    self._send(Control(header, ticket))
+
+    def _lose(self, message: str) -> None:
+        for stream in self._streams.values():
+            stream.outputs.put_nowait(EngineOutput(id=stream.request.id, error=MegalightError(message)))
+        self._streams.clear()

@@ -1,0 +1,152 @@
+"""What clients, the coordinator and engines send each other: MessagePack, typed by ``msgspec``. Never pickle.
+
+A frame is one message: its header, which is the name of its class, and its fields. A frame that is none of those that
+its reader expects is counted and dropped.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from megalight.errors import ConfigurationError, DataError, MegalightError
+from megalight.inference.scheduler import Reason
+from megalight.serving.engine_loop import EngineOutput, EngineRequest
+
+Header = Literal["PAUSE", "UNPAUSE", "SUSPEND", "RESUME", "STOP"]
+"""What engines can be told."""
+State = Literal["RUNNING", "PAUSING", "PAUSED", "SUSPENDING", "SUSPENDED", "RESUMING", "STOPPING", "STOPPED"]
+"""What all engines do."""
+LARGEST = 64 * 2**20
+"""Bytes of the largest frame. Who sends more is disconnected."""
+ERRORS: dict[str, type[MegalightError]] = {"data": DataError, "configuration": ConfigurationError}
+"""Errors that keep their class on the way; others become a ``MegalightError``."""
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A message."""
+
+
+class Output(Message, frozen=True):
+    """An :class:`~megalight.serving.engine_loop.EngineOutput`. ``error`` is its kind and its text."""
+
+    id: str
+    text: str = ""
+    tokens: list[int] = []
+    reason: Reason | None = None
+    log_probs: list[float] | None = None
+    cached_tokens: int = 0
+    error: tuple[str, str] | None = None
+
+    @classmethod
+    def of(cls, output: EngineOutput) -> Output:
+        """Return an output as a message."""
+        error = None
+        if output.error is not None:
+            kind = next((name for name, known in ERRORS.items() if isinstance(output.error, known)), "")
+            error = (kind, str(output.error))
+        return cls(output.id, output.text, output.tokens, output.reason, output.log_probs, output.cached_tokens, error)
+
+    def output(self, request_id: str) -> EngineOutput:
+        """Return the message as the output of a request."""
+        error = None if self.error is None else ERRORS.get(self.error[0], MegalightError)(self.error[1])
+        return EngineOutput(
+            id=request_id,
+            text=self.text,
+            tokens=self.tokens,
+            reason=self.reason,
+            log_probs=self.log_probs,
+            cached_tokens=self.cached_tokens,
+            error=error,
+        )
+
+
+class Connect(Message, frozen=True):
+    """A client is there. It says so every half second."""
+
+
+class ConnectAck(Message, frozen=True):
+    """The coordinator is there: its epoch, which a new one changes, and the state."""
+
+    epoch: str
+    state: State
+
+
+class SubmitRequest(Message, frozen=True):
+    """A request, from a client or to an engine."""
+
+    request: EngineRequest
+
+
+class AbortRequest(Message, frozen=True):
+    """A request is to be taken out."""
+
+    id: str
+
+
+class Control(Message, frozen=True):
+    """A client wants all engines to change their state. The ticket is in the answer."""
+
+    header: Header
+    ticket: int
+
+
+class ControlAck(Message, frozen=True):
+    """All engines have acknowledged, or the state was such before."""
+
+    ticket: int
+    state: State
+
+
+class Reply(Message, frozen=True):
+    """What a step gave the requests of a client."""
+
+    outputs: list[Output]
+
+
+class Hello(Message, frozen=True):
+    """An engine is there, and has no requests. Each hello has a new epoch."""
+
+    epoch: int
+
+
+class Rejoin(Message, frozen=True):
+    """The coordinator does not know the engine: it must drop its requests, and say hello."""
+
+
+class EngineReply(Message, frozen=True):
+    """What a step gave all requests of an engine."""
+
+    epoch: int
+    outputs: list[Output]
+
+
+class Heartbeat(Message, frozen=True):
+    """An engine is there."""
+
+    epoch: int
+
+
+class Command(Message, frozen=True):
+    """An engine is to change its state, and acknowledge the number."""
+
+    header: Header
+    number: int
+
+
+class Ack(Message, frozen=True):
+    """An engine has changed its state."""
+
+    epoch: int
+    number: int
+
+
+ToCoordinator = Connect | SubmitRequest | AbortRequest | Control | Hello | EngineReply | Heartbeat | Ack
+ToClient = ConnectAck | ControlAck | Reply
+ToEngine = Rejoin | SubmitRequest | AbortRequest | Command
+
+encode = msgspec.msgpack.Encoder().encode
+decode_for_coordinator = msgspec.msgpack.Decoder(ToCoordinator).decode
+decode_for_client = msgspec.msgpack.Decoder(ToClient).decode
+decode_for_engine = msgspec.msgpack.Decoder(ToEngine).decode
