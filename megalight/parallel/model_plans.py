@@ -19,7 +19,8 @@ from megalight.parallel.declared_plan import declared_rules, declares
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.sequence_regions import with_sequence_regions
 from megalight.parallel.structural_plan import Rules, structural_rules
-from megalight.parallel.styles import Attributes, Replicated, Vocab, VocabHeadStyle
+from megalight.parallel.styles import Attributes, Replicated, StackedExperts, Vocab, VocabHeadStyle
+from megalight.parallel.styles.experts import stacked
 from megalight.registry import Registry
 
 PLANS: Registry[Callable[[Any], ParallelizePlan]] = Registry("parallel plan")
@@ -80,6 +81,7 @@ def transformers_plan(model: nn.Module) -> ParallelizePlan | None:
         LayoutError: a declaration is unknown, or a number of heads cannot be told.
     """
     rules = declared_rules(model) if declares(model) else structural_rules(model)
+    rules |= {name: StackedExperts() for name, module in model.named_modules() if stacked(module)}
     if not rules:
         return None
     return ParallelizePlan(with_sequence_regions(model, {**rules, **_ends(model)}), sequence_dim=1)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch import nn
 
 from megalight.errors import LayoutError
+from megalight.parallel.apply import parallelize
+from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model_plans import plan_for
+from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import Boundary, Column, Replicated, Row
-from megalight.strategies import MegatronStrategy
-from tests.parallel.gathering import gather_canonical
-from tests.parallel.tiny_transformers import errors_of, tiny
-from tests.support.environment import trainer
+from tests.parallel.tiny_transformers import errors_of, tiny, trained
 from tests.support.workers import run
+from tools.transformers_table import RESULTS, attempt
+
+TABLE: dict[str, dict[str, list[str]]] = json.loads(RESULTS.read_text())
 
 FAMILIES = {
     "qwen3": "norms of heads",
@@ -56,38 +58,26 @@ def test_more_ranks_than_key_heads() -> None:
     check(["qwen3", "gemma2"], 4)
 
 
-class Plain(pl.LightningModule):
-    """What a user writes: nothing in it is about parallelism."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = tiny("qwen2")
-
-    def training_step(self, batch: Tensor, index: int) -> Tensor:
-        loss: Tensor = self.net(batch, labels=batch).loss
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen2", {"tensor_parallel": 2}),
+        ("qwen3_moe", {"expert_parallel": 2}),
+        ("gpt_oss", {"expert_parallel": 2}),  # transposed, with biases
+    ],
+)
+def test_a_plain_module_needs_one_argument(family: str, options: dict[str, Any]) -> None:
+    for errors in run(trained, 2, family, options):
+        wrong = {name: error for name, error in errors.items() if not error <= 1e-9}
+        assert not wrong, wrong
 
 
-def _trained(options: dict[str, Any]) -> tuple[float, dict[str, Any]]:
-    data = torch.randint(96, (6, 8), generator=torch.Generator().manual_seed(0))
-    module, strategy = Plain(), MegatronStrategy(**options)
-    runner = trainer(strategy, max_steps=3)
-    runner.fit(module, DataLoader(data, batch_size=2))
-    strategy.sync_parameters()
-    named = {name: p.detach().clone() for name, p in module.named_parameters()}
-    return float(runner.callback_metrics["loss"]), gather_canonical(named, strategy.specs, strategy.mesh)
-
-
-def test_a_plain_module_needs_one_argument() -> None:
-    loss, weights = run(_trained, 1, {})[0]
-    for found, theirs in run(_trained, 2, {"tensor_parallel": 2}):
-        assert found == pytest.approx(loss, rel=1e-9)
-        for name, weight in weights.items():
-            torch.testing.assert_close(theirs[name], weight, rtol=1e-8, atol=1e-9)
+@pytest.mark.full
+@pytest.mark.parametrize("family", sorted(TABLE))
+def test_the_table_holds(family: str) -> None:
+    layouts = [name for name, (word, _) in TABLE[family].items() if word == "ok" and name != "built"]
+    for layout in layouts:
+        assert attempt(family, [layout])[layout] == ["ok", ""], layout
 
 
 def test_fused_halves_are_split_one_by_one() -> None:
@@ -131,6 +121,10 @@ def test_layouts_are_refused_by_name() -> None:
     assert "consists of 2 units (heads, groups, or features), and tp=3" in run(_refused, 3, "qwen3", False)[0]
     assert "model.decoder.layers.0 (OPTDecoderLayer) calls reshape" in run(_refused, 2, "opt", True)[0]
     assert "layers.0 (BartDecoderLayer) draws dropout=0.1 itself" in run(_refused, 2, "bart", True, "dropout")[0]
+    model = tiny("qwen3_moe")
+    plan = plan_for(model) or ParallelizePlan()
+    with pytest.raises(LayoutError, match="alone; set tp=1"):
+        parallelize(model, plan, ParallelMesh(4, 0, tp=2, ep=2))
     found = run(_refused, 2, "qwen2", False, "attention_dropout")[0]
     assert "self_attn (Qwen2Attention) draws attention_dropout=0.1" in found
 

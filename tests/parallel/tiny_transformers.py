@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from megalight.parallel.apply import parallelize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model_plans import plan_for
+from megalight.strategies import MegatronStrategy
 from tests.parallel.gathering import gather_canonical, relative_error
+from tests.support.environment import trainer
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -49,8 +54,93 @@ OWN: dict[str, dict[str, Any]] = {
 """Settings of single families."""
 
 
+def families() -> dict[str, str]:
+    """Every family of ``transformers`` with a language model -> the auto class that builds it."""
+    from transformers.models.auto import configuration_auto, modeling_auto
+
+    found = {}
+    for kind, mapping in {
+        "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        "AutoModelForSeq2SeqLM": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        "AutoModelForMaskedLM": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    }.items():
+        for family in mapping:
+            found.setdefault(family, kind)
+    for family in modeling_auto.MODEL_MAPPING_NAMES:
+        if getattr(configuration_auto.CONFIG_MAPPING.get(family), "base_model_tp_plan", None):
+            found.setdefault(family, "AutoModel")
+    return found
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    """The model's own loss; of a model without a head, the mean square of its hidden states."""
+    with float64():
+        if hasattr(model, "lm_head") or model.get_output_embeddings() is not None:  # type: ignore[operator]
+            loss: Tensor = model(input_ids=ids, labels=ids).loss
+            return loss
+        hidden: Tensor = model(input_ids=ids).last_hidden_state
+        return hidden.square().mean()
+
+
+class Plain(pl.LightningModule):
+    """What a user writes: nothing in it is about parallelism."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+        self.losses: list[float] = []
+
+    def training_step(self, ids: Tensor, index: int) -> Tensor:
+        loss = loss_of(self.net, ids)
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def trained(family: str, options: dict[str, Any]) -> dict[str, float]:
+    """Train two steps in a layout, as a user would.
+
+    Returns:
+        how far the changes of the weights, thus gradients, and "loss" are from those of the plain model. Of ranks that
+        see different samples, the mean of the losses is compared.
+    """
+    data = torch.randint(3, 96, (4, 8), generator=torch.Generator().manual_seed(1))
+    before = tiny(family)
+    whole, module = copy.deepcopy(before), Plain(copy.deepcopy(before))
+    whole.set_attn_implementation("eager")  # the default one ignores soft caps
+    strategy = MegatronStrategy(**options)
+    runner = trainer(strategy, max_steps=2)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    degrees = (options.get(f"{each}_parallel", 1) for each in ("tensor", "pipeline", "context"))
+    replicas = world // math.prod(degrees)
+    runner.fit(module, DataLoader(data, batch_size=2 // replicas))
+    assert strategy.parallel_model is not None
+    with strategy.parallel_model.full_parameters():
+        named = {name: p.detach().clone() for name, p in module.named_parameters()}
+        found = gather_canonical(named, strategy.specs, strategy.mesh, sum_partial=False)
+    optimizer, losses = torch.optim.SGD(whole.parameters(), lr=0.1), []
+    for batch in data.split(2):
+        optimizer.zero_grad()
+        loss = loss_of(whole, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    start = dict(before.named_parameters())
+    errors = {
+        name: relative_error(found[f"model.net.{name}"] - start[name], parameter.detach() - start[name])
+        for name, parameter in whole.named_parameters()
+    }
+    own = torch.tensor(module.losses, dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(own)
+        own /= dist.get_world_size()
+    return {**errors, "loss": relative_error(own, torch.tensor(losses, dtype=torch.float64))}
+
+
 def tiny(family: str, **settings: Any) -> nn.Module:
-    """A causal language model of a family, with weights that are not symmetric."""
+    """A language model of a family, with weights that are not symmetric."""
     import transformers
 
     kind = type(transformers.AutoConfig.for_model(family))
@@ -59,8 +149,9 @@ def tiny(family: str, **settings: Any) -> nn.Module:
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        auto = getattr(transformers, families()[family])
         # Grouped products of experts are not made for float64.
-        model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+        model = auto.from_config(config, experts_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))

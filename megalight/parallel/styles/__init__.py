@@ -18,6 +18,7 @@ from megalight.parallel.styles.embedding_and_head import Vocab as Vocab
 from megalight.parallel.styles.embedding_and_head import VocabHeadStyle as VocabHeadStyle
 from megalight.parallel.styles.experts import Expert as Expert
 from megalight.parallel.styles.experts import Routing as Routing
+from megalight.parallel.styles.experts import StackedExperts as StackedExperts
 from megalight.parallel.styles.linear import Channels as Channels
 from megalight.parallel.styles.linear import Column as Column
 from megalight.parallel.styles.linear import NormGroups as NormGroups

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from megalight.errors import LayoutError
 from megalight.nn.adapter import AdapterSet
 from megalight.nn.canonical import CanonicalPart
-from megalight.nn.moe import Experts, Router
+from megalight.nn.moe import Dispatcher, Experts, Router
 from megalight.nn.moe.adapters import StackAdapter
+from megalight.ops.router import Routes
 from megalight.parallel.expert import DISPATCHERS
 from megalight.parallel.expert.token_pool import MeshPool
 from megalight.parallel.mesh import ParallelMesh
@@ -70,6 +72,71 @@ class Expert(Style):
         if self.splits(shared.mesh):
             here.dispatcher = DISPATCHERS[shared.expert.dispatcher](shared)
         return here
+
+
+def stacked(module: nn.Module) -> bool:
+    """Return whether a module is a stack of experts of ``transformers``, all of whose weights are ``[E, ...]``."""
+    parameters = list(module._parameters.values())
+    count = getattr(module, "num_experts", None)
+    # What `use_experts_implementation` gives to a class.
+    known = all(hasattr(module, each) for each in ("has_gate", "has_bias", "is_transposed", "is_concatenated"))
+    return known and bool(parameters) and all(each is not None and each.shape[0] == count for each in parameters)
+
+
+@register
+@dataclass(frozen=True)
+class StackedExperts(Style):
+    """A stack of experts of ``transformers``: equal numbers over ``ep``.
+
+    Copies of tokens travel to the ranks of their experts, where the module's own code computes them.
+    """
+
+    axis: ClassVar[str] = "ep"
+
+    def apply(self, splitter: Splitter, name: str, module: nn.Module) -> None:
+        """Keep the module, with fewer experts, and a dispatcher that gets tokens of other ranks."""
+        shared, mesh = splitter.shared, splitter.shared.mesh
+        if mesh.ep * mesh.etp == 1:
+            return
+        if not stacked(module):
+            raise LayoutError(
+                f"the plan's rule StackedExperts meets {name}, a {type(module).__name__}; it serves experts of "
+                "transformers whose weights are stacked. Make the rule's pattern narrower."
+            )
+        if mesh.tp > 1 or mesh.etp > 1:
+            raise LayoutError(
+                f"{name} ({type(module).__name__}): experts of transformers are divided over ep={mesh.ep} alone; set "
+                f"tp=1 (it is {mesh.tp}) and etp=1 (it is {mesh.etp})."
+            )
+        for local in module._parameters:
+            module._parameters[local] = splitter.split(name, module, local, split.experts)
+        module.num_experts //= mesh.ep  # type: ignore[operator, assignment]
+        dispatcher = DISPATCHERS[shared.expert.dispatcher](shared)
+        # Where its class has it, so that the module keeps its type, and its own implementation of the products.
+        module.forward = partial(_dispatched, module, dispatcher, module.forward)
+
+
+def _dispatched(
+    module: nn.Module,
+    dispatcher: Dispatcher,
+    compute: Callable[[Tensor, Tensor, Tensor], Tensor],
+    hidden: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+) -> Tensor:
+    """``[T, h]``, and ``[T, k]`` numbers and weights of experts ``-> [T, h]``: sums over the experts of all ranks."""
+    count: int = module.num_experts  # type: ignore[assignment]
+    probs = weights if weights.dtype == torch.float64 else weights.float()
+    copies, memo = dispatcher.dispatch(hidden, Routes(probs, experts), count)
+    rows = torch.arange(len(copies.tokens), device=hidden.device)
+    expert = torch.searchsorted(copies.offsets.long(), rows, right=True)
+    # Rows after the last copy belong to no expert.
+    weight = copies.probs.masked_fill(expert == count, 0).unsqueeze(1)
+    if len(rows):
+        outputs = compute(copies.tokens, expert.clamp(max=count - 1).unsqueeze(1), weight.to(weights.dtype))
+    else:
+        outputs = copies.tokens * weight  # empty, and part of the graph: other ranks wait in the backward
+    return dispatcher.combine(outputs, memo)
 
 
 def _adapters(splitter: Splitter, name: str, adapters: nn.Module) -> AdapterSet:

@@ -152,6 +152,20 @@ def stack(parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: Parallel
     return ShardSpec(tuple(pieces), (here, *local), EXPERT_DATA_AXES)
 
 
+def experts(parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
+    """Split one tensor ``[E, ...]`` of stacked experts over ``ep``.
+
+    Raises:
+        LayoutError: ``ep`` does not divide the experts.
+    """
+    (part,) = parts
+    if shape[0] % mesh.ep:
+        raise LayoutError(f"{part.name} holds {shape[0]} experts, and ep={mesh.ep} does not divide them. Lower ep.")
+    size = (shape[0] // mesh.ep, *shape[1:])
+    offset = (mesh.rank("ep") * size[0],) + (0,) * (len(size) - 1)
+    return ShardSpec((ShardPiece(part.name, part.shape, offset, size),), size, EXPERT_DATA_AXES)
+
+
 def vocabulary(parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
     """Split dim 0 over ``tp`` into equal numbers of rows; rows of the last rank beyond the vocabulary are padding.
 
