@@ -332,11 +332,11 @@ class DataParallelInferenceCoordinator:
             engine.load += len(output.tokens)
             ended = output.reason is not None or output.error is not None
             named = msgspec.structs.replace(output, id=request.id)
-            if request.log_probs:
+            if request.log_probs or request.prompt_log_probs:
                 # They come with the last output, of all tokens: elsewhere the request would run again as a whole.
                 pending.held.append(named)
                 named = _joined(pending.held)
-            if ended or not request.log_probs:
+            if ended or not pending.held:
                 replies.setdefault(pending.client, []).append(named)
             if ended:
                 self._end(output.id)
@@ -388,7 +388,7 @@ class DataParallelInferenceCoordinator:
         for number in lost:
             pending = engine.requests[number]
             engine.drop(number)
-            if pending.request.log_probs:
+            if pending.held:
                 pending.held.clear()
                 pending.generated.clear()
             if not self._retry:

@@ -35,6 +35,8 @@ class EngineRequest:
         stop: texts that end it, which they are no part of.
         seed: of its samples; None: another one each time.
         log_probs: whether the last output has the log-probabilities of all tokens.
+        top_log_probs: for how many of the most probable tokens it has them, too, with ``log_probs``.
+        prompt_log_probs: whether it has those of the prompt's tokens but the first.
         generated: tokens of the completion that another engine has given before. Outputs go on from there.
 
     Raises:
@@ -49,6 +51,8 @@ class EngineRequest:
     stop: Sequence[str] = ()
     seed: int | None = None
     log_probs: bool = False
+    top_log_probs: int = 0
+    prompt_log_probs: bool = False
     generated: Sequence[int] = ()
 
     def __post_init__(self) -> None:
@@ -68,6 +72,8 @@ class EngineOutput:
         tokens: new tokens.
         reason: why the completion ended; None: it goes on.
         log_probs: at the end, of all tokens, before temperature, top-k and top-p; None: nobody asked.
+        top_log_probs: at the end, for each token the most probable ones with theirs; None: nobody asked.
+        prompt_log_probs: at the end, of the prompt's tokens but the first; None: nobody asked.
         cached_tokens: tokens of the prompt that did not run, because the prefix cache had them.
         error: why the request was refused, or lost. Nothing follows.
     """
@@ -77,6 +83,8 @@ class EngineOutput:
     tokens: list[int] = field(default_factory=list)
     reason: Reason | None = None
     log_probs: list[float] | None = None
+    top_log_probs: list[dict[int, float]] | None = None
+    prompt_log_probs: list[float] | None = None
     cached_tokens: int = 0
     error: Exception | None = None
 
@@ -156,6 +164,8 @@ class EngineLoop:
             stop=running.stop if request.stop else None,
             seed=request.seed,
             log_probs=request.log_probs,
+            top_log_probs=request.top_log_probs,
+            prompt_log_probs=request.prompt_log_probs,
         )
         self._running[number], self._numbers[request.id] = running, number
 
@@ -197,6 +207,8 @@ class EngineLoop:
                     tokens=tokens,
                     reason=None if completion is None else completion.reason,
                     log_probs=None if completion is None else completion.log_probs,
+                    top_log_probs=None if completion is None else completion.top_log_probs,
+                    prompt_log_probs=None if completion is None else completion.prompt_log_probs,
                     cached_tokens=step.shared.get(number, 0),
                 )
             )

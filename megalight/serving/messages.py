@@ -36,6 +36,8 @@ class Output(Message, frozen=True):
     tokens: list[int] = []
     reason: Reason | None = None
     log_probs: list[float] | None = None
+    top_log_probs: list[dict[int, float]] | None = None
+    prompt_log_probs: list[float] | None = None
     cached_tokens: int = 0
     error: tuple[str, str] | None = None
 
@@ -46,7 +48,17 @@ class Output(Message, frozen=True):
         if output.error is not None:
             kind = next((name for name, known in ERRORS.items() if isinstance(output.error, known)), "")
             error = (kind, str(output.error))
-        return cls(output.id, output.text, output.tokens, output.reason, output.log_probs, output.cached_tokens, error)
+        return cls(
+            output.id,
+            output.text,
+            output.tokens,
+            output.reason,
+            output.log_probs,
+            output.top_log_probs,
+            output.prompt_log_probs,
+            output.cached_tokens,
+            error,
+        )
 
     def output(self, request_id: str) -> EngineOutput:
         """Return the message as the output of a request."""
@@ -57,6 +69,8 @@ class Output(Message, frozen=True):
             tokens=self.tokens,
             reason=self.reason,
             log_probs=self.log_probs,
+            top_log_probs=self.top_log_probs,
+            prompt_log_probs=self.prompt_log_probs,
             cached_tokens=self.cached_tokens,
             error=error,
         )

@@ -6,6 +6,7 @@ field. A parameter of OpenAI's that is not served is an error, too, unless it ha
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -22,6 +23,8 @@ FINISH = {"end": "stop", "stop": "stop", "length": "length"}
 COMPLETION_TOKENS = 16
 """Length of a completion for which nobody gave a limit, in tokens: OpenAI's."""
 
+MOST_LOG_PROBS = 20
+"""Of how many of the most probable tokens an answer has log-probabilities at most: OpenAI's."""
 LABELS = ("role", "content", "name", "type", "text", "include_usage")
 """Fields inside of fields."""
 
@@ -102,13 +105,6 @@ Token = Annotated[int, Field(ge=0, le=2**31)]
 class Sampled(Body):
     """What both routes have."""
 
-    unserved: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "presence_penalty": (0,),
-        "frequency_penalty": (0,),
-        "repetition_penalty": (1,),
-        "min_p": (0,),
-        "logit_bias": ({},),
-    }
     model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -128,19 +124,30 @@ class Sampled(Body):
     repetition_penalty: float | None = None
     min_p: float | None = None
     logit_bias: dict[str, float] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] = 0
 
     @property
     def sampling_params(self) -> SamplingParams:
         """How tokens are chosen.
 
         Raises:
+            APIError: a key of ``logit_bias`` is no token id.
             ConfigurationError: a number is out of range.
         """
+        bias = self.logit_bias or {}
+        if strange := [key for key in bias if not (key.isascii() and key.isdigit() and len(key) < 10)]:
+            raise APIError(400, f"logit_bias: {strange[0][:40]!r} is no token id.", "logit_bias")
         return SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=self.top_p,
             # As in vLLM: all tokens.
             top_k=None if self.top_k in (0, -1) else self.top_k,
+            min_p=self.min_p or 0.0,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias={int(key): value for key, value in bias.items()},
+            min_new_tokens=self.min_tokens,
         )
 
     @property
@@ -149,9 +156,14 @@ class Sampled(Body):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
-    def wants_log_probs(self) -> bool:
-        """Whether answers have log-probabilities."""
+    def top_log_probs(self) -> int | None:
+        """For how many of the most probable tokens answers have log-probabilities, too; None: they have none."""
         raise NotImplementedError
+
+    @property
+    def prompt_log_probs(self) -> bool:
+        """Whether answers have those of the prompt, too."""
+        return False
 
     @property
     def wants_usage(self) -> bool:
@@ -162,10 +174,10 @@ class Sampled(Body):
 class CompletionBody(Sampled):
     """``/v1/completions``."""
 
-    unserved: ClassVar[dict[str, tuple[Any, ...]]] = Sampled.unserved | {"best_of": (1,), "suffix": ("",)}
+    unserved: ClassVar[dict[str, tuple[Any, ...]]] = {"best_of": (1,), "suffix": ("",)}
     prompt: str | list[str] | list[Token] | list[list[Token]]
     echo: bool = False
-    logprobs: Annotated[int, Field(ge=0)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOG_PROBS)] | None = None
     best_of: int | None = None
     suffix: str | None = None
 
@@ -184,17 +196,14 @@ class CompletionBody(Sampled):
         return several
 
     @property
-    def wants_log_probs(self) -> bool:
-        """Whether answers have log-probabilities.
+    def top_log_probs(self) -> int | None:
+        """For how many of the most probable tokens answers have log-probabilities, too; None: they have none."""
+        return self.logprobs
 
-        Raises:
-            APIError: of other tokens than those that were chosen, too; or of the prompt.
-        """
-        if self.logprobs:
-            raise APIError(400, f"logprobs is {self.logprobs}; 0 is served: of the chosen tokens.", "logprobs")
-        if self.logprobs is not None and self.echo:
-            raise APIError(400, "echo with logprobs is not served; leave out one of them.", "echo")
-        return self.logprobs is not None
+    @property
+    def prompt_log_probs(self) -> bool:
+        """Whether answers have those of the prompt, too."""
+        return self.echo and self.logprobs is not None
 
 
 class TextPart(Body):
@@ -223,8 +232,7 @@ class Message(Body):
 class ChatBody(Sampled):
     """``/v1/chat/completions``."""
 
-    unserved: ClassVar[dict[str, tuple[Any, ...]]] = Sampled.unserved | {
-        "top_logprobs": (0,),
+    unserved: ClassVar[dict[str, tuple[Any, ...]]] = {
         "tools": ([],),
         "tool_choice": ("none",),
         "parallel_tool_calls": (True,),
@@ -240,7 +248,7 @@ class ChatBody(Sampled):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOG_PROBS)] | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -254,9 +262,15 @@ class ChatBody(Sampled):
     web_search_options: Any = None
 
     @property
-    def wants_log_probs(self) -> bool:
-        """Whether answers have log-probabilities."""
-        return bool(self.logprobs)
+    def top_log_probs(self) -> int | None:
+        """For how many of the most probable tokens answers have log-probabilities, too; None: they have none.
+
+        Raises:
+            APIError: they are wanted without ``logprobs``.
+        """
+        if self.top_logprobs and not self.logprobs:
+            raise APIError(400, "top_logprobs needs logprobs; set it to true.", "top_logprobs")
+        return self.top_logprobs or 0 if self.logprobs else None
 
 
 class TokenizeBody(Body):
@@ -318,7 +332,9 @@ class Answer:
         choices = []
         for choice in range(self._count):
             last, text = self._last[choice], self._echo(choice) + self._texts[choice]
-            found = self._choice(choice, FINISH[str(last.reason)], self._tokens[choice], last.log_probs)
+            found = self._choice(choice, FINISH[str(last.reason)], self._tokens[choice])
+            if last.log_probs is not None:
+                found["logprobs"] = self._log_probs(choice, last)
             if self._chat:
                 found["message"] = {"role": "assistant", "content": text, "refusal": None}
             else:
@@ -367,35 +383,43 @@ class Answer:
     def _chunk_of(self, choice: dict[str, Any]) -> dict[str, Any]:
         return {**self._chunk, "choices": [choice]} | ({"usage": None} if self._body.wants_usage else {})
 
-    def _choice(
-        self,
-        choice: int,
-        finish_reason: str | None,
-        tokens: Sequence[int] = (),
-        log_probs: Sequence[float] | None = None,
-    ) -> dict[str, Any]:
+    def _choice(self, choice: int, finish_reason: str | None, tokens: Sequence[int] = ()) -> dict[str, Any]:
         found: dict[str, Any] = {"index": choice, "finish_reason": finish_reason, "logprobs": None}
-        if log_probs is not None:
-            found["logprobs"] = self._log_probs(choice, tokens, log_probs)
         if self._body.return_token_ids:
             found["token_ids"] = list(tokens)
         return found
 
-    def _log_probs(self, choice: int, tokens: Sequence[int], log_probs: Sequence[float]) -> dict[str, Any]:
+    def _log_probs(self, choice: int, last: EngineOutput) -> dict[str, Any]:
+        tokens, found = self._tokens[choice], [*(last.log_probs or [])]
+        tops = last.top_log_probs or [{} for _ in tokens]
+        if self._chat:
+            return {
+                "content": [
+                    {**self._scored(token, log_prob), "top_logprobs": [self._scored(*each) for each in top.items()]}
+                    for token, log_prob, top in zip(tokens, found, tops, strict=True)
+                ],
+                "refusal": None,
+            }
+        values: list[float | None] = [*found]
+        every: list[dict[int, float] | None] = [*tops]
+        if last.prompt_log_probs is not None:
+            prompt = self._prompts[choice // self._each]
+            # Nothing comes before the first token.
+            tokens, values = [*prompt, *tokens], [None, *last.prompt_log_probs, *values]
+            every = [*[None] * len(prompt), *every]
         words = [self._tokenizer.decode([token]) for token in tokens]
-        if not self._chat:
-            offsets, at = [], 0
-            for word in words:
-                offsets.append(at)
-                at += len(word)
-            return {"tokens": words, "token_logprobs": [*log_probs], "top_logprobs": None, "text_offset": offsets}
-        return {
-            "content": [
-                {"token": word, "logprob": log_prob, "bytes": [*word.encode()], "top_logprobs": []}
-                for word, log_prob in zip(words, log_probs, strict=True)
-            ],
-            "refusal": None,
-        }
+        offsets = [0, *itertools.accumulate(map(len, words))][: len(words)]
+        most = None
+        if last.top_log_probs is not None:
+            most = [
+                None if top is None else {self._tokenizer.decode([token]): value for token, value in top.items()}
+                for top in every
+            ]
+        return {"tokens": words, "token_logprobs": values, "top_logprobs": most, "text_offset": offsets}
+
+    def _scored(self, token: int, log_prob: float) -> dict[str, Any]:
+        word = self._tokenizer.decode([token])
+        return {"token": word, "logprob": log_prob, "bytes": [*word.encode()]}
 
     def _echo(self, choice: int) -> str:
         if isinstance(self._body, CompletionBody) and self._body.echo:
@@ -406,5 +430,7 @@ class Answer:
 def refused(error: MegalightError, body: Body) -> APIError:
     """Return the error of a request that the model's settings refuse."""
     word = str(error).split(maxsplit=1)[0]
-    param = {"eos_id": "stop_token_ids", "max_new_tokens": "max_tokens"}.get(word, word)
+    word = "logit_bias" if "logit_bias" in str(error) else word
+    others = {"eos_id": "stop_token_ids", "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+    param = others.get(word, word)
     return APIError(400, str(error), param if param in type(body).model_fields else None)

@@ -328,7 +328,8 @@ class Routes:
         """Run the completions of a request, and answer when all have ended, or in chunks."""
         if body.stream_options is not None and not body.stream:
             raise APIError(400, "stream_options is for streams; set stream.", "stream_options")
-        if body.stream and body.wants_log_probs:
+        top = body.top_log_probs
+        if body.stream and top is not None:
             raise APIError(400, "logprobs are not served in streams; leave out stream or logprobs.", "logprobs")
         name = f"{prefix}-{uuid.uuid4().hex}"
         with _refusing(body):
@@ -342,7 +343,9 @@ class Routes:
                     ends={*(() if body.ignore_eos else ends), *(body.stop_token_ids or ())},
                     stop=body.stops,
                     seed=None if body.seed is None else body.seed + place,
-                    log_probs=body.wants_log_probs,
+                    log_probs=top is not None,
+                    top_log_probs=top or 0,
+                    prompt_log_probs=body.prompt_log_probs,
                 )
                 for place in range(each * len(prompts))
             ]

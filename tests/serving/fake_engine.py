@@ -40,7 +40,7 @@ class FakeEngine:
         eos_id: Collection[int] | None,
         stop: Callable[[Sequence[int]], bool] | None,
         log_probs: bool,
-        sampling_params: Any,
+        **_: Any,
     ) -> int:
         number = len(self.prompts)
         self.prompts.append(list(prompt))

@@ -144,6 +144,40 @@ def test_choices_seeds_stops_echo_and_ids(folder: Path, llm: LLM) -> None:
     run(folder, test)
 
 
+def test_penalties_biases_and_log_probabilities_of_others(folder: Path, llm: LLM) -> None:
+    (greedy,) = llm.generate("user: ", SamplingParams(temperature=0), max_new_tokens=6)
+    (penal,) = llm.generate(
+        "user: ", SamplingParams(temperature=0, presence_penalty=3.0, logit_bias={90: 4.0}), max_new_tokens=6
+    )
+    ids = llm.served.ids_of("user: ")
+    (scored,) = llm.score([ids[:1]], [ids[1:]])
+
+    async def test(served: Served) -> None:
+        create, six = served.client.completions.create, {**GREEDY, "max_tokens": 6}
+        found = await create(prompt="user: ", presence_penalty=3, logit_bias={"90": 4}, **six)
+        assert found.choices[0].text == penal.text != greedy.text
+        banned = await create(
+            prompt="user: ", logit_bias={str(greedy.tokens[0]): -1e9}, extra_body={"return_token_ids": True}, **six
+        )
+        assert greedy.tokens[0] not in banned.choices[0].token_ids
+        echoed = await create(prompt="user: ", echo=True, logprobs=3, **six)
+        log_probs = echoed.choices[0].logprobs
+        count = len(ids)
+        assert log_probs.token_logprobs[0] is None
+        assert sum(log_probs.token_logprobs[1:count]) == pytest.approx(scored.total, abs=1e-4)
+        assert len(log_probs.tokens) == len(log_probs.text_offset) == count + len(greedy.tokens)
+        assert log_probs.top_logprobs[:count] == [None] * count
+        for value, top in zip(log_probs.token_logprobs[count:], log_probs.top_logprobs[count:], strict=True):
+            assert value == pytest.approx(max(top.values())), "greedy"
+        chat = await served.client.chat.completions.create(messages=HELLO, logprobs=True, top_logprobs=4, **six)
+        for token in chat.choices[0].logprobs.content:
+            assert len(token.top_logprobs) == 4
+            assert token.logprob == token.top_logprobs[0].logprob
+            assert token.token == token.top_logprobs[0].token
+
+    run(folder, test)
+
+
 BAD: list[tuple[dict[str, Any] | bytes, str, str | None]] = [
     (b"", "JSON", None),
     (b"[" * 100_000, "recursion", None),
@@ -174,7 +208,12 @@ BAD: list[tuple[dict[str, Any] | bytes, str, str | None]] = [
     ({"model": "small", "prompt": "a", "stop": ["x"] * 99}, "at most", "stop"),
     ({"model": "small", "prompt": "a", "stop_token_ids": [99999]}, "99999", "stop_token_ids"),
     ({"model": "small", "prompt": "a", "stream_options": {"include_usage": True}}, "set stream", "stream_options"),
-    ({"model": "small", "prompt": "a", "logprobs": 3}, "0 is served", "logprobs"),
+    ({"model": "small", "prompt": "a", "logprobs": 99}, "less than or equal to 20", "logprobs"),
+    ({"model": "small", "prompt": "a", "min_p": 2}, "from 0 to 1", "min_p"),
+    ({"model": "small", "prompt": "a", "repetition_penalty": 0}, "above 0", "repetition_penalty"),
+    ({"model": "small", "prompt": "a", "logit_bias": {"x": 1}}, "no token id", "logit_bias"),
+    ({"model": "small", "prompt": "a", "logit_bias": {"99999": 1}}, "99999", "logit_bias"),
+    ({"model": "small", "prompt": "a", "min_tokens": 99}, "min_new_tokens is 99", "min_tokens"),
     ({"model": "small", "prompt": "a", "stream": True, "logprobs": 0}, "streams", "logprobs"),
     ({"model": "small", "prompt": "a", "best_of": 4}, "not served", "best_of"),
     ({"model": "small", "prompt": "a", "suffix": "b"}, "not served", "suffix"),
@@ -183,7 +222,7 @@ BAD: list[tuple[dict[str, Any] | bytes, str, str | None]] = [
     ({"model": "small", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "", "messages"),
     ({"model": "small", "messages": HELLO, "tools": [{"type": "function"}]}, "not served", "tools"),
     ({"model": "small", "messages": HELLO, "response_format": {"type": "json_object"}}, "served", "response_format"),
-    ({"model": "small", "messages": HELLO, "top_logprobs": 5, "logprobs": True}, "not served", "top_logprobs"),
+    ({"model": "small", "messages": HELLO, "top_logprobs": 5}, "needs logprobs", "top_logprobs"),
 ]
 
 
