@@ -27,6 +27,7 @@ EXTRAS = {
     "huggingface_hub": "hub",
     "datasets": "hub",
     "lm_eval": "evaluate",
+    "llguidance": "grammar",
     "fastapi": "serve",
     "uvicorn": "serve",
     "prometheus_client": "serve",

@@ -22,6 +22,7 @@ from megalight.inference.blocks import BlockPool
 from megalight.inference.cache import Cache
 from megalight.inference.cache_memory import CacheForms, Memory, check_memory
 from megalight.inference.generate import check_prompts, device_of, end_ids, new_seed
+from megalight.inference.grammar import Grammar
 from megalight.inference.graphs import PENDING, DecodeGraphs
 from megalight.inference.parallel import ParallelGPT, evaluating
 from megalight.inference.released import HostWeights, ManagedPages
@@ -255,6 +256,7 @@ class DynamicEngine:
         top_log_probs: int = 0,
         processed_log_probs: bool = False,
         prompt_log_probs: bool = False,
+        grammar: Grammar | None = None,
     ) -> int:
         """Add a request; return its number, or that of its first completion. It begins when those before it leave room.
 
@@ -278,6 +280,8 @@ class DynamicEngine:
                 penalties, biases, temperature (if it is not 0), top-k, top-p and min-p.
             prompt_log_probs: whether it has the log-probabilities of the prompt's tokens but the first, by the model.
                 The prompt then shares no prefix, as all of it must run.
+            grammar: what the completion may be, of :class:`~megalight.inference.grammar.GrammarCompiler`. Its ends are
+                those of the completion, too.
 
         Raises:
             DataError: the prompt is empty or holds no token ids, an id is outside the vocabulary, or prompt and
@@ -304,8 +308,11 @@ class DynamicEngine:
                 f"top_log_probs is {top_log_probs} and processed_log_probs {processed_log_probs!r}, but log_probs is "
                 "False; set it to True."
             )
-        first = self._new_seed() if seed is None else check_seed(seed)
         ends, number = end_ids(self._model, eos_id), self._count
+        if grammar is not None:
+            self._check_grammar(grammar, sampling_params)
+            ends |= grammar.ends
+        first = self._new_seed() if seed is None else check_seed(seed)
         for place in range(integer("n", n)):
             request = Request(
                 self._count,
@@ -320,11 +327,30 @@ class DynamicEngine:
                 top_log_probs,
                 processed_log_probs,
                 prompt_log_probs=[math.nan] * (len(prompt) - 1) if prompt_log_probs else None,
+                matcher=None if grammar is None else grammar.start(),
             )
             self._enter(request)
             # What a request does after each token, its first rank alone knows.
             self._tell("_enter", replace(request, tokens=[*prompt], stop=None))
         return number
+
+    def _check_grammar(self, grammar: Grammar, sampling_params: SamplingParams) -> None:
+        if not isinstance(grammar, Grammar):
+            raise ConfigurationError(f"grammar is {grammar!r}; it must be a Grammar, which GrammarCompiler makes.")
+        if grammar.vocab_size != self._model.config.vocab_size:
+            raise ConfigurationError(
+                f"the grammar is for a vocabulary of {grammar.vocab_size}, and the model has "
+                f"{self._model.config.vocab_size}; make it for this one."
+            )
+        if sampling_params.min_new_tokens:
+            raise ConfigurationError(
+                f"min_new_tokens is {sampling_params.min_new_tokens}, but a grammar says itself when a text may end; "
+                "leave it 0."
+            )
+        if self._leads:
+            raise ConfigurationError(
+                "a grammar needs equal calls on all ranks; make the engine with first_rank_only=False."
+            )
 
     def _enter(self, request: Request) -> None:
         self._count = request.number + 1

@@ -79,6 +79,7 @@ class PassSampling:
         penalized = any(request.sampling_params.penalized for request in requests)
         changed = counts.penalize(logits, requests, ranks) if penalized else logits
         changed = _biased(changed, requests, self._ahead, ranks)
+        changed = _constrained(changed, requests, ranks)
         rows = _sampling_rows(requests, self._ahead, logits.device)
         tokens = sample_tokens(changed, rows, ranks=ranks)
         if penalized:
@@ -132,6 +133,23 @@ def _biased(logits: Tensor, requests: Sequence[Request], ahead: Sequence[int], r
     added_values = torch.tensor(values, dtype=wide.dtype, pin_memory=wide.device.type == "cuda")
     there = added_values.to(wide.device, non_blocking=True)
     wide.view(-1).index_add_(0, to_device(places, torch.int64, wide.device), there)
+    return wide
+
+
+def _constrained(logits: Tensor, requests: Sequence[Request], ranks: Ranks | None) -> Tensor:
+    """Exclude the tokens that grammars of requests do not allow."""
+    rows = [row for row, request in enumerate(requests) if request.matcher is not None]
+    if not rows:
+        return logits
+    masks = np.concatenate([np.frombuffer(requests[row].matcher.compute_bitmask(), np.int32) for row in rows])
+    there, numbers = to_device_packed([masks, np.array(rows)], logits.device)
+    words = there.view(len(rows), -1)
+    first = 0 if ranks is None else ranks.first
+    # Of padding any bit: its logits are excluded already.
+    column = torch.arange(first, first + logits.shape[1], device=logits.device).clamp(max=32 * words.shape[1] - 1)
+    allowed = words[:, column >> 5] >> (column & 31) & 1
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+    wide[numbers] = wide[numbers].masked_fill(allowed == 0, -torch.inf)
     return wide
 
 

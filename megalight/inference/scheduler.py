@@ -9,14 +9,14 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from megalight.inference.cache import Cache
 from megalight.inference.sampling import SamplingParams
 
 Reason = Literal["end", "stop", "length", "error"]
-"""Why a completion ended: with an end token, by ``stop``, at its longest, or because the logits of its next token hold
-NaN or infinity."""
+"""Why a completion ended: with an end token (or where its grammar ends), by ``stop``, at its longest, or because the
+logits of its next token hold NaN or infinity, or its grammar needs too much work."""
 Stop = Callable[[Sequence[int]], bool]
 """Whether a completion ends, given its tokens so far."""
 
@@ -58,6 +58,7 @@ class Request:
         processed: whether log-probabilities are those of the distribution that is sampled from.
         top_log_probs: of these tokens.
         prompt_log_probs: of the prompt's tokens but the first, or None. Those that are not known are NaN.
+        matcher: follows the completion by a grammar, or None; see :mod:`megalight.inference.grammar`.
         slot: its slot in the cache while it runs.
         suspect: whether its logits were NaN or infinite in a pass with others, so that it runs alone next.
         failed: whether they are when it runs alone.
@@ -77,6 +78,7 @@ class Request:
     processed: bool = False
     top_log_probs: list[dict[int, float]] = field(default_factory=list)
     prompt_log_probs: list[float] | None = None
+    matcher: Any = None
     slot: int | None = None
     suspect: bool = False
     failed: bool = False
@@ -95,6 +97,8 @@ class Request:
     def take(self, token: int, log_probs: Sequence[float] = ()) -> None:
         """Add the next token, with results of :class:`~megalight.inference.sampler.PassSampling` that follow it."""
         self.tokens.append(token)
+        if self.matcher is not None and not self.matcher.consume_token(token):
+            self.failed = True
         if self.log_probs is not None:
             self.log_probs.append(log_probs[0])
         if self.top_count:
@@ -113,7 +117,7 @@ class Request:
         # Without a copy of the tokens, where nobody asks for it: sequences may be long.
         if self.failed:
             reason = "error"
-        elif self.tokens[-1] in self.ends:
+        elif self.tokens[-1] in self.ends or (self.matcher is not None and self.matcher.is_stopped()):
             reason = "end"
         elif self._stops():
             reason = "stop"
@@ -191,7 +195,8 @@ class Scheduler:
             pending: whether requests may run whose newest token only the device knows.
         """
         left, plan, blocks = self.step_tokens, StepPlan({}, [], {}, [], []), self.cache.blocks
-        going = [request for request in self.running if pending or not request.pending]
+        # Which tokens a grammar allows is known once the last one is.
+        going = [r for r in self.running if not r.pending or (pending and r.matcher is None)]
         going = going[: -(-len(going) // passes)]
         # Only the youngest can have more than one token to run, as it began with what was left of a step. So a long
         # prompt does not stop those before it.
