@@ -7,6 +7,7 @@ from megalight.inference.engine import EngineStep as EngineStep
 from megalight.inference.generate import generate as generate
 from megalight.inference.generate import stream as stream
 from megalight.inference.parallel import ParallelGPT as ParallelGPT
+from megalight.inference.request_record import RequestRecord as RequestRecord
 from megalight.inference.sampling import SamplingParams as SamplingParams
 from megalight.inference.sampling import sample as sample
 from megalight.inference.scheduler import Completion as Completion

@@ -11,6 +11,7 @@ import secrets
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -26,12 +27,20 @@ from megalight.inference.grammar import Grammar
 from megalight.inference.graphs import PENDING, DecodeGraphs
 from megalight.inference.parallel import ParallelGPT, evaluating
 from megalight.inference.released import HostWeights, ManagedPages
+from megalight.inference.request_record import (
+    RequestError,
+    RequestEvent,
+    RequestEventKind,
+    RequestRecord,
+    RequestStatus,
+)
 from megalight.inference.sampler import PassSampling, TokenCounts
 from megalight.inference.sampling import FAILED, LARGEST_SEED, SamplingParams, check_seed
 from megalight.inference.scheduler import Completion, Request, Scheduler, Stop
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.types import to_device
 
+NOT_FINITE = "the logits of its next token hold NaN or infinity"
 _Call = tuple[str, tuple[Any, ...]]
 """A method, and its arguments."""
 
@@ -240,6 +249,7 @@ class DynamicEngine:
         # Kept after an error: the step that it stopped, and the completions that `run` has not returned.
         self._open: _OpenStep | None = None
         self._ended: dict[int, Completion] = {}
+        self._finished: dict[int, RequestRecord] = {}
         self.suspended = False
 
     def add(
@@ -294,14 +304,7 @@ class DynamicEngine:
         sampling_params.check(self._model.config.vocab_size, max_new_tokens)
         if stop is not None and not callable(stop):
             raise ConfigurationError(f"stop is {stop!r}; it must be a function of the completion's tokens.")
-        # The last token of a completion never runs.
-        longest = len(prompt) + max_new_tokens - 1
-        if self.blocks.holding(longest) > self.blocks.count:
-            raise DataError(
-                f"a prompt of {len(prompt)} tokens and {max_new_tokens} new ones need {self.blocks.holding(longest)} "
-                f"blocks of {self.blocks.size} tokens, and the cache has {self.blocks.count}: the request could never "
-                "end. Lower max_new_tokens (--max-new-tokens), or raise num_blocks (--cache-tokens)."
-            )
+        self._check_room(len(prompt), max_new_tokens)
         top_log_probs = integer("top_log_probs", top_log_probs, 0, self._model.config.vocab_size)
         if (top_log_probs or processed_log_probs) and not log_probs:
             raise ConfigurationError(
@@ -352,8 +355,81 @@ class DynamicEngine:
                 "a grammar needs equal calls on all ranks; make the engine with first_rank_only=False."
             )
 
+    def restore(self, record: RequestRecord, *, stop: Stop | None = None) -> int:
+        """Add a request of another engine, with the tokens that it has; return its number.
+
+        Its text is what it would have been there: samples follow from the seed and the position of a token.
+
+        Args:
+            record: what :meth:`record` returned there.
+            stop: see :meth:`add`; a record has none.
+
+        Raises:
+            DataError, ConfigurationError: see :meth:`add`; or the request has ended, or has a grammar.
+        """
+        self._check_asked()
+        if record.constrained:
+            raise DataError(f"request {record.request_id} has a grammar, which a record does not hold; add it again.")
+        record = deepcopy(record)
+        record.checkpoint()
+        merged = record.merge()
+        (tokens,), left = check_prompts(
+            self._model, [record.segments[-1].prompt], merged.max_new_tokens - len(merged.tokens)
+        )
+        self._check_room(len(tokens), left)
+        request = Request(
+            self._count,
+            tokens,
+            len(merged.prompt),
+            merged.max_new_tokens,
+            SamplingParams(**record.sampling_params),
+            end_ids(self._model, record.ends),
+            stop,
+            check_seed(record.seed),
+            merged.log_probs,
+            record.top_count,
+            record.processed,
+            merged.top_log_probs,
+            record.prompt_log_probs,
+            earlier=record.segments[:-1],
+        )
+        self._enter(request)
+        self._tell("_enter", replace(request, tokens=[*tokens], stop=None, events=[]))
+        return request.number
+
+    def record(self, number: int) -> RequestRecord:
+        """Return a request as plain values: its status, its events, and all that another engine needs to go on with it.
+
+        Requests that have ended have a record until the next step.
+
+        Raises:
+            DataError: there is no such request, or it ended in an earlier step.
+        """
+        if number in self._finished:
+            return self._finished[number]
+        if number not in self._requests:
+            raise DataError(f"there is no request {number}, or it has ended.")
+        request = self._requests[number]
+        status = RequestStatus.ACTIVE_AND_GENERATING_TOKENS
+        if request.slot is None:
+            status = RequestStatus.WAITING_IN_QUEUE
+        elif self.suspended or self._schedule.unread(request) > 1 or len(request.tokens) == request.prompt_length:
+            status = RequestStatus.ACTIVE_BUT_NOT_GENERATING_TOKENS
+        return request.record(status)
+
+    def _check_room(self, length: int, max_new_tokens: int) -> None:
+        # The last token of a completion never runs.
+        longest = length + max_new_tokens - 1
+        if self.blocks.holding(longest) > self.blocks.count:
+            raise DataError(
+                f"a prompt of {length} tokens and {max_new_tokens} new ones need {self.blocks.holding(longest)} "
+                f"blocks of {self.blocks.size} tokens, and the cache has {self.blocks.count}: the request could never "
+                "end. Lower max_new_tokens (--max-new-tokens), or raise num_blocks (--cache-tokens)."
+            )
+
     def _enter(self, request: Request) -> None:
         self._count = request.number + 1
+        request.events.append(RequestEvent.now(RequestEventKind.ADD))
         self._requests[request.number] = request
         self._schedule.waiting.append(request)
 
@@ -407,6 +483,7 @@ class DynamicEngine:
         """Do what :meth:`step` does. ``kept``: no pass is run here, as the first rank still closes the last one."""
         if not self._another():
             return None
+        self._finished.clear()
         if self._open is None and not kept:
             self._open = self._pass()
         elif self._shares_experts:
@@ -416,7 +493,9 @@ class DynamicEngine:
         step = self._open.close()
         self._open = None
         for number, completion in step.finished.items():
-            self._schedule.end(self._requests.pop(number))
+            request = self._requests.pop(number)
+            self._schedule.end(request)
+            self._finished[number] = _ended(request, completion)
             if completion.reason == "stop":  # the other ranks do not know it
                 self._tell("_leave", number)
         if not self._requests:
@@ -505,9 +584,11 @@ class DynamicEngine:
             if shares and begun and len(flights) < depth:
                 return _OpenStep(EngineStep({}, {}, [], {}), deque())
             return self._collect()
-        except BaseException:
+        except BaseException as error:
             # Out of memory, or stopped by the user: some layers have the new tokens, others do not.
             self._abandon()
+            for request in schedule.running:
+                request.events.append(RequestEvent.of(RequestError(request.number, f"a pass failed: {error!r}")))
             schedule.preempt_all()
             self.blocks.prefixes.clear()
             raise
@@ -550,6 +631,8 @@ class DynamicEngine:
             self._newest[own] = results[:, 0].long()
         for request in requests:
             request.pending += 1
+        for request in plan.preempted:
+            request.events.append(RequestEvent.now(RequestEventKind.EVICT))
         found = {request.number: count for request, count in plan.shared.items()}
         step = EngineStep({}, {}, [request.number for request in plan.preempted], found)
         found_results = None
@@ -616,6 +699,7 @@ class DynamicEngine:
             token = int(number)
             if token == FAILED and not request.suspect:
                 suspects.append(request)
+                request.events.append(RequestEvent.of(RequestError(request.number, f"{NOT_FINITE}; it runs alone now")))
                 continue
             undecided.append(request)
             request.failed = token == FAILED
@@ -670,6 +754,8 @@ class DynamicEngine:
 
     def _suspend(self, keep_cache: bool, weights: bool) -> None:
         cache, pages = self._schedule.cache, self._pages
+        for request in [] if self.suspended else self._schedule.running:
+            request.events.append(RequestEvent.now(RequestEventKind.PAUSE))
         if not keep_cache:
             self._abandon()
             self._schedule.preempt_all()
@@ -749,6 +835,16 @@ def _scored(
             labels += request.tokens[first + 1 : first + 1 + count]
         row += len(ids)
     return scored, (rows, labels)
+
+
+def _ended(request: Request, completion: Completion) -> RequestRecord:
+    if completion.reason == "error":
+        reason = NOT_FINITE if request.matcher is None else f"{NOT_FINITE}, or its grammar needs too much work"
+        error = RequestError(request.number, reason, is_transient=False)
+        request.events += [RequestEvent.of(error), RequestEvent.now(RequestEventKind.FAIL)]
+        return request.record(RequestStatus.FAILED)
+    request.events.append(RequestEvent.now(RequestEventKind.FINISH))
+    return request.record(RequestStatus.COMPLETED)
 
 
 def _to_host(results: Tensor) -> _Results:

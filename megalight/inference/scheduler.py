@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from megalight.inference.cache import Cache
+from megalight.inference.request_record import RequestEvent, RequestRecord, RequestSegment, RequestStatus
 from megalight.inference.sampling import SamplingParams
 
 Reason = Literal["end", "stop", "length", "error"]
@@ -63,6 +64,8 @@ class Request:
         suspect: whether its logits were NaN or infinite in a pass with others, so that it runs alone next.
         failed: whether they are when it runs alone.
         pending: how many tokens follow ``tokens`` that only the device knows yet.
+        events: what happened to it.
+        earlier: its segments in other engines.
     """
 
     number: int
@@ -83,6 +86,33 @@ class Request:
     suspect: bool = False
     failed: bool = False
     pending: int = 0
+    events: list[RequestEvent] = field(default_factory=list)
+    earlier: Sequence[RequestSegment] = ()
+
+    def record(self, status: RequestStatus) -> RequestRecord:
+        """Return it as plain values."""
+        known = [len(each.tokens) for each in self.earlier]
+        begin = self.prompt_length + sum(known)
+        segment = RequestSegment(
+            prompt=self.tokens[:begin],
+            max_new_tokens=self.max_new_tokens - sum(known),
+            tokens=self.tokens[begin:],
+            log_probs=None if self.log_probs is None else self.log_probs[sum(known) :],
+            top_log_probs=self.top_log_probs[sum(known) :],
+            events=[*self.events],
+        )
+        return RequestRecord(
+            request_id=self.number,
+            status=status,
+            sampling_params=asdict(self.sampling_params),
+            ends=sorted(self.ends),
+            seed=self.seed,
+            top_count=self.top_count,
+            processed=self.processed,
+            constrained=self.matcher is not None,
+            prompt_log_probs=None if self.prompt_log_probs is None else [*self.prompt_log_probs],
+            segments=[*self.earlier, segment],
+        )
 
     @property
     def length(self) -> int:
