@@ -37,6 +37,7 @@ from megalight.inference.request_record import (
 from megalight.inference.sampler import PassSampling, TokenCounts
 from megalight.inference.sampling import FAILED, LARGEST_SEED, SamplingParams, check_seed
 from megalight.inference.scheduler import Completion, Request, Scheduler, Stop
+from megalight.inference.speculator import Speculator
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.types import to_device
 
@@ -126,12 +127,14 @@ class _PendingPass(NamedTuple):
         results: None: the last stage of the pipeline has them.
         scored: whose prompts were scored: from which token on, and how many.
         step: what is known.
+        guesses: those after the newest token of a request; it has a result for each of them, too.
     """
 
     requests: list[Request]
     results: _Results | None
     scored: list[tuple[Request, int, int]]
     step: EngineStep
+    guesses: dict[Request, list[int]]
 
 
 class DynamicEngine:
@@ -154,6 +157,8 @@ class DynamicEngine:
         step_tokens: maximum number of tokens in a step. Longer prompts run in parts.
         cuda_graphs: for about how many numbers of sequences decode steps are recorded, where they can be
             (:class:`~megalight.inference.graphs.DecodeGraphs`). 0: for none.
+        speculator: guesses tokens, which a pass checks together; see :mod:`megalight.inference.speculator`. A step
+            still gives one token of each request; those that were guessed come without a pass.
         memory_level: 0: the cache is in the device's own memory. 1: it is in managed memory, so that graphs survive a
             suspend. 2: the weights are moved there, too. Without such memory on a rank, it warns and takes 0.
         first_rank_only: on a divided model, the first rank of a replica makes all calls, and tells the other ranks.
@@ -179,6 +184,7 @@ class DynamicEngine:
         max_sequences: int = 64,
         step_tokens: int = 512,
         cuda_graphs: int = 16,
+        speculator: Speculator | None = None,
         memory_level: int = 0,
         first_rank_only: bool = False,
         sampling_params: SamplingParams | None = None,
@@ -236,7 +242,14 @@ class DynamicEngine:
         # How many passes may have begun before the host knows the tokens of the first: with a pipeline one in each
         # stage, of other requests; else a second one of the same requests, which takes their tokens on the device.
         self._stages = self._parallel.stages if self._parallel is not None else 1
-        self._runs_ahead = self._newest.device.type == "cuda" and self._stages == 1
+        self._runs_ahead = self._newest.device.type == "cuda" and self._stages == 1 and speculator is None
+        self._speculator = speculator
+        if speculator is not None and (self._shares_experts or self._schedule.states):
+            raise ConfigurationError(
+                "a speculator needs layers that can forget wrong guesses, which those with one state for all earlier "
+                "tokens (Mamba, convolutions) cannot, and no experts on ranks of several replicas, which run equally "
+                "often. Leave it out."
+            )
         self._leads = self._follows = False
         if first_rank_only and self._parallel is not None:
             self._leads, self._follows = self._parallel.first, not self._parallel.first
@@ -588,6 +601,7 @@ class DynamicEngine:
             # Out of memory, or stopped by the user: some layers have the new tokens, others do not.
             self._abandon()
             for request in schedule.running:
+                request.guesses = []
                 request.events.append(RequestEvent.of(RequestError(request.number, f"a pass failed: {error!r}")))
             schedule.preempt_all()
             self.blocks.prefixes.clear()
@@ -603,6 +617,7 @@ class DynamicEngine:
         Return False if there is nothing to run.
         """
         schedule = self._schedule
+        self._guess()
         stages = self._stages - len(self._flights) if self._stages > 1 else 1
         plan = schedule.plan(stages, pending=self._stages == 1)
         counts = plan.counts
@@ -611,26 +626,28 @@ class DynamicEngine:
         slots = [request.slot for request in counts if request.slot is not None]
         fresh: list[list[int]] = []
         for request, count in counts.items():
-            first = request.length - schedule.unread(request)
+            first = request.extent - schedule.unread(request)
             known = request.tokens[first : first + count]
+            known += request.guesses[: count - len(known)]
             fresh.append(known + [PENDING] * (count - len(known)))
         schedule.cache.copy_states(plan.restored)
         # A part of a prompt has no next token yet.
-        ready = [place for place, (request, count) in enumerate(counts.items()) if schedule.unread(request) == count]
         requests = [request for request, count in counts.items() if schedule.unread(request) == count]
         scored, places = _scored(counts, fresh, schedule)
-        sampling = PassSampling(self._token_counts, requests, ready, scored=self._there(places))
+        guesses = {request: request.guesses for request in requests if request.guesses}
+        sampling, rows = self._sampling(counts, requests, guesses, self._there(places))
         logits = None
         if self._graphs is not None and not (plan.restored or scored) and all(len(ids) == 1 for ids in fresh):
             logits = self._graphs.run(slots, [ids[0] for ids in fresh])
-        results = self._run(slots, fresh, sampling) if logits is None else sampling(logits)
+        results = self._run(slots, fresh, sampling, rows) if logits is None else sampling(logits)
         schedule.cache.copy_states(plan.kept)
-        if results is not None:
+        if results is not None and self._runs_ahead:
             # For the next pass, which may begin before the host knows them.
             own = to_device([request.slot or 0 for request in requests], torch.int64, results.device)
             self._newest[own] = results[:, 0].long()
         for request in requests:
             request.pending += 1
+            request.guesses = []
         for request in plan.preempted:
             request.events.append(RequestEvent.now(RequestEventKind.EVICT))
         found = {request.number: count for request, count in plan.shared.items()}
@@ -639,7 +656,7 @@ class DynamicEngine:
         if results is not None:
             scores = [] if sampling.scores is None else [sampling.scores]
             found_results = _to_host(torch.cat([results.flatten(), *scores]))
-        self._flights.append(_PendingPass(requests, found_results, scored, step))
+        self._flights.append(_PendingPass(requests, found_results, scored, step, guesses))
         return True
 
     def _there(self, places: tuple[list[int], list[int]]) -> tuple[Tensor, Tensor] | None:
@@ -649,7 +666,50 @@ class DynamicEngine:
         rows, labels = to_device([*places[0], *places[1]], torch.int64, self._newest.device).view(2, -1)
         return rows, labels
 
-    def _run(self, slots: Sequence[int], fresh: Sequence[Sequence[int]], sampling: PassSampling) -> Tensor | None:
+    def _guess(self) -> None:
+        """Let tokens be guessed after those of requests whose prompt has run."""
+        if self._speculator is None:
+            return
+        asked: dict[Request, int] = {}
+        for request in self._schedule.running:
+            request.guesses = []
+            # Penalties and grammars depend on the tokens before. The base adds a token to the right guesses.
+            plain = not request.sampling_params.penalized and request.matcher is None
+            free = not request.pending and not request.suspect
+            left = request.max_new_tokens - (len(request.tokens) - request.prompt_length) - 1
+            if plain and free and left and self._schedule.unread(request) == 1:
+                asked[request] = left
+        if asked:
+            for request, guesses in zip(asked, self._speculator.guess([*asked], [*asked.values()]), strict=True):
+                request.guesses = guesses
+
+    def _sampling(
+        self,
+        counts: Mapping[Request, int],
+        requests: Sequence[Request],
+        guesses: Mapping[Request, Sequence[int]],
+        scored: tuple[Tensor, Tensor] | None,
+    ) -> tuple[PassSampling, list[int] | None]:
+        """Return what samples, and of which tokens it needs logits; None: of the last of each request."""
+        if not guesses:
+            wanted = {*requests}
+            ready = [place for place, request in enumerate(counts) if request in wanted]
+            return PassSampling(self._token_counts, requests, ready, scored=scored), None
+        rows: list[int] = []
+        each: list[tuple[Request, int]] = []
+        end, known = 0, {*requests}
+        for request, count in counts.items():
+            end += count
+            if request in known:
+                more = len(guesses.get(request, ()))
+                rows += range(end - 1 - more, end)
+                each += [(request, place) for place in range(more + 1)]
+        ahead = [place for _, place in each]
+        return PassSampling(self._token_counts, [request for request, _ in each], None, ahead, scored), rows
+
+    def _run(
+        self, slots: Sequence[int], fresh: Sequence[Sequence[int]], sampling: PassSampling, rows: Sequence[int] | None
+    ) -> Tensor | None:
         """Run the new tokens of each slot, and sample; return the results, which only the last stage of a pipeline has.
 
         A token :data:`PENDING` is the newest of its slot.
@@ -665,7 +725,7 @@ class DynamicEngine:
                 there = sequences.expand(self._newest[sequences.pages.state_slot].clamp(min=0))
                 tokens = torch.where(tokens == PENDING, there, tokens)
             # Only the last token of each sequence needs logits: `[N, V]` instead of `[T, V]`.
-            last = sequences.cu_seqlens[1:].long() - 1
+            last = sequences.cu_seqlens[1:].long() - 1 if rows is None else to_device(rows, torch.int64, device)
             if self._parallel is not None:
                 return self._parallel.on_last_stage(tokens, sequences, sampling, states=cache.states, rows=last)
             more = {} if sampling.scored is None else {"scored": sampling.scored}
@@ -687,8 +747,11 @@ class DynamicEngine:
             assert request.prompt_log_probs is not None
             request.prompt_log_probs[first : first + count] = values[-count:]
             del values[-count:]
-        width = len(values) // max(1, len(flight.requests))
-        results = [values[place * width : (place + 1) * width] for place in range(len(flight.requests))]
+        count = len(flight.requests) + sum(map(len, flight.guesses.values()))
+        width = len(values) // max(1, count)
+        results = [values[place * width : (place + 1) * width] for place in range(count)]
+        if flight.guesses:
+            results = self._accept(flight, results)
         suspects: list[Request] = []
         undecided: deque[Request] = deque()
         step = flight.step
@@ -715,6 +778,32 @@ class DynamicEngine:
             self._abandon()
             step.preempted.extend(request.number for request in schedule.isolate(suspects))
         return _OpenStep(step, undecided)
+
+    def _accept(self, flight: _PendingPass, rows: Sequence[list[float]]) -> list[list[float]]:
+        """Return the first result of each request. Those after right guesses come like results of passes to follow."""
+        first: list[list[float]] = []
+        later: list[list[tuple[Request, list[float]]]] = []
+        at, cache = 0, self._schedule.cache
+        for request in flight.requests:
+            guesses = flight.guesses.get(request, [])
+            own, at = rows[at : at + 1 + len(guesses)], at + 1 + len(guesses)
+            first.append(own[0])
+            if request.slot is None:  # it has ended
+                continue
+            right = 0
+            while right < len(guesses) and own[right][0] == guesses[right] and own[right + 1][0] != FAILED:
+                right += 1
+            if guesses:
+                cache.truncate(request.slot, cache.lengths[request.slot] - len(guesses) + right)
+            for place, row in enumerate(own[1 : right + 1]):
+                later += [[]] if place == len(later) else []
+                later[place].append((request, row))
+                request.pending += 1
+        for each in later[::-1]:
+            results = _Results(torch.tensor([row for _, row in each], dtype=torch.float64).flatten(), None)
+            step = EngineStep({}, {}, [], {})
+            self._flights.appendleft(_PendingPass([request for request, _ in each], results, [], step, {}))
+        return first
 
     def _abandon(self) -> None:
         """Forget the passes whose tokens the host does not know. The same tokens are sampled again."""
@@ -760,6 +849,8 @@ class DynamicEngine:
             self._abandon()
             self._schedule.preempt_all()
             cache.clear()
+        if self._speculator is not None:
+            self._speculator.drop()
         # Results of a pass that is on its way are on the host, or come there.
         if pages is None:
             if not keep_cache:
@@ -826,7 +917,7 @@ def _scored(
     labels: list[int] = []
     row = 0
     for request, ids in zip(counts, fresh, strict=True):
-        first = request.length - schedule.unread(request)
+        first = request.extent - schedule.unread(request)
         # The last token of the prompt is followed by none of it.
         count = min(len(ids), request.prompt_length - 1 - first)
         if request.unscored and count > 0:

@@ -170,6 +170,9 @@ class RequestRecord:
                 # Keys of objects of JSON are texts.
                 most = [{int(token): value for token, value in row.items()} for row in each["top_log_probs"]]
                 segments.append(RequestSegment(**{**each, "events": events, "top_log_probs": most}))
+            params = dict(values["sampling_params"])
+            params["logit_bias"] = {int(token): value for token, value in params["logit_bias"].items()}
+            values = {**values, "sampling_params": params}
             return cls(**{**values, "status": RequestStatus(values["status"]), "segments": segments})
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"this is no record of a request: {error!r}.") from error

@@ -66,6 +66,7 @@ class Request:
         pending: how many tokens follow ``tokens`` that only the device knows yet.
         events: what happened to it.
         earlier: its segments in other engines.
+        guesses: what a speculator guesses to follow, for the next pass.
     """
 
     number: int
@@ -88,6 +89,7 @@ class Request:
     pending: int = 0
     events: list[RequestEvent] = field(default_factory=list)
     earlier: Sequence[RequestSegment] = ()
+    guesses: list[int] = field(default_factory=list)
 
     def record(self, status: RequestStatus) -> RequestRecord:
         """Return it as plain values."""
@@ -118,6 +120,11 @@ class Request:
     def length(self) -> int:
         """Number of tokens, with those that only the device knows yet."""
         return len(self.tokens) + self.pending
+
+    @property
+    def extent(self) -> int:
+        """Number of tokens, with guesses."""
+        return self.length + len(self.guesses)
 
     @property
     def full(self) -> bool:
@@ -236,7 +243,13 @@ class Scheduler:
             count = min(self.unread(request), left)
             if not count:
                 break
-            total = request.length - self.unread(request) + count
+            if request.guesses and request.slot is not None:
+                # Nobody loses blocks for guesses.
+                while request.guesses and blocks.missing(request.slot, request.extent) > blocks.free:
+                    request.guesses.pop()
+                count = min(self.unread(request), left)
+                request.guesses = request.guesses[: count - 1]
+            total = request.extent - self.unread(request) + count
             while request.slot is not None and blocks.missing(request.slot, total) > blocks.free:
                 plan.preempted.append(self.preempt())
             if request.slot is None:  # it has given its blocks to an older one, or found none for itself
@@ -253,7 +266,7 @@ class Scheduler:
 
     def unread(self, request: Request) -> int:
         """Return how many tokens of a request have not run since it got its slot."""
-        return request.length - (0 if request.slot is None else self.cache.lengths[request.slot])
+        return request.extent - (0 if request.slot is None else self.cache.lengths[request.slot])
 
     def may_run_ahead(self) -> bool:
         """Return whether a pass can be planned while tokens are pending: none would be preempted, none runs alone."""
@@ -300,7 +313,7 @@ class Scheduler:
     def _run(self, plan: StepPlan, request: Request, slot: int, left: int) -> int:
         """Plan the next tokens of a request, at most ``left``; return how many."""
         stored, blocks = self.cache.lengths[slot], self.cache.blocks
-        end = min(stored + left, request.length)
+        end = min(stored + left, request.extent)
         if request.suspect:
             plan.counts[request] = end - stored
             return end - stored

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,7 @@ from megalight.inference.request_record import (
     RequestRecord,
     RequestStatus,
 )
-from tests.inference.test_engine import GREEDY, SAMPLED, alone, poisoned
+from tests.inference.test_engine import GREEDY, SAMPLED, poisoned
 from tests.inference.test_generate import PROMPTS, build
 
 
@@ -95,16 +97,16 @@ def test_who_loses_its_blocks_is_evicted() -> None:
 
 def test_another_engine_goes_on_with_a_record() -> None:
     model = build()
-    expected = alone(model, seed=11)
+    params = replace(SAMPLED, logit_bias={7: 3.0}, frequency_penalty=0.3)
+    wanted: dict[str, Any] = {"log_probs": True, "top_log_probs": 2, "prompt_log_probs": True, "max_new_tokens": 9}
     engine = DynamicEngine(model, num_blocks=40, block_size=3)
     whole = [
-        engine.add(prompt, max_new_tokens=9, sampling_params=SAMPLED, seed=11 + number, log_probs=True)
-        for number, prompt in enumerate(PROMPTS)
+        engine.add(prompt, sampling_params=params, seed=11 + number, **wanted) for number, prompt in enumerate(PROMPTS)
     ]
     found = engine.run()
     records: list[RequestRecord] = []
     for number, prompt in enumerate(PROMPTS):
-        engine.add(prompt, max_new_tokens=9, sampling_params=SAMPLED, seed=11 + number, log_probs=True)
+        engine.add(prompt, sampling_params=params, seed=11 + number, **wanted)
     for count in (3, 2, 0):
         for _ in range(count):
             engine.step()
@@ -120,8 +122,10 @@ def test_another_engine_goes_on_with_a_record() -> None:
         merged = record.merge()
         assert len(record.segments) == 4
         assert merged.prompt == PROMPTS[number]
-        assert merged.tokens == expected[number]
+        assert merged.tokens == found[whole[number]].tokens
         assert merged.log_probs == pytest.approx(found[whole[number]].log_probs, abs=1e-12)
+        assert record.prompt_log_probs == pytest.approx(found[whole[number]].prompt_log_probs, abs=1e-12)
+        assert [*map(list, merged.top_log_probs)] == [*map(list, found[whole[number]].top_log_probs or [])]
         assert kinds(record) == ["add"] * 4 + ["finish"]
     with pytest.raises(DataError, match="no record of a request"):
         RequestRecord.of_json({"segments": [{}]})
