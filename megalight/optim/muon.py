@@ -167,6 +167,10 @@ class Muon(WholeMatrixOptimizer):
         buffer: Tensor = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
         return gradient.lerp(buffer, momentum) if self.nesterov else buffer
 
+    def room_dtype(self, name: str, parameter: Tensor) -> torch.dtype | None:
+        """Return the dtype in which saved state of a parameter is read."""
+        return wide(parameter.dtype) if name == "momentum_buffer" else super().room_dtype(name, parameter)
+
     def update(self, matrices: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         """Return scaled, orthogonalized matrices, ``[B, m, n]``."""
         m, n = matrices.shape[-2:]

@@ -37,7 +37,7 @@ from megalight.strategies.checkpoints.saving import (
     prefix_of,
     write,
 )
-from megalight.strategies.checkpoints.single_file import STATES, SingleFile
+from megalight.strategies.checkpoints.single_file import REGROUPED, STATES, SingleFile
 from megalight.strategies.mesh_strategy import MeshStrategy
 from megalight.strategies.micro_batches import FoundSize
 
@@ -209,7 +209,8 @@ class Resumed:
         optimizers, configs, states = strategy.optimizers, trainer.lr_scheduler_configs, checkpoint["lr_schedulers"]
         done = {"step": trainer.global_step, "epoch": trainer.current_epoch}
         entry = self.saved.common.get("optimizer")
-        if entry is not None and strategy.engine is not None and changes_matrices(entry, optimizers[0]):
+        regrouped = entry is not None and (entry.get(REGROUPED) or changes_matrices(entry, optimizers[0]))
+        if regrouped and strategy.engine is not None:
             # Its groups are others, and so are the rates in the states of schedulers.
             for config in configs:
                 if isinstance(config.scheduler, LambdaLR):

@@ -29,6 +29,8 @@ from megalight.parallel.transform import apply_transforms
 
 STATES = "optimizer_states"
 """Lightning's entry for the states of all optimizers."""
+REGROUPED = "regrouped"
+"""Entry of the optimizer's common state: groups and schedules of this run are not those of the file."""
 NOT_OPTIONS = ("params", "param_names")
 """What a group of an optimizer holds besides its options."""
 WAY_OUT = "Its weights alone can be loaded before fit: module.load_state_dict(torch.load(FILE)['state_dict'])."
@@ -119,6 +121,10 @@ class SingleFile:
 
     def _read_states(self, optimizer: Optimizer, members: Sequence[Sequence[Sequence[str]]]) -> None:
         saved = self.common.get(STATES) or []
+        whole = any(group.get("whole_matrices") for group in optimizer.param_groups)
+        if whole and any("ns_steps" in group for each in saved for group in each["param_groups"]):
+            self._read_muon(optimizer, saved, members)
+            return
         if len(saved) != 1:
             raise CheckpointError(f"{self.path} holds the states of {len(saved)} optimizers, and this run has one.")
         groups, states = saved[0]["param_groups"], saved[0]["state"]
@@ -135,6 +141,45 @@ class SingleFile:
             keys = self._in_order([names[number] for names in members])
             known.append({"options": options, **self._read_group(keys, group["params"], states, own_counters)})
         self.common["optimizer"] = {"class": type(optimizer).__name__, "groups": known, PARAMETERS: own_counters}
+
+    def _read_muon(
+        self, optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], members: Sequence[Sequence[Sequence[str]]]
+    ) -> None:
+        """Add the states of ``torch.optim.Muon``, and of the AdamW beside it, if there is one."""
+        keys = {part.name: key for key, held in self._parts.items() for part in held}
+        own_counters: dict[str, Any] = {}
+        known: list[dict[str, Any]] = [{} for _ in optimizer.param_groups]
+        for muon in (True, False):
+            theirs = [each for each in saved if ("ns_steps" in each["param_groups"][0]) == muon]
+            if len(theirs) > 1:
+                raise self._refused(f"{len(theirs)} optimizers of one kind, and this run has Muon and Adam")
+            mine = [i for i, group in enumerate(optimizer.param_groups) if bool(group.get("whole_matrices")) == muon]
+            found = {keys[name] for names in members for index in mine for name in names[index]}
+            ordered = [key for key in self._parts if key in found]
+            numbers = self._numbers(theirs[0]["param_groups"], ordered) if theirs else {}
+            states = theirs[0]["state"] if theirs else {}
+            for index in mine:
+                own = {keys[name] for names in members for name in names[index]}
+                group = [key for key in ordered if key in own]
+                read = self._read_group(group, [numbers.get(key, -1) for key in group], states, own_counters)
+                known[index] = {"options": {}, **read}
+        self.common["optimizer"] = {
+            "class": type(optimizer).__name__, "groups": known, PARAMETERS: own_counters, REGROUPED: True
+        }  # fmt: skip
+
+    def _numbers(self, groups: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> dict[str, int]:
+        """Return the numbers of parameters in the groups of one optimizer, by key: by name, or in the model's order."""
+        numbers = [number for group in groups for number in group["params"]]
+        if all("param_names" in group for group in groups):
+            named = dict(zip((name for group in groups for name in group["param_names"]), numbers, strict=True))
+            if missing := [key for key in keys if key not in named]:
+                raise self._refused(f"no state of {missing[0]}, which this run updates in the same way")
+            return {key: named[key] for key in keys}
+        if len(groups) > 1:
+            raise self._refused(f"{len(groups)} groups without names of parameters beside those of Muon")
+        if len(numbers) != len(keys):
+            raise self._refused(f"{len(numbers)} parameters in a group, and this run has {len(keys)} of that kind")
+        return dict(zip(keys, numbers, strict=True))
 
     def _in_order(self, named: Sequence[Sequence[str]]) -> list[str]:
         """Return keys of a group's parameters in the file's order; ``named``: canonical names of each rank's."""
