@@ -471,6 +471,11 @@ class DynamicEngine:
             self._flights.clear()
 
     @property
+    def model(self) -> GPT | ParallelGPT:
+        """The model."""
+        return self._model
+
+    @property
     def unfinished(self) -> list[int]:
         """The numbers of requests that have not ended, in the order in which they came."""
         return list(self._requests)
