@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from megalight.callbacks import TransformersExport
+from megalight.callbacks import Adapters, TransformersExport
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.models.hf import HFCausalLM, HFConfig
 from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy
@@ -118,6 +118,25 @@ def check(layouts: list[str], root: Path) -> None:
 
 def test_layouts(tmp_path: Path) -> None:
     check(["tp2", "cp2", "pp2"], tmp_path)
+
+
+def adapted(options: dict[str, Any], weights: Path) -> list[float]:
+    losses = Losses()
+    runner = trainer(
+        MegatronStrategy(micro_batch_size=2, **options),
+        callbacks=[losses, Adapters(rank=2)],
+        max_steps=3,
+        use_distributed_sampler=False,
+    )
+    runner.fit(Fixed(optimizer=ADAM, weights=weights))
+    return losses.losses
+
+
+def test_adapters(tmp_path: Path) -> None:
+    weights = folder(tmp_path / "weights")
+    alone = run(adapted, 1, {}, weights)[0]
+    assert alone[2] < alone[0]
+    assert run(adapted, 2, {"tensor_parallel": 2}, weights)[0] == pytest.approx(alone, rel=1e-9)
 
 
 @pytest.mark.full
