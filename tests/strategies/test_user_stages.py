@@ -27,13 +27,12 @@ class Plain(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.net = tiny("qwen3", num_hidden_layers=4, tie_word_embeddings=True)
-        self.scale = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
 
     def training_step(self, batch: Tensor, index: int) -> dict[str, Tensor]:
         self.log("index", float(index))
         output = self.net(batch, labels=batch)
         self.log("largest", output.logits.max())
-        return {"loss": self.scale * output.loss + 0.01 * output.logits.square().mean()}
+        return {"loss": output.loss + 0.01 * output.logits.square().mean()}
 
     def validation_step(self, batch: Tensor, index: int) -> None:
         self.log("val_loss", self.net(batch, labels=batch).loss)
@@ -50,8 +49,10 @@ def trained(options: dict[str, Any], given: dict[str, Any], save: str = "", resu
     # The same batch again and again: the loader of a run that resumes starts from its first one.
     data = torch.randint(3, 96, (8, 8), generator=torch.Generator().manual_seed(0)).repeat(4, 1)
     module, strategy = Plain(), MegatronStrategy(micro_batch_size=1, **options)
-    runner = trainer(strategy, **{"max_steps": 2, "limit_val_batches": 1, **given})
-    loader = DataLoader(data, batch_size=8 // strategy.grid(runner.world_size).dp)
+    defaults = {"max_steps": 2, "val_check_interval": 2, "use_distributed_sampler": False}
+    runner = trainer(strategy, **{**defaults, **given})
+    mesh = strategy.grid(runner.world_size, runner.global_rank)
+    loader = DataLoader(data[mesh.rank("dp") :: mesh.dp], batch_size=8 // mesh.dp)
     runner.fit(module, loader, DataLoader(data[-2:], batch_size=2), ckpt_path=resume)
     strategy.sync_parameters()
     if save:
