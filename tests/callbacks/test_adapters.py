@@ -73,8 +73,8 @@ def train(
     ("world", "name", "upper", "layout"),
     [
         (1, "gqa", False, {}),
-        (2, "gqa", False, {"tensor_parallel": 2}),
-        (4, "gqa", False, {"tensor_parallel": 2, "sequence_parallel": True}),
+        pytest.param(2, "gqa", False, {"tensor_parallel": 2}, marks=pytest.mark.full),
+        pytest.param(4, "gqa", False, {"tensor_parallel": 2, "sequence_parallel": True}, marks=pytest.mark.full),
         (4, "mha", False, {"tensor_parallel": 4, "sequence_parallel": True}),
         (2, "tied", False, {"pipeline_parallel": 2}),
         (2, "gqa", True, {"pipeline_parallel": 2}),

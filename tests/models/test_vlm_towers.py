@@ -160,7 +160,7 @@ def of_one_device(low: LowPrecisionOptions | None, name: str = "wide") -> dict[s
     ("ranks", "layout"),
     [
         (2, SP),
-        (3, {**SP, **DISJOINT, "tower": Layout()}),
+        pytest.param(3, {**SP, **DISJOINT, "tower": Layout()}, marks=pytest.mark.full),
         # Replicas that divide images would scale other rows together, so either side has one.
         (2, {"pipeline_parallel": 2, "tower": Layout(**SP)}),
         (4, {**DISJOINT, "tower": Layout(ranks=2), "data_parallel": DataParallelOptions(level="optim_grads_params")}),

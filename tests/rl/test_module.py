@@ -135,7 +135,10 @@ def check(runs: Sequence[Any], figures: Sequence[Mapping[str, float]], weights: 
             assert np.linalg.norm(after[name] - value) <= 1e-9 * np.linalg.norm(value), name
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=[pytest.mark.full] * (name in ("dp2", "tp2", "pp2", "cp2"))) for name in LAYOUTS],
+)
 def test_layouts_learn_what_one_device_learns(layout: str) -> None:
     ranks, strategy = LAYOUTS[layout]
     figures, weights, seen = by_hand()
@@ -158,8 +161,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("layout", "normalize", "theirs"),
     [
         ("one", "sequence", {}),
-        ("tp2", "constant", {"pipeline_parallel": 2}),
-        ("cp2", "sequence", {"tensor_parallel": 2}),
+        pytest.param("tp2", "constant", {"pipeline_parallel": 2}, marks=pytest.mark.full),
+        pytest.param("cp2", "sequence", {"tensor_parallel": 2}, marks=pytest.mark.full),
         ("tp2 pp2", "token", {"tensor_parallel": 2, "sequence_parallel": True}),
     ],
 )
