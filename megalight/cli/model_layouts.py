@@ -88,16 +88,19 @@ def arguments_of(degrees: Mapping[str, int]) -> dict[str, int]:
 
 def _tried(net: Any, options: Mapping[str, Any], count: int) -> tuple[str, str]:
     """Split a model on meta as the first rank would, and return the verdict with its reason."""
+    from megalight.parallel.apply import split
     from megalight.parallel.layout import Layout
-    from megalight.parallel.model import ParallelModel
 
     layout = Layout(**options)
     ranks = 1
     for name, degree in options.items():
         ranks *= degree if name != "sequence_parallel" else 1
     try:
-        split = ParallelModel(net, layout.mesh(ranks), layout)
+        # Stages are decided here, and cut only where there are processes.
+        _, _, stages = split(net, layout.mesh(ranks), layout, "")
     except MegalightError as error:
         return "no", str(error)
-    held = sum(parameter.numel() for parameter in split.parameters())
+    if layout.pipeline_parallel > 1:
+        return "yes", f"stages {stages}"
+    held = sum(parameter.numel() for parameter in net.parameters())
     return "yes", f"rank 0 of {ranks} holds {held / count:.0%} of the parameters"

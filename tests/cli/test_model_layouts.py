@@ -40,6 +40,7 @@ def test_a_model_and_its_layouts(tmp_path: Path) -> None:
     found = {layout: (verdict, reason) for layout, verdict, reason in rows}
     assert found["tensor_parallel=4"] == ("yes", "rank 0 of 4 holds 28% of the parameters")
     assert found["context_parallel=2"][0] == "yes"
+    assert found["pipeline_parallel=2"] == ("yes", "stages Et|tL")
     verdict, reason = found["tensor_parallel=8"]
     assert verdict == "no"
     assert "tp" in reason
