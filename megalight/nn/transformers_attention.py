@@ -9,6 +9,7 @@ these. A mask of another form, such as that of images or of a static cache, is a
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -375,11 +376,19 @@ def _masked(
     return found
 
 
+def _reads_masks(model: nn.Module) -> bool:
+    """Return whether the code of a model's layers looks into the mask, instead of handing it to the interface."""
+    inside = {type(each) for each in model.modules() if not hasattr(each, "_supports_attention_backend")}
+    kinds = [kind for kind in inside if kind.__module__.startswith("transformers.")]
+    return any(re.search(r"\battention_mask(\.dtype|\.masked_fill|\[)", inspect.getsource(kind)) for kind in kinds)
+
+
 def use_attention(root: nn.Module) -> int:
     """Let models of ``transformers`` in ``root`` use our attention, and return how many do.
 
-    A model keeps what its user chose if that is not the default (``sdpa``, or ``eager`` where a family lacks it). The
-    name is not written into configurations that are saved.
+    A model keeps what its user chose if that is not the default (``sdpa``, or ``eager`` where a family lacks it), and
+    if layers of it read the mask, which is no tensor (an indexer of sparse attention). The name is not written into
+    configurations that are saved.
     """
     if "transformers" not in sys.modules:
         return 0
@@ -393,7 +402,8 @@ def use_attention(root: nn.Module) -> int:
             continue
         config = module.config
         default = "sdpa" if module._supports_sdpa else "eager"
-        if config._attn_implementation == default and not getattr(config, "output_attentions", False):
+        plain = config._attn_implementation == default and not getattr(config, "output_attentions", False)
+        if plain and not _reads_masks(module):
             # The public setter would set models inside, too, whose class may not use the interface.
             config._attn_implementation_internal = NAME
         changed += config._attn_implementation == NAME
