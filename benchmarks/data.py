@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from megalight.data.blend import blend_index
-from megalight.data.gpt.dataset import GPTDataset, SampleOptions, collate
-from megalight.data.gpt.index import SamplePlan, build
+from megalight.data.gpt.dataset import GPTDataset, SampleOptions, SamplePlan, build, collate
 from megalight.data.indexed import IndexedDataset, IndexedWriter
 from megalight.data.prepare import prepare
 from megalight.data.tokenizer import Tokenizer

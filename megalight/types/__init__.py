@@ -11,5 +11,5 @@ from megalight.types.batch import inverse as inverse
 from megalight.types.batch import mean as mean
 from megalight.types.packed_sequences import ContextShare as ContextShare
 from megalight.types.packed_sequences import PackedSequences as PackedSequences
+from megalight.types.packed_sequences import Pages as Pages
 from megalight.types.packed_sequences import to_device as to_device
-from megalight.types.pages import Pages as Pages

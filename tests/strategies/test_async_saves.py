@@ -25,8 +25,7 @@ from torch import Tensor
 from megalight import checkpoint
 from megalight.callbacks import EMA, Preemption, Retention, StepProgress
 from megalight.callbacks import stopping as preemption
-from megalight.checkpoint.async_save.saves import PendingSave
-from megalight.checkpoint.async_save.shared_memory import SharedMemory
+from megalight.checkpoint.async_save.saves import PendingSave, SharedMemory
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.gpt import GPTConfig
 from megalight.nn.moe import MoEConfig

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from megalight import checkpoint
 from megalight.checkpoint import saving
 from megalight.checkpoint.async_save import saves
-from megalight.checkpoint.async_save.saves import KINDS, AsyncSaver, Kind, PendingSave, SaveWorker
-from megalight.checkpoint.async_save.shared_memory import SharedMemory
+from megalight.checkpoint.async_save.saves import KINDS, AsyncSaver, Kind, PendingSave, SaveWorker, SharedMemory
 from megalight.checkpoint.ranks import Ranks
 from megalight.errors import CheckpointError
 from tests.checkpoint import simple

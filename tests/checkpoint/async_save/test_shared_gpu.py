@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from megalight.checkpoint.async_save.shared_memory import SharedMemory
+from megalight.checkpoint.async_save.saves import SharedMemory
 
 pytestmark = pytest.mark.gpu
 

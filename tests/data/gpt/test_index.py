@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalight.data.gpt.index import SamplePlan, build, sample_index
+from megalight.data.gpt.dataset import SamplePlan, build, sample_index
 from megalight.errors import DataError
 
 LENGTHS = np.array([3, 5, 4, 6], np.int32)

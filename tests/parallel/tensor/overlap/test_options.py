@@ -22,9 +22,8 @@ from megalight.parallel.peers import memory
 from megalight.parallel.tensor import shared as shared_module
 from megalight.parallel.tensor.linear import ColumnLinear
 from megalight.parallel.tensor.overlap import symmetric
-from megalight.parallel.tensor.overlap.overlap_modes import OVERLAPS, choose
 from megalight.parallel.tensor.overlap.spec import MAX_CTAS, OverlapSpec, TensorOptions
-from megalight.parallel.tensor.shared import Shared, gains_by_recording, steps_recorded
+from megalight.parallel.tensor.shared import OVERLAPS, Shared, choose, gains_by_recording, steps_recorded
 from tests.parallel.test_apply import BASE
 from tests.support.workers import run
 
