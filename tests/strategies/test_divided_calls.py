@@ -113,6 +113,7 @@ def test_a_loss_of_the_users_own_is_refused() -> None:
 
 def test_what_shares_cannot_do() -> None:
     assert "does not use the attention interface" in str(why_not(tiny("bloom")))
+    assert "counts positions from padding in roberta.embeddings" in str(why_not(tiny("camembert")))
     model: Any = tiny("llama")
     assert why_not(model) is None
     for name, value, reason in (

@@ -147,6 +147,8 @@ def why_not(model: nn.Module) -> str | None:
         return f"has layers of type {', '.join(other)}, which mix tokens of a sequence outside of attention"
     if mixing := next((n for n, m in model.named_modules() if isinstance(m, nn.Conv1d | nn.RNNBase)), None):
         return f"mixes tokens of a sequence in {mixing}, outside of attention"
+    if own := next((n for n, m in model.named_modules() if hasattr(m, "create_position_ids_from_input_ids")), None):
+        return f"counts positions from padding in {own}, in a way of its own, and a share begins anywhere"
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)]
     if stretched := next((kind for kind in kinds if kind in STRETCHED), None):
