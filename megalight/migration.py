@@ -97,7 +97,7 @@ MEGATRON = {
     "muon_scale_mode": "model.optimizer.muon.scale (shape_scaling is original; spectral times 0.2 is match_rms_adamw)",
     "muon_num_ns_steps": "model.optimizer.muon.ns_steps",
     "qk_clip": "model.optimizer.muon.qk_clip (the threshold)",
-    "qk_clip_threshold": "model.optimizer.muon.qk_clip",
+    "qk_clip_threshold": "model.optimizer.muon.qk_clip (the threshold)",
     "lr_decay_style": "model.optimizer.schedule (Cosine, Linear, WSD, InverseSqrt; Constant is the default)",
     "lr_warmup_iters": "model.optimizer.schedule (warmup of its class)",
     "lr_warmup_fraction": "model.optimizer.schedule (warmup of its class: the fraction times --lr-decay-iters)",

@@ -48,6 +48,7 @@ def unknown_key(key: str, value: Any, owner: str, choices: Collection[str], know
 
 MODULES = (
     "megalight.models.gpt",
+    "megalight.models.hf",
     "megalight.models.bert",
     "megalight.models.vlm",
     "megalight.models.eagle",

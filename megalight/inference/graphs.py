@@ -20,6 +20,7 @@ from megalight.inference.cache import Cache, places_of
 from megalight.inference.parallel import ParallelGPT, evaluating
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.ops.common import HALF
+from megalight.ops.jit import overlapping
 from megalight.parallel.graphs.recorder import CUDARecorder, Recorder, Recording
 from megalight.types import PackedSequences, Pages
 
@@ -148,7 +149,7 @@ class _Step:
             assert isinstance(logits, Tensor)
             return logits
 
-        with torch.no_grad(), evaluating(model):
+        with torch.no_grad(), evaluating(model), overlapping(newest.device):
             run()  # kernels are compiled, and pools allocated
             self.recording = recorder.record(run, pool="decode", settle=False)
 

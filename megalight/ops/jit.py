@@ -5,7 +5,8 @@ Without Triton, kernels are defined all the same, and launching one says what is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -89,27 +90,35 @@ def next_power(n: int) -> int:
     return 1 << (n - 1).bit_length() if n > 1 else 1
 
 
-@lru_cache
-def _has_dependent_launch(device: int) -> bool:
-    return bool(torch.cuda.get_device_capability(device) >= (9, 0))
+class _Overlap:
+    """Whether kernels that call :func:`start_dependents` are launched before their predecessor has ended (``on``)."""
+
+    on = False
 
 
-def dependent_launch(x: torch.Tensor) -> bool:
-    """Return whether kernels on ``x`` with :func:`start_dependents` are launched before their predecessor has ended.
+OVERLAP = _Overlap()
 
-    It is so in CUDA graphs of inference: there many kernels take a few microseconds each, of which one or two are the
-    way from one to the next.
+
+@contextmanager
+def overlapping(device: torch.device) -> Iterator[None]:
+    """Launch kernels that call :func:`start_dependents` before their predecessor has ended, on GPUs that can.
+
+    For recordings of inference: there many kernels take a few microseconds each, of which one or two are the way from
+    one to the next. Weights that another kernel has just written may not be read.
     """
-    if torch.is_grad_enabled() or not x.is_cuda or not torch.cuda.is_current_stream_capturing():
-        return False
-    return _has_dependent_launch(x.get_device())
+    before = OVERLAP.on
+    OVERLAP.on = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    try:
+        yield
+    finally:
+        OVERLAP.on = before
 
 
 @jit
 def start_dependents(PDL: constexpr) -> None:
     """Wait until the kernel before this one has ended and its results are visible; let the next one begin.
 
-    The launch then has ``launch_pdl=PDL`` (programmatic dependent launch).
+    With ``PDL``, which is :data:`OVERLAP`, as is the option ``launch_pdl`` (programmatic dependent launch).
     """
     if PDL:
         tl.extra.cuda.gdc_wait()

@@ -109,7 +109,7 @@ def test_is_continued_from_latents(adapted: bool) -> None:
         wholes = [mixer(rows[s], context_of(rotary, PackedSequences.of_lengths([len(rows[s])]))) for s in slots]
         expected = torch.cat([out[-count:] for out, count in zip(wholes, counts, strict=True)])
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
-    assert cache.states["0"]._rows.shape == (80, KV + R), "a block for each slot, and a dummy"
+    assert cache.states["0"].stored.shape == (80, KV + R), "a block for each slot, and a dummy"
 
 
 SIZES = {"num_layers": 2, "hidden_size": 8, "num_heads": 2, "vocab_size": 9, "max_sequence_length": 9}

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megalight.imports import has
+from megalight.ops.jit import overlapping
 from megalight.ops.linear import linear, takes_gemv
 from megalight.ops.norm import rms_norm
 
@@ -60,7 +61,7 @@ def test_recorded_chains_wait_for_each_other() -> None:
         run()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph), overlapping(x.device):
             result = run()
         for _ in range(200):
             x.normal_()

@@ -72,14 +72,18 @@ EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 """The same with stacks of experts. In checkpoints each expert has a name of its own."""
 COVER = {
-    "one": ["cp2"],
+    "one": ["pp2vpp2", "cp2"],
     "tp2": ["uneven"],
+    "pp2": ["ends"],
     "pp2vpp2": ["full2"],
+    "pp2zb": ["dp2"],
     "cp2": ["pp2zb"],
     "dp2": ["tp2"],
-    "ends": ["one"],
+    "uneven": ["one"],
+    "ends": ["pp2"],
     "full2": ["both4"],
-    "hybrid4": ["pp2vpp2"],
+    "both4": ["hybrid4"],
+    "hybrid4": ["full2"],
 }
 """What each layout loads. Each that divides in one way is saved and loaded, and kinds of layouts meet."""
 

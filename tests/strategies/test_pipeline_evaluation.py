@@ -27,9 +27,9 @@ from tests.support.workers import run
 
 CONFIG = replace(CONFIGS["tied"], num_layers=4)
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
-    pytest.param(2, {"pipeline_parallel": 2, "micro_batch_size": 1}, marks=pytest.mark.full),
+    (2, {"pipeline_parallel": 2, "micro_batch_size": 1}),
     (2, {"pipeline_parallel": 2, "virtual_pipeline": 2, "micro_batch_size": 3}),
-    pytest.param(2, {"context_parallel": 2, "micro_batch_size": 2}, marks=pytest.mark.full),
+    (2, {"context_parallel": 2, "micro_batch_size": 2}),
     (4, {"pipeline_parallel": 2, "context_parallel": 2, "micro_batch_size": 1}),
 ]
 

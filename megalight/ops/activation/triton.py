@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megalight.ops.common import apply, once_differentiable
-from megalight.ops.jit import UNIT, Value, cdiv, constexpr, dependent_launch, jit, next_power, start_dependents, tl
+from megalight.ops.jit import OVERLAP, UNIT, Value, cdiv, constexpr, jit, next_power, start_dependents, tl
 from megalight.ops.quantize.amax_history import annotate_amax
 
 BLOCK = 2048
@@ -164,7 +164,7 @@ class _TritonActivation(torch.autograd.Function):
         grid = y.numel() // max(1, size), cdiv(size, block)
         parts = _parts(y, grid) if measure else y  # a kernel that does not measure writes no parts
         if grid[0]:
-            pdl = dependent_launch(x)
+            pdl = OVERLAP.on
             _triton_forward[grid](
                 x,
                 y,

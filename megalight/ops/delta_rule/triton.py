@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalight.ops.common import apply, once_differentiable
-from megalight.ops.jit import Value, cdiv, constexpr, dependent_launch, jit, next_power, start_dependents, tl
+from megalight.ops.jit import OVERLAP, Value, cdiv, constexpr, jit, next_power, start_dependents, tl
 from megalight.types import PackedSequences, Pages, to_device
 
 FEATURES = 32
@@ -592,7 +592,7 @@ def delta_rule_continued(
     (_, heads, size), (groups, width), count = v.shape, k.shape[1:], pages.decodes
     y = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     if count:
-        pdl = dependent_launch(v)
+        pdl = OVERLAP.on
         _decode[(count, heads, cdiv(size, FEATURES))](
             *(q, k, v, decay, beta, entries, pages.state_slot, pages.lengths, y, heads, heads // groups, width, size),
             *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *decay.stride(), *beta.stride()),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megalight.ops.jit import Value, cdiv, constexpr, dependent_launch, jit, start_dependents, tl
+from megalight.ops.jit import OVERLAP, Value, cdiv, constexpr, jit, start_dependents, tl
 
 ROWS = 4
 """Rows of the weight of a program."""
@@ -64,7 +64,7 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x [..., in]``, of which there is one, times ``weight [out, in]``, and ``bias [out]``: ``[..., out]``."""
     out, size = weight.shape
     y = x.new_empty(*x.shape[:-1], out)
-    pdl = dependent_launch(x)
+    pdl = OVERLAP.on
     _gemv[(cdiv(out, ROWS),)](
         *(x.contiguous(), weight, bias, y, out, size),
         BIAS=bias is not None,

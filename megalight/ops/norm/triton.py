@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megalight.ops.common import apply, num_sms, once_differentiable
-from megalight.ops.jit import Value, cdiv, constexpr, dependent_launch, jit, next_power, start_dependents, tl
+from megalight.ops.jit import OVERLAP, Value, cdiv, constexpr, jit, next_power, start_dependents, tl
 from megalight.ops.parameter import may_hide, state_of
 from megalight.ops.quantize.amax_history import annotate_amax
 
@@ -230,7 +230,7 @@ def _run_forward(
     programs = cdiv(rows, tile["ROWS"])
     parts = torch.empty(programs, dtype=torch.float32, device=x.device) if measure else None
     if rows:
-        pdl = dependent_launch(x)
+        pdl = OVERLAP.on
         _forward[(programs,)](
             x,
             residual,

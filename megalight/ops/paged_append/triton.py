@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megalight.ops.jit import Value, constexpr, dependent_launch, jit, next_power, start_dependents, tl
+from megalight.ops.jit import OVERLAP, Value, constexpr, jit, next_power, start_dependents, tl
 from megalight.ops.rotary.triton import turn
 
 
@@ -77,7 +77,7 @@ def paged_append(
     (tokens, heads, size), kv_heads, value_size = q.shape, k.shape[1], v.shape[-1]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     half = size // 2 if cos is None else cos.shape[-1]
-    pdl = dependent_launch(q)
+    pdl = OVERLAP.on
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     _append[(tokens,)](
         *(q, k, v, out, k_pool, v_pool, write, cos, sin),

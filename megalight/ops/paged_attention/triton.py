@@ -16,10 +16,10 @@ from torch import Tensor
 from megalight.ops.common import num_sms
 from megalight.ops.jit import (
     LOG2E,
+    OVERLAP,
     Value,
     cdiv,
     constexpr,
-    dependent_launch,
     jit,
     next_power,
     start_dependents,
@@ -287,7 +287,7 @@ def _launch(
         tokens = sum(pages.query_lengths[:count])
         written = torch.empty(tokens, heads, splits, value_size, dtype=torch.float32, device=q.device)
         sums = torch.empty(tokens, heads, splits, dtype=torch.float32, device=q.device)
-    pdl = dependent_launch(q)
+    pdl = OVERLAP.on
     read, tail = (value_size, size - value_size) if shared else (size, 0)
     _attend[(blocks, kv_heads, count * splits)](
         *(q, k_pool, v_pool, pages.block_table, pages.lengths, pages.cu_queries, written, sums, sink),

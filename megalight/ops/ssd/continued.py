@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from megalight.ops.jit import Value, cdiv, constexpr, dependent_launch, jit, next_power, start_dependents, tl
+from megalight.ops.jit import OVERLAP, Value, cdiv, constexpr, jit, next_power, start_dependents, tl
 from megalight.ops.ssd import step_sizes
 from megalight.ops.ssd.triton import CHUNK, PART, TALL, Chunks
 from megalight.ops.ssd.triton_kernels import load_block, pass_states, softplus, store_block
@@ -95,7 +95,7 @@ def ssd_continued(
     (_, heads, size), (groups, width), count = x.shape, b.shape[1:], pages.decodes
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if count:
-        pdl = dependent_launch(x)
+        pdl = OVERLAP.on
         _decode[(count, heads, cdiv(size, FEATURES))](
             *(x, dt, a, b, c, d, bias, entries, pages.state_slot, pages.lengths, y, heads, heads // groups, size),
             *(width, *x.stride()[:2], *dt.stride(), *b.stride()[:2], *c.stride()[:2]),

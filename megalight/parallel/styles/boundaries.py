@@ -55,7 +55,8 @@ class Boundary(Style):
         region = {"gather": all_gather, "join": join, "split": split}[self.leave or "join"]
 
         def change(module: nn.Module, output: Tensor) -> Tensor:
-            if output.dim() < shared.sequence_dim + 2:
+            # Rows `[T, ...]` may have no features: values for each token.
+            if shared.sequence_dim and output.dim() < shared.sequence_dim + 2:
                 raise LayoutError(
                     f"a {type(module).__name__} returns hidden states {tuple(output.shape)}, and sequence parallelism "
                     f"looks for tokens in dim {shared.sequence_dim} before the features; turn it off for this model."
