@@ -318,7 +318,9 @@ class DataParallelInferenceCoordinator:
                 self._engines.values(), key=lambda each: (each.load - each.shared(pieces), each.total, each.order)
             )
             engine.take(number, pending, pieces)
-            if not self._send(engine.identity, SubmitRequest(replace(request, id=number, generated=pending.generated))):
+            if not self._send(
+                engine.identity, SubmitRequest(replace(request, id=number, generated=pending.generated), engine.epoch)
+            ):
                 self._lose(engine)
 
     def _reply(self, engine: _Engine, outputs: Sequence[Output]) -> None:

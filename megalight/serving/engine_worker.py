@@ -127,7 +127,9 @@ class EngineWorker:
                 log.warning("a frame of the coordinator is malformed")
                 continue
             if isinstance(message, SubmitRequest):
-                self._thread.submit(message.request)
+                # One of an older epoch has been given to another engine, or comes again in this one.
+                if message.epoch == self._epoch:
+                    self._thread.submit(message.request)
             elif isinstance(message, AbortRequest):
                 self._thread.submit(Abort(message.id))
             elif isinstance(message, Rejoin):

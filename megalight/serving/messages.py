@@ -88,9 +88,10 @@ class ConnectAck(Message, frozen=True):
 
 
 class SubmitRequest(Message, frozen=True):
-    """A request, from a client or to an engine."""
+    """A request, from a client, or to an engine in one of its epochs."""
 
     request: EngineRequest
+    epoch: int = 0
 
 
 class AbortRequest(Message, frozen=True):
