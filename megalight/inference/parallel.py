@@ -21,7 +21,7 @@ from megalight.models.hidden import KEPT, keeping
 from megalight.models.vision import PackedImages
 from megalight.models.vlm.config import VLMConfig
 from megalight.models.vlm.model import VLM, TowerPart
-from megalight.ops.sample_tokens import Ranks
+from megalight.ops.sample_tokens import VocabularyRanks
 from megalight.parallel.apply import whole_tokens
 from megalight.parallel.groups import new_group, shared_group, uses_backend
 from megalight.parallel.layers import layers_of
@@ -61,7 +61,7 @@ class Choice(Protocol):
         """Rows and labels ``[M]`` whose losses it needs, too."""
         ...
 
-    def __call__(self, logits: Tensor, ranks: Ranks | None = None, losses: Tensor | None = None) -> Tensor:
+    def __call__(self, logits: Tensor, ranks: VocabularyRanks | None = None, losses: Tensor | None = None) -> Tensor:
         """Return results ``[n, r]`` of logits ``[N, V]``, or of those of this rank's columns; ``losses [M]``."""
         ...
 
@@ -360,7 +360,7 @@ class ParallelGPT(nn.Module):
         return rows
 
 
-def _ranks(head: VocabLinear) -> Ranks:
+def _ranks(head: VocabLinear) -> VocabularyRanks:
     """Return how the ranks of a head agree."""
     group = head.shared.group
 
@@ -369,7 +369,9 @@ def _ranks(head: VocabLinear) -> Ranks:
         dist.all_reduce(found, dist.ReduceOp.MAX, group)
         return found
 
-    return Ranks(head.first_row, head.vocab_size, largest, partial(choose, group=group), partial(combine, group=group))
+    return VocabularyRanks(
+        head.first_row, head.vocab_size, largest, partial(choose, group=group), partial(combine, group=group)
+    )
 
 
 def _why_blind(model: ParallelModel) -> str | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from megalight.inference.cache import to_device_packed
 from megalight.inference.sampling import reals_of, top_k_of
 from megalight.inference.scheduler import Request
-from megalight.ops.sample_tokens import Ranks, SamplingRows, processed, sample_tokens
+from megalight.ops.sample_tokens import SamplingRows, VocabularyRanks, processed, sample_tokens
 from megalight.types import to_device
 
 
@@ -58,7 +58,7 @@ class PassSampling:
     def _top(self) -> int:
         return max((request.top_count for request in self._requests), default=0)
 
-    def __call__(self, logits: Tensor, ranks: Ranks | None = None, losses: Tensor | None = None) -> Tensor:
+    def __call__(self, logits: Tensor, ranks: VocabularyRanks | None = None, losses: Tensor | None = None) -> Tensor:
         """Sample.
 
         Args:
@@ -112,7 +112,7 @@ def _sampling_rows(requests: Sequence[Request], ahead: Sequence[int], device: to
     )
 
 
-def _biased(logits: Tensor, requests: Sequence[Request], ahead: Sequence[int], ranks: Ranks | None) -> Tensor:
+def _biased(logits: Tensor, requests: Sequence[Request], ahead: Sequence[int], ranks: VocabularyRanks | None) -> Tensor:
     """Add the biases of requests, and exclude the tokens that would end them too early."""
     first, columns = (0 if ranks is None else ranks.first), logits.shape[1]
     places: list[int] = []
@@ -136,7 +136,7 @@ def _biased(logits: Tensor, requests: Sequence[Request], ahead: Sequence[int], r
     return wide
 
 
-def _constrained(logits: Tensor, requests: Sequence[Request], ranks: Ranks | None) -> Tensor:
+def _constrained(logits: Tensor, requests: Sequence[Request], ranks: VocabularyRanks | None) -> Tensor:
     """Exclude the tokens that grammars of requests do not allow."""
     rows = [row for row, request in enumerate(requests) if request.matcher is not None]
     if not rows:
@@ -173,7 +173,7 @@ class TokenCounts:
         """Forget the tokens of all requests: those that only the device knows will be sampled again."""
         self._owners.clear()
 
-    def penalize(self, logits: Tensor, requests: Sequence[Request], ranks: Ranks | None) -> Tensor:
+    def penalize(self, logits: Tensor, requests: Sequence[Request], ranks: VocabularyRanks | None) -> Tensor:
         """Return logits ``[n, V]`` with the penalties of requests, float32 or wider."""
         columns, first, device = logits.shape[1], (0 if ranks is None else ranks.first), logits.device
         if self._counts is None or self._seen is None:
@@ -224,7 +224,7 @@ class TokenCounts:
         self._counts[slot].index_add_(0, new, torch.ones_like(new, dtype=torch.int32))
 
 
-def log_probs_of(logits: Tensor, tokens: Tensor, top: int, ranks: Ranks | None) -> Tensor:
+def log_probs_of(logits: Tensor, tokens: Tensor, top: int, ranks: VocabularyRanks | None) -> Tensor:
     """Return log-probabilities ``[n, 1 + 2 top]``, float32 or wider.
 
     They are those of ``tokens [n]``; then the ``top`` most probable tokens, and theirs.

@@ -29,7 +29,7 @@ NAME = "megalight"
 
 
 @dataclass(frozen=True)
-class Pattern:
+class MaskPattern:
     """What all sequences of a mask have in common.
 
     Attributes:
@@ -55,7 +55,7 @@ class Core(Protocol):
         k: Tensor,
         v: Tensor,
         sequences: PackedSequences,
-        pattern: Pattern,
+        pattern: MaskPattern,
         *,
         scale: float | None,
         softcap: float | None,
@@ -69,7 +69,7 @@ class Core(Protocol):
 
 
 def plain(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, pattern: Pattern, **options: Any
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, pattern: MaskPattern, **options: Any
 ) -> Tensor:
     """Attention within the sequences that are here: a :class:`Core`."""
     options |= {"causal": pattern.causal, "window": pattern.window, "chunk": pattern.chunk}
@@ -88,7 +88,7 @@ class Visible:
         core: what computes attention. It is here, as layers may run again in the backward pass.
     """
 
-    pattern: Pattern
+    pattern: MaskPattern
     sequences: PackedSequences
     queries: Tensor | None = None
     keys: Tensor | None = None
@@ -125,9 +125,9 @@ def calling(sequences: PackedSequences, core: Core = plain) -> Iterator[Call]:
         CALL.reset(token)
 
 
-def pattern_of(function: Callable[..., Any]) -> Pattern | None:
+def pattern_of(function: Callable[..., Any]) -> MaskPattern | None:
     """Return what a mask function of ``transformers`` means; None: it has a form that is not known."""
-    pattern = Pattern()
+    pattern = MaskPattern()
     for part in _joined_by_and(function):
         values = inspect.getclosurevars(part).nonlocals
         match part.__qualname__.partition(".")[0]:
@@ -212,7 +212,7 @@ def mask(
     )
 
 
-def _of_call(call: Call, pattern: Pattern | None, given: Tensor | None) -> Visible:
+def _of_call(call: Call, pattern: MaskPattern | None, given: Tensor | None) -> Visible:
     """Return what a mask means in a call whose sequences are known.
 
     Raises:
@@ -238,7 +238,7 @@ def _padded(attention_mask: Tensor, offset: int, length: int) -> Tensor:
 
 
 def _visible(
-    pattern: Pattern, batch: int, queries: int, keys: int, real: Tensor | None, device: torch.device
+    pattern: MaskPattern, batch: int, queries: int, keys: int, real: Tensor | None, device: torch.device
 ) -> Visible | None:
     if pattern.documents is not None:
         if real is not None or queries != keys:
@@ -314,7 +314,7 @@ def attend(
     if attention_mask is None and kwargs.get("position_bias") is None:
         batch, _, queries, _ = query.shape
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        attention_mask = Visible(Pattern(causal), _of((queries,) * batch, (key.shape[2],) * batch, query.device))
+        attention_mask = Visible(MaskPattern(causal), _of((queries,) * batch, (key.shape[2],) * batch, query.device))
         if (call := CALL.get()) is not None:
             attention_mask = _of_call(call, attention_mask.pattern, None)
     if not isinstance(attention_mask, Visible):

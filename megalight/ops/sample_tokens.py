@@ -70,7 +70,7 @@ class SamplingKernels(NamedTuple):
     best: Callable[[Tensor, SamplingRows, Tensor, Cut | None, int, int], tuple[Tensor, Tensor]]
 
 
-class Ranks(NamedTuple):
+class VocabularyRanks(NamedTuple):
     """How ranks that have some columns of the logits each agree.
 
     Attributes:
@@ -437,7 +437,9 @@ def _choose(spec: SampleSpec, backend: str) -> SamplingKernels:
     return found
 
 
-def sample_tokens(logits: Tensor, rows: SamplingRows, *, ranks: Ranks | None = None, backend: str = "auto") -> Tensor:
+def sample_tokens(
+    logits: Tensor, rows: SamplingRows, *, ranks: VocabularyRanks | None = None, backend: str = "auto"
+) -> Tensor:
     """Sample a token id of each row: ``[N, V] -> [N]`` int64. Rows that are not finite give :data:`FAILED`.
 
     A sample follows from its row, its seed and its position alone. Temperature is applied first, then top-k, top-p and

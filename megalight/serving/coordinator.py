@@ -30,10 +30,10 @@ from megalight.serving.messages import (
     Control,
     ControlAck,
     EngineReply,
+    Frame,
     Header,
     Heartbeat,
     Hello,
-    Message,
     Output,
     Rejoin,
     Reply,
@@ -85,7 +85,7 @@ ENTERED: dict[State, tuple[Header, ...]] = {
 
 
 @dataclass(eq=False)
-class _Pending:
+class _RoutedRequest:
     """A request that has not ended."""
 
     client: bytes
@@ -107,7 +107,7 @@ class _Engine:
     epoch: int
     seen: float
     order: int
-    requests: dict[str, _Pending] = field(default_factory=dict)
+    requests: dict[str, _RoutedRequest] = field(default_factory=dict)
     load: int = 0
     total: int = 0
     prefixes: OrderedDict[int, None] = field(default_factory=OrderedDict)
@@ -121,7 +121,7 @@ class _Engine:
             count += CHUNK
         return count
 
-    def take(self, number: str, pending: _Pending, pieces: Sequence[int]) -> None:
+    def take(self, number: str, pending: _RoutedRequest, pieces: Sequence[int]) -> None:
         """Count a request."""
         self.requests[number], pending.engine = pending, self
         self.load += pending.tokens
@@ -191,7 +191,7 @@ class DataParallelInferenceCoordinator:
         self._engines: dict[bytes, _Engine] = {}
         self._strangers: dict[bytes, float] = {}
         self._clients: dict[bytes, set[str]] = {}
-        self._pending: dict[str, _Pending] = {}
+        self._pending: dict[str, _RoutedRequest] = {}
         # By client and its own id; those that ended are remembered for a while.
         self._numbers: dict[tuple[bytes, str], str] = {}
         self._done: OrderedDict[tuple[bytes, str], None] = OrderedDict()
@@ -244,7 +244,7 @@ class DataParallelInferenceCoordinator:
             self._handle(identity, message)
         return False
 
-    def _handle(self, identity: bytes, message: Message) -> None:
+    def _handle(self, identity: bytes, message: Frame) -> None:
         engine = self._engines.get(identity)
         if isinstance(message, Hello):
             self._join(identity, message.epoch)
@@ -279,7 +279,7 @@ class DataParallelInferenceCoordinator:
             self._controls.append((identity, message))
             self._advance()
 
-    def _send(self, identity: bytes, message: Message) -> bool:
+    def _send(self, identity: bytes, message: Frame) -> bool:
         """Send a message; return whether its receiver is there."""
         try:
             self._socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)
@@ -299,7 +299,7 @@ class DataParallelInferenceCoordinator:
         self._count += 1
         number = f"{self._epoch}-{self._count}"
         seed = random.getrandbits(62) if request.seed is None else request.seed
-        self._pending[number] = _Pending(client, replace(request, seed=seed), [*request.generated])
+        self._pending[number] = _RoutedRequest(client, replace(request, seed=seed), [*request.generated])
         self._numbers[key] = number
         self._clients.setdefault(client, set()).add(number)
         self._waiting.append(number)

@@ -19,10 +19,10 @@ from megalight.serving.messages import (
     AbortRequest,
     Ack,
     EngineReply,
+    Frame,
     Header,
     Heartbeat,
     Hello,
-    Message,
     Output,
     Rejoin,
     SubmitRequest,
@@ -104,7 +104,7 @@ class EngineWorker:
         if self._failure is not None:
             raise MegalightError(f"the engine has stopped: {self._failure}") from self._failure
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: Frame) -> None:
         if not self._socket.closed:
             self._socket.send(encode(message))
 

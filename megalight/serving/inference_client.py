@@ -23,8 +23,8 @@ from megalight.serving.messages import (
     ConnectAck,
     Control,
     ControlAck,
+    Frame,
     Header,
-    Message,
     Reply,
     State,
     SubmitRequest,
@@ -140,7 +140,7 @@ class InferenceClient:
         finally:
             del self._tickets[ticket]
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: Frame) -> None:
         if not self._socket.closed:
             self._socket.send(encode(message))
 

@@ -24,11 +24,11 @@ ERRORS: dict[str, type[MegalightError]] = {"data": DataError, "configuration": C
 """Errors that keep their class on the way; others become a ``MegalightError``."""
 
 
-class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class Frame(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A message."""
 
 
-class Output(Message, frozen=True):
+class Output(Frame, frozen=True):
     """An :class:`~megalight.serving.engine_loop.EngineOutput`. ``error`` is its kind and its text."""
 
     id: str
@@ -76,81 +76,81 @@ class Output(Message, frozen=True):
         )
 
 
-class Connect(Message, frozen=True):
+class Connect(Frame, frozen=True):
     """A client is there. It says so every half second."""
 
 
-class ConnectAck(Message, frozen=True):
+class ConnectAck(Frame, frozen=True):
     """The coordinator is there: its epoch, which a new one changes, and the state."""
 
     epoch: str
     state: State
 
 
-class SubmitRequest(Message, frozen=True):
+class SubmitRequest(Frame, frozen=True):
     """A request, from a client, or to an engine in one of its epochs."""
 
     request: EngineRequest
     epoch: int = 0
 
 
-class AbortRequest(Message, frozen=True):
+class AbortRequest(Frame, frozen=True):
     """A request is to be taken out."""
 
     id: str
 
 
-class Control(Message, frozen=True):
+class Control(Frame, frozen=True):
     """A client wants all engines to change their state. The ticket is in the answer."""
 
     header: Header
     ticket: int
 
 
-class ControlAck(Message, frozen=True):
+class ControlAck(Frame, frozen=True):
     """All engines have acknowledged, or the state was such before."""
 
     ticket: int
     state: State
 
 
-class Reply(Message, frozen=True):
+class Reply(Frame, frozen=True):
     """What a step gave the requests of a client."""
 
     outputs: list[Output]
 
 
-class Hello(Message, frozen=True):
+class Hello(Frame, frozen=True):
     """An engine is there, and has no requests. Each hello has a new epoch."""
 
     epoch: int
 
 
-class Rejoin(Message, frozen=True):
+class Rejoin(Frame, frozen=True):
     """The coordinator does not know the engine: it must drop its requests, and say hello."""
 
 
-class EngineReply(Message, frozen=True):
+class EngineReply(Frame, frozen=True):
     """What a step gave all requests of an engine."""
 
     epoch: int
     outputs: list[Output]
 
 
-class Heartbeat(Message, frozen=True):
+class Heartbeat(Frame, frozen=True):
     """An engine is there."""
 
     epoch: int
 
 
-class Command(Message, frozen=True):
+class Command(Frame, frozen=True):
     """An engine is to change its state, and acknowledge the number."""
 
     header: Header
     number: int
 
 
-class Ack(Message, frozen=True):
+class Ack(Frame, frozen=True):
     """An engine has changed its state."""
 
     epoch: int

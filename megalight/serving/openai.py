@@ -213,7 +213,7 @@ class TextPart(Body):
     text: str
 
 
-class Message(Body):
+class ChatMessage(Body):
     """A message."""
 
     role: Annotated[str, Field(min_length=1, max_length=32)]
@@ -245,7 +245,7 @@ class ChatBody(Sampled):
         "prediction": (),
         "web_search_options": (),
     }
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOG_PROBS)] | None = None
@@ -278,7 +278,7 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
 
 
 class DetokenizeBody(Body):
@@ -288,7 +288,7 @@ class DetokenizeBody(Body):
     tokens: list[Token]
 
 
-class Answer:
+class CompletionAnswer:
     """The answer to one request, as a whole or as a stream of chunks.
 
     Args:

@@ -34,10 +34,10 @@ from megalight.serving.llm import AsyncLLM
 from megalight.serving.metrics import Metrics
 from megalight.serving.openai import (
     COMPLETION_TOKENS,
-    Answer,
     APIError,
     Body,
     ChatBody,
+    CompletionAnswer,
     CompletionBody,
     DetokenizeBody,
     TokenizeBody,
@@ -209,7 +209,7 @@ def _response(error: APIError) -> JSONResponse:
 
 
 @dataclass
-class Routes:
+class Endpoints:
     """The routes of a server.
 
     Attributes:
@@ -349,7 +349,7 @@ class Routes:
                 )
                 for place in range(each * len(prompts))
             ]
-        answer = Answer(body, name, prompts, self.llm.served.words)
+        answer = CompletionAnswer(body, name, prompts, self.llm.served.words)
         outputs = merged([self.metrics.measured(each) for each in requests])
         # The first output decides: what the engine refuses is an error of the request, also of a stream.
         try:
@@ -382,7 +382,7 @@ class Routes:
 
     async def _chunks(
         self,
-        answer: Answer,
+        answer: CompletionAnswer,
         first: tuple[int, EngineOutput],
         outputs: AsyncIterator[tuple[int, EngineOutput]],
         body: CompletionBody | ChatBody,
@@ -504,7 +504,7 @@ def app_of(llm: AsyncLLM, name: str, *, keys: Sequence[str] = (), limits: Limits
         limits: what is accepted.
     """
     limits = limits or Limits()
-    routes = Routes(llm, name, limits)
+    routes = Endpoints(llm, name, limits)
     app = fastapi.FastAPI(title="Megalight", version=__version__, docs_url=None, redoc_url=None)
     for path, route, body in (
         ("/v1/completions", routes.completions, CompletionBody),

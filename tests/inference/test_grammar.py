@@ -19,7 +19,7 @@ from megalight.inference.sampler import PassSampling, TokenCounts
 from megalight.inference.scheduler import Request
 from megalight.models.gpt import GPT
 from megalight.nn.init import initialize
-from megalight.ops.sample_tokens import Ranks
+from megalight.ops.sample_tokens import VocabularyRanks
 from tests.inference.test_generate import PROMPTS, build
 
 pytestmark = pytest.mark.skipif(not has("llguidance"), reason="needs llguidance")
@@ -105,7 +105,9 @@ def test_ranks_apply_their_columns_of_a_mask(model: GPT, compiler: GrammarCompil
     request = Request(0, [5], 1, 4, SamplingParams(temperature=0), matcher=grammar.start())
     whole: list[torch.Tensor] = []
     for first in (0, 148):
-        ranks = Ranks(first, VOCABULARY, lambda own: own, lambda own, place: whole.append(own) or place, lambda *x: x)  # type: ignore[func-returns-value, arg-type, return-value]
+        ranks = VocabularyRanks(
+            first, VOCABULARY, lambda own: own, lambda own, place: whole.append(own) or place, lambda *x: x
+        )  # type: ignore[func-returns-value, arg-type, return-value]
         token = int(PassSampling(TokenCounts(1), [request])(logits[:, first : first + 148], ranks)[0, 0])
         if token >= 0:
             assert grammar.start().validate_tokens([token]) == 1

@@ -13,8 +13,8 @@ from torch import Tensor
 from megalight.imports import has
 from megalight.ops.sample_tokens import (
     FAILED,
-    Ranks,
     SamplingRows,
+    VocabularyRanks,
     kept_mask,
     reference_best,
     reference_cut,
@@ -143,7 +143,7 @@ def test_columns_may_lie_on_several_ranks() -> None:
         raise AssertionError("log-probabilities are not asked for")
 
     for first in (0, 8, 16):
-        sample_tokens(logits[:, first : first + 8], rows, ranks=Ranks(first, 21, gather, column, combine))
+        sample_tokens(logits[:, first : first + 8], rows, ranks=VocabularyRanks(first, 21, gather, column, combine))
     scores, places = torch.stack([pair[0] for pair in found]), torch.stack([pair[1] for pair in found])
     best = places.gather(0, scores.argmax(0, keepdim=True))[0]
     assert torch.stack(peaks).amax(0).equal(logits.nan_to_num(torch.inf).amax(-1))

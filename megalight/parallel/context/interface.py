@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from megalight.attachments import CORE
 from megalight.errors import LayoutError
 from megalight.nn import InnerAttention
-from megalight.nn.transformers_attention import Call, Pattern, calling, plain
+from megalight.nn.transformers_attention import Call, MaskPattern, calling, plain
 from megalight.parallel.context.attention import ContextAttention, ContextOptions
 from megalight.parallel.context.spec import ContextGroups
 from megalight.types import PackedSequences
@@ -60,7 +60,7 @@ class ContextCore:
         k: Tensor,
         v: Tensor,
         sequences: PackedSequences,
-        pattern: Pattern,
+        pattern: MaskPattern,
         *,
         scale: float | None,
         softcap: float | None,
