@@ -26,7 +26,6 @@ from megalight.inference.generate import check_prompts, device_of, end_ids, new_
 from megalight.inference.grammar import Grammar
 from megalight.inference.graphs import PENDING, DecodeGraphs
 from megalight.inference.parallel import ParallelGPT, evaluating
-from megalight.inference.released import HostWeights, ManagedPages
 from megalight.inference.request_record import (
     RequestError,
     RequestEvent,
@@ -38,6 +37,7 @@ from megalight.inference.sampler import PassSampling, TokenCounts
 from megalight.inference.sampling import FAILED, LARGEST_SEED, SamplingParams, check_seed
 from megalight.inference.scheduler import Completion, Request, Scheduler, Stop
 from megalight.inference.speculator import Speculator
+from megalight.inference.suspend import HostWeights, ManagedPages
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.types import to_device
 

@@ -13,7 +13,7 @@ from megalight.errors import BackendError, ConfigurationError, LayoutError, near
 from megalight.first_rank import only_first
 from megalight.nn.moe import MoE
 from megalight.parallel.context.attention import ContextAttention, ContextOptions
-from megalight.parallel.context.interface import interfaces_of
+from megalight.parallel.context.divided_calls import interfaces_of
 from megalight.parallel.expert.dispatch import ExpertOptions
 from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -156,9 +157,9 @@ class Sampled(Body):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
+    @abstractmethod
     def top_log_probs(self) -> int | None:
         """For how many of the most probable tokens answers have log-probabilities, too; None: they have none."""
-        raise NotImplementedError
 
     @property
     def prompt_log_probs(self) -> bool:

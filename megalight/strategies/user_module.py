@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from megalight.attachments import overridden
 from megalight.errors import ConfigurationError
 from megalight.models.module import MegalightModule, check_signatures
-from megalight.parallel.context.interface import interfaces_of
+from megalight.parallel.context.divided_calls import interfaces_of
 from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.pipeline.declared import declared_parts
+from megalight.parallel.pipeline.declared_stages import declared_parts
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """The steps of a plain LightningModule on the stages of a pipeline: what it writes for the whole model runs on each.
 
-The model inside of it is one of ``transformers`` (:mod:`megalight.parallel.pipeline.declared`). On stages before the
-last, a step ends inside of its call of the model.
+The model inside of it is one of ``transformers`` (:mod:`megalight.parallel.pipeline.declared_stages`). On stages before
+the last, a step ends inside of its call of the model.
 """
 
 from __future__ import annotations

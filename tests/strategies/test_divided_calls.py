@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from megalight.errors import LayoutError
-from megalight.parallel.context.interface import why_not
+from megalight.parallel.context.divided_calls import why_not
 from megalight.strategies import MegatronStrategy
 from tests.parallel.gathering import gather_canonical
 from tests.parallel.tiny_transformers import tiny

@@ -11,7 +11,14 @@ from megalight.attachments import STAGE, shadow_of
 from megalight.errors import LayoutError
 from megalight.parallel.layers import layers_of
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.pipeline.declared import DeclaredParts, DeclaredStage, declared_parts, parts_of, put, with_parts
+from megalight.parallel.pipeline.declared_stages import (
+    DeclaredParts,
+    DeclaredStage,
+    declared_parts,
+    parts_of,
+    put,
+    with_parts,
+)
 from megalight.parallel.pipeline.layout import PipelineLayout, Stage
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.splitter import Elsewhere, on_meta

@@ -15,7 +15,7 @@ from megalight.nn.mamba2 import AllTokens
 from megalight.parallel.collectives import own_slice
 from megalight.parallel.context.all_to_all import HeadShare, RowAttention
 from megalight.parallel.context.attention import ContextAttention, ContextDraftAttention
-from megalight.parallel.context.interface import ContextCore, divide_calls, why_not
+from megalight.parallel.context.divided_calls import ContextCore, divide_calls, why_not
 from megalight.parallel.splitter import Splitter
 from megalight.parallel.styles.style import Style, register
 from megalight.parallel.tensor import split
@@ -143,7 +143,7 @@ class InterfaceRegion(Style):
     """A model of ``transformers`` that uses our attention by its attention interface, or a module around one.
 
     A module around one has an attribute ``core`` (``models.hf.HFModel``), and gets shares of sequences. A model alone
-    takes its share by itself, of each call with labels (:mod:`megalight.parallel.context.interface`).
+    takes its share by itself, of each call with labels (:mod:`megalight.parallel.context.divided_calls`).
     """
 
     axis: ClassVar[str] = "cp"

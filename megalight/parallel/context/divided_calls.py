@@ -96,7 +96,7 @@ class DividedCalls(nn.Module):
     """Goes before a class of ``transformers`` among the bases of a model whose calls are divided."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model on this rank's share: see :mod:`megalight.parallel.context.interface`."""
+        """Call the model on this rank's share: see :mod:`megalight.parallel.context.divided_calls`."""
         return _divided(self, super().forward, args, kwargs)
 
 

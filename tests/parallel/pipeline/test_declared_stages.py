@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.parallel.layout import Layout
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.pipeline.declared import DeclaredStage, declared_parts
+from megalight.parallel.pipeline.declared_stages import DeclaredStage, declared_parts
 from megalight.parallel.pipeline.layout import Stage
 from megalight.parallel.step import StepDriver
 from megalight.strategies.user_stages import UserStages, WeightedBatch
