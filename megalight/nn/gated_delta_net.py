@@ -69,7 +69,8 @@ class DeltaRule(Decays):
         if state is None or pages is None:
             return delta_rule(q, k, v, dt * a, rates.sigmoid(), sequences, backend=self.backend)
         entries = state.entries((v.shape[1], k.shape[-1], v.shape[-1]), v.new_empty(0, dtype=wide(v.dtype)))
-        return delta_rule_continued(q, k, v, dt * a, rates.sigmoid(), entries, pages, backend=self.backend)
+        # Backends of whole sequences, such as those of plugins, do not go on from a state.
+        return delta_rule_continued(q, k, v, dt * a, rates.sigmoid(), entries, pages)
 
 
 def _unit(rows: Tensor, length: float = 1.0, eps: float = 1e-6) -> Tensor:

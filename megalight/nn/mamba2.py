@@ -124,7 +124,8 @@ class Scan(Decays):
         if state is None or pages is None:
             return ssd(x, dt, a, b, c, d, sequences, bias=select(self.dt_bias), backend=self.backend)
         entries = state.entries((*x.shape[1:], b.shape[-1]), x.new_empty(0, dtype=wide(x.dtype)))
-        return ssd_continued(x, dt, a, b, c, d, entries, pages, bias=select(self.dt_bias), backend=self.backend)
+        # Backends of whole sequences, such as those of plugins, do not go on from a state.
+        return ssd_continued(x, dt, a, b, c, d, entries, pages, bias=select(self.dt_bias))
 
 
 class GatedNorm(nn.Module):

@@ -11,11 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalight.errors import ConfigurationError
+from megalight.inference import generate
 from megalight.models.gpt import GPT, GPTConfig, MambaConfig
 from megalight.models.gpt.config import spread
 from megalight.nn import LayerContext, Mamba2
 from megalight.nn.canonical import parts
 from megalight.nn.init import initialize
+from megalight.nn.mamba2 import Scan
 from megalight.ops.ssd import ssd, ssd_continued
 from megalight.types import PackedSequences
 from tests.nn.continued import assert_continued
@@ -174,6 +176,17 @@ def test_ratios(layers: int, attention: float, mlp: float, pattern: str) -> None
 def test_bad_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         GPTConfig.from_dict({**SIZES, **settings})
+
+
+def test_a_backend_of_whole_sequences_leaves_generation_to_others() -> None:
+    """Backends of plugins do not go on from a state."""
+    model = GPT(GPTConfig.from_dict({**SIZES, "layer_pattern": "MMMM", "mamba": MAMBA}))
+    initialize(model, seed=1)
+    expected = generate(model, [[1, 2, 3]], max_new_tokens=4, temperature=0)
+    for module in model.modules():
+        if isinstance(module, Scan):
+            module.backend = "mamba_ssm"
+    assert generate(model, [[1, 2, 3]], max_new_tokens=4, temperature=0) == expected
 
 
 def test_autocast_does_not_round_the_state() -> None:

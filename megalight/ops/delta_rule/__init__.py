@@ -219,12 +219,13 @@ def delta_rule_continued(
         q, k, v, decay, beta: as in :func:`delta_rule`.
         entries: ``[num_slots, H, K, V]``, the pool of states; float32 for half dtypes.
         pages: the sequences, and where their states are.
-        backend: a backend's name, or ``auto``.
+        backend: a backend's name, or ``auto``. With gradients enabled it is ``reference``: kernels that go on from a
+            state have none.
 
     Returns:
         ``[T, H, V]`` in the dtype of ``v``.
     """
     if torch.is_grad_enabled():
-        backend = "reference"  # the kernels that go on from a state have no gradients
+        backend = "reference"
     spec = DeltaRuleSpec(v.device.type, v.dtype, k.shape[-1], v.shape[-1])
     return _choose_continued(spec, backend)(q, k, v, decay, beta, entries, pages)

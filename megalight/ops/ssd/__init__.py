@@ -251,12 +251,13 @@ def ssd_continued(
         x, dt, a, b, c, d, bias: as in :func:`ssd`.
         entries: ``[num_slots, H, P, N]``, the pool of states; float32 for half dtypes.
         pages: the sequences, and where their states are.
-        backend: a backend's name, or ``auto``.
+        backend: a backend's name, or ``auto``. With gradients enabled it is ``reference``: kernels that go on from a
+            state have none.
 
     Returns:
         ``[T, H, P]`` in the dtype of ``x``.
     """
     if torch.is_grad_enabled():
-        backend = "reference"  # the kernels that go on from a state have no gradients
+        backend = "reference"
     spec = SSDSpec(x.device.type, x.dtype, x.shape[-1], b.shape[-1])
     return _choose_continued(spec, backend)(x, dt, a, b, c, d, entries, pages, bias)
