@@ -278,10 +278,10 @@ def steady(engine: Any, prompt: list[int], greedy: Any, count: int = 1) -> Row:
     seconds = (time.perf_counter() - begin) / 48
     torch.cuda.set_sync_debug_mode("default")
     engine.run()
-    recorded = engine._graphs._steps[count].recording
+    recorded = engine._passes.graphs._steps[count].recording
     torch.cuda.synchronize()
     begin = time.perf_counter()
-    engine._graphs._steps[count].fill(engine._schedule.cache, [], [], [])
+    engine._passes.graphs._steps[count].fill(engine._scheduler.cache, [], [], [])
     host = time.perf_counter() - begin
     replay = median(recorded.replay)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

@@ -3,10 +3,10 @@
 from megalight.inference.blocks import BlockPool as BlockPool
 from megalight.inference.cache import Cache as Cache
 from megalight.inference.engine import DynamicEngine as DynamicEngine
-from megalight.inference.engine import EngineStep as EngineStep
 from megalight.inference.generate import generate as generate
 from megalight.inference.generate import stream as stream
 from megalight.inference.parallel import ParallelGPT as ParallelGPT
+from megalight.inference.passes import EngineStep as EngineStep
 from megalight.inference.request_record import RequestRecord as RequestRecord
 from megalight.inference.sampling import SamplingParams as SamplingParams
 from megalight.inference.sampling import sample as sample

@@ -10,22 +10,22 @@ import math
 import secrets
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator
 
 from megalight.errors import ConfigurationError, DataError, integer
 from megalight.inference.blocks import BlockPool
 from megalight.inference.cache import Cache
-from megalight.inference.cache_memory import CacheForms, Memory, check_memory
+from megalight.inference.engine_memory import CacheForms, HostWeights, ManagedPages, Memory, check_memory
 from megalight.inference.generate import check_prompts, device_of, end_ids, new_seed
 from megalight.inference.grammar import Grammar
-from megalight.inference.graphs import PENDING, DecodeGraphs
 from megalight.inference.parallel import ParallelGPT, evaluating
+from megalight.inference.passes import NOT_FINITE, EngineStep, OpenStep, PassesInFlight
 from megalight.inference.request_record import (
     RequestError,
     RequestEvent,
@@ -33,108 +33,13 @@ from megalight.inference.request_record import (
     RequestRecord,
     RequestStatus,
 )
-from megalight.inference.sampler import PassSampling, TokenCounts
-from megalight.inference.sampling import FAILED, LARGEST_SEED, SamplingParams, check_seed
+from megalight.inference.sampling import LARGEST_SEED, SamplingParams, check_seed
 from megalight.inference.scheduler import Completion, Request, Scheduler, Stop
 from megalight.inference.speculator import Speculator
-from megalight.inference.suspend import HostWeights, ManagedPages
 from megalight.models.gpt import GPT, GPTConfig
-from megalight.types import to_device
 
-NOT_FINITE = "the logits of its next token hold NaN or infinity"
 _Call = tuple[str, tuple[Any, ...]]
 """A method, and its arguments."""
-
-
-class EngineStep(NamedTuple):
-    """What a step did, by the numbers of requests.
-
-    Attributes:
-        tokens: the new token of each request that got one.
-        finished: the completions that ended, by an ``error``, too.
-        preempted: requests that gave their blocks back, to begin again later. They keep their tokens.
-        shared: how many tokens of new requests did not run, because the prefix cache had them.
-    """
-
-    tokens: dict[int, int]
-    finished: dict[int, Completion]
-    preempted: list[int]
-    shared: dict[int, int]
-
-
-class _OpenStep(NamedTuple):
-    """A step whose requests have their tokens, while it is not yet known of all of them whether they end.
-
-    Attributes:
-        step: what is known.
-        undecided: the other requests.
-    """
-
-    step: EngineStep
-    undecided: deque[Request]
-
-    def close(self) -> EngineStep:
-        """Find the requests that end. After an error this resumes with the same request."""
-        while self.undecided:
-            request = self.undecided[0]
-            try:
-                completion = request.ended()
-            except Exception as error:
-                error.add_note(f"The stop of request {request.number} raised it; cancel it to go on without.")
-                raise
-            if request not in self.undecided:
-                continue  # its stop has cancelled it
-            self.undecided.remove(request)
-            if completion is not None:
-                self.step.finished[request.number] = completion
-        return self.step
-
-    def leave(self, request: Request) -> None:
-        """Forget a request that was cancelled."""
-        self.step.tokens.pop(request.number, None)
-        self.step.finished.pop(request.number, None)
-        self.step.shared.pop(request.number, None)
-        if request.number in self.step.preempted:
-            self.step.preempted.remove(request.number)
-        if request in self.undecided:
-            self.undecided.remove(request)
-
-
-class _Results(NamedTuple):
-    """What a pass gives.
-
-    Attributes:
-        values: of :class:`~megalight.inference.sampler.PassSampling`, then its scores, on the host, in one dimension.
-        done: when they are there; None: they are.
-    """
-
-    values: Tensor
-    done: torch.cuda.Event | None
-
-    def get(self) -> list[float]:
-        """Wait for the values."""
-        if self.done is not None:
-            self.done.synchronize()
-        values: list[float] = self.values.tolist()
-        return values
-
-
-class _PendingPass(NamedTuple):
-    """A forward pass whose tokens the host does not know yet.
-
-    Attributes:
-        requests: those that get a token.
-        results: None: the last stage of the pipeline has them.
-        scored: whose prompts were scored: from which token on, and how many.
-        step: what is known.
-        guesses: those after the newest token of a request; it has a result for each of them, too.
-    """
-
-    requests: list[Request]
-    results: _Results | None
-    scored: list[tuple[Request, int, int]]
-    step: EngineStep
-    guesses: dict[Request, list[int]]
 
 
 class DynamicEngine:
@@ -234,17 +139,11 @@ class DynamicEngine:
         else:
             cache.allocate(self._forms)
         # Ranks of a replica may hold different layers, and must plan the same.
-        self._schedule = Scheduler(cache, step_tokens, states=not self._every(cache.reversible))
-        # The newest token of each slot; on a GPU, the next pass begins before the host knows it.
-        self._newest = torch.zeros(cache.dummy_slot + 1, dtype=torch.int64, device=device_of(model))
-        self._token_counts = TokenCounts(max_sequences)
-        self._graphs = DecodeGraphs.of(model, cache, self._newest, cuda_graphs)
-        # How many passes may have begun before the host knows the tokens of the first: with a pipeline one in each
-        # stage, of other requests; else a second one of the same requests, which takes their tokens on the device.
-        self._stages = self._parallel.stages if self._parallel is not None else 1
-        self._runs_ahead = self._newest.device.type == "cuda" and self._stages == 1 and speculator is None
+        self._scheduler = Scheduler(cache, step_tokens, states=not self._every(cache.reversible))
+        self._requests: dict[int, Request] = {}
+        self._passes = PassesInFlight(model, self._scheduler, self._requests, cuda_graphs, speculator)
         self._speculator = speculator
-        if speculator is not None and (self._shares_experts or self._schedule.states):
+        if speculator is not None and (self._shares_experts or self._scheduler.states):
             raise ConfigurationError(
                 "a speculator needs layers that can forget wrong guesses, which those with one state for all earlier "
                 "tokens (Mamba, convolutions) cannot, and no experts on ranks of several replicas, which run equally "
@@ -255,12 +154,10 @@ class DynamicEngine:
             self._leads, self._follows = self._parallel.first, not self._parallel.first
         self._calls: list[_Call] = []
         self._agreement: Callable[[], int] | None = None
-        self._flights: deque[_PendingPass] = deque()
-        self._requests: dict[int, Request] = {}
         self._count = 0
         self._seeds: Generator | None = None
         # Kept after an error: the step that it stopped, and the completions that `run` has not returned.
-        self._open: _OpenStep | None = None
+        self._open: OpenStep | None = None
         self._ended: dict[int, Completion] = {}
         self._finished: dict[int, RequestRecord] = {}
         self.suspended = False
@@ -426,7 +323,7 @@ class DynamicEngine:
         status = RequestStatus.ACTIVE_AND_GENERATING_TOKENS
         if request.slot is None:
             status = RequestStatus.WAITING_IN_QUEUE
-        elif self.suspended or self._schedule.unread(request) > 1 or len(request.tokens) == request.prompt_length:
+        elif self.suspended or self._scheduler.unread(request) > 1 or len(request.tokens) == request.prompt_length:
             status = RequestStatus.ACTIVE_BUT_NOT_GENERATING_TOKENS
         return request.record(status)
 
@@ -444,7 +341,7 @@ class DynamicEngine:
         self._count = request.number + 1
         request.events.append(RequestEvent.now(RequestEventKind.ADD))
         self._requests[request.number] = request
-        self._schedule.waiting.append(request)
+        self._scheduler.waiting.append(request)
 
     def cancel(self, number: int) -> None:
         """Take a request out, wherever it is.
@@ -463,12 +360,12 @@ class DynamicEngine:
         if number not in self._requests:
             return
         request = self._requests.pop(number)
-        self._schedule.end(request)
+        self._scheduler.end(request)
         if self._open is not None:
             self._open.leave(request)
         if not self._requests:
             self._open = None
-            self._flights.clear()
+            self._passes.flights.clear()
 
     @property
     def model(self) -> GPT | ParallelGPT:
@@ -512,12 +409,12 @@ class DynamicEngine:
         self._open = None
         for number, completion in step.finished.items():
             request = self._requests.pop(number)
-            self._schedule.end(request)
+            self._scheduler.end(request)
             self._finished[number] = _ended(request, completion)
             if completion.reason == "stop":  # the other ranks do not know it
                 self._tell("_leave", number)
         if not self._requests:
-            self._flights.clear()
+            self._passes.flights.clear()
         return step
 
     @property
@@ -582,240 +479,26 @@ class DynamicEngine:
         with evaluating(self._parallel):
             self._parallel.accompany()
 
-    def _pass(self) -> _OpenStep:
-        """Let passes begin, as many as may be on their way; return what the first of them gave."""
-        schedule, flights = self._schedule, self._flights
-        shares = self._shares_experts
-        depth = 2 if self._runs_ahead else self._stages
+    def _pass(self) -> OpenStep:
+        """Let passes begin, as many as may be in flight; return what the first of them gave."""
+        passes, shares = self._passes, self._shares_experts
         try:
-            # Passes of requests that have all ended are of no use.
-            while flights and not self._alive(flights[0]):
-                flights.popleft()
-            begun = False
-            while len(flights) < depth and (not flights or schedule.may_run_ahead()):
-                begun = self._launch()
-                # Replicas that share experts begin one pass in each step.
-                if not begun or shares:
-                    break
+            # Replicas that share experts begin one pass in each step.
+            begun = passes.begin(one=shares)
             if shares and not begun:
                 self._accompany()
-            if shares and begun and len(flights) < depth:
-                return _OpenStep(EngineStep({}, {}, [], {}), deque())
-            return self._collect()
+            if shares and begun and len(passes.flights) < passes.depth:
+                return OpenStep(EngineStep({}, {}, [], {}), deque())
+            return passes.collect()
         except BaseException as error:
             # Out of memory, or stopped by the user: some layers have the new tokens, others do not.
-            self._abandon()
-            for request in schedule.running:
+            passes.abandon()
+            for request in self._scheduler.running:
                 request.guesses = []
                 request.events.append(RequestEvent.of(RequestError(request.number, f"a pass failed: {error!r}")))
-            schedule.preempt_all()
+            self._scheduler.preempt_all()
             self.blocks.prefixes.clear()
             raise
-
-    def _alive(self, flight: _PendingPass) -> bool:
-        concerned = [*flight.requests, *(request for request, _, _ in flight.scored)]
-        return not flight.requests or any(request.number in self._requests for request in concerned)
-
-    def _launch(self) -> bool:
-        """Run a forward pass, and sample the next token of each request that is ready; wait for nothing.
-
-        Return False if there is nothing to run.
-        """
-        schedule = self._schedule
-        self._guess()
-        stages = self._stages - len(self._flights) if self._stages > 1 else 1
-        plan = schedule.plan(stages, pending=self._stages == 1)
-        counts = plan.counts
-        if not counts:
-            return False
-        slots = [request.slot for request in counts if request.slot is not None]
-        fresh: list[list[int]] = []
-        for request, count in counts.items():
-            first = request.extent - schedule.unread(request)
-            known = request.tokens[first : first + count]
-            known += request.guesses[: count - len(known)]
-            fresh.append(known + [PENDING] * (count - len(known)))
-        schedule.cache.copy_states(plan.restored)
-        # A part of a prompt has no next token yet.
-        requests = [request for request, count in counts.items() if schedule.unread(request) == count]
-        scored, places = _scored(counts, fresh, schedule)
-        guesses = {request: request.guesses for request in requests if request.guesses}
-        sampling, rows = self._sampling(counts, requests, guesses, self._there(places))
-        logits = None
-        if self._graphs is not None and not (plan.restored or scored) and all(len(ids) == 1 for ids in fresh):
-            logits = self._graphs.run(slots, [ids[0] for ids in fresh])
-        results = self._run(slots, fresh, sampling, rows) if logits is None else sampling(logits)
-        schedule.cache.copy_states(plan.kept)
-        if results is not None and self._runs_ahead:
-            # For the next pass, which may begin before the host knows them.
-            own = to_device([request.slot or 0 for request in requests], torch.int64, results.device)
-            self._newest[own] = results[:, 0].long()
-        for request in requests:
-            request.pending += 1
-            request.guesses = []
-        for request in plan.preempted:
-            request.events.append(RequestEvent.now(RequestEventKind.EVICT))
-        found = {request.number: count for request, count in plan.shared.items()}
-        step = EngineStep({}, {}, [request.number for request in plan.preempted], found)
-        found_results = None
-        if results is not None:
-            scores = [] if sampling.scores is None else [sampling.scores]
-            found_results = _to_host(torch.cat([results.flatten(), *scores]))
-        self._flights.append(_PendingPass(requests, found_results, scored, step, guesses))
-        return True
-
-    def _there(self, places: tuple[list[int], list[int]]) -> tuple[Tensor, Tensor] | None:
-        """Copy rows and labels to the device."""
-        if not places[0]:
-            return None
-        rows, labels = to_device([*places[0], *places[1]], torch.int64, self._newest.device).view(2, -1)
-        return rows, labels
-
-    def _guess(self) -> None:
-        """Let tokens be guessed after those of requests whose prompt has run."""
-        if self._speculator is None:
-            return
-        asked: dict[Request, int] = {}
-        for request in self._schedule.running:
-            request.guesses = []
-            # Penalties and grammars depend on the tokens before. The base adds a token to the right guesses.
-            plain = not request.sampling_params.penalized and request.matcher is None
-            free = not request.pending and not request.suspect
-            left = request.max_new_tokens - (len(request.tokens) - request.prompt_length) - 1
-            if plain and free and left and self._schedule.unread(request) == 1:
-                asked[request] = left
-        if asked:
-            for request, guesses in zip(asked, self._speculator.guess([*asked], [*asked.values()]), strict=True):
-                request.guesses = guesses
-
-    def _sampling(
-        self,
-        counts: Mapping[Request, int],
-        requests: Sequence[Request],
-        guesses: Mapping[Request, Sequence[int]],
-        scored: tuple[Tensor, Tensor] | None,
-    ) -> tuple[PassSampling, list[int] | None]:
-        """Return what samples, and of which tokens it needs logits; None: of the last of each request."""
-        if not guesses:
-            wanted = {*requests}
-            ready = [place for place, request in enumerate(counts) if request in wanted]
-            return PassSampling(self._token_counts, requests, ready, scored=scored), None
-        rows: list[int] = []
-        each: list[tuple[Request, int]] = []
-        end, known = 0, {*requests}
-        for request, count in counts.items():
-            end += count
-            if request in known:
-                more = len(guesses.get(request, ()))
-                rows += range(end - 1 - more, end)
-                each += [(request, place) for place in range(more + 1)]
-        ahead = [place for _, place in each]
-        return PassSampling(self._token_counts, [request for request, _ in each], None, ahead, scored), rows
-
-    def _run(
-        self, slots: Sequence[int], fresh: Sequence[Sequence[int]], sampling: PassSampling, rows: Sequence[int] | None
-    ) -> Tensor | None:
-        """Run the new tokens of each slot, and sample; return the results, which only the last stage of a pipeline has.
-
-        A token :data:`PENDING` is the newest of its slot.
-        """
-        cache, device = self._schedule.cache, self._newest.device
-        with torch.no_grad(), evaluating(self._model):
-            sequences = cache.extend(slots, [len(ids) for ids in fresh], device)
-            # End to end, without padding: prompts of any lengths run in one pass.
-            tokens = to_device([token for ids in fresh for token in ids], torch.int64, device)
-            if any(ids[-1] == PENDING for ids in fresh):
-                assert sequences.pages is not None
-                # Where sampling failed there is no token, and the host will drop what follows.
-                there = sequences.expand(self._newest[sequences.pages.state_slot].clamp(min=0))
-                tokens = torch.where(tokens == PENDING, there, tokens)
-            # Only the last token of each sequence needs logits: `[N, V]` instead of `[T, V]`.
-            last = sequences.cu_seqlens[1:].long() - 1 if rows is None else to_device(rows, torch.int64, device)
-            if self._parallel is not None:
-                return self._parallel.on_last_stage(tokens, sequences, sampling, states=cache.states, rows=last)
-            more = {} if sampling.scored is None else {"scored": sampling.scored}
-            output = self._model(tokens, sequences, states=cache.states, rows=last, **more)
-            return sampling(output.logits, losses=output.losses)
-
-    def _collect(self) -> _OpenStep:
-        """Wait for the oldest pass, and give its tokens to the requests that still run."""
-        schedule = self._schedule
-        if not self._flights:
-            return _OpenStep(EngineStep({}, {}, [], {}), deque())
-        flight = self._flights.popleft()
-        values = None if flight.results is None else flight.results.get()
-        if self._stages > 1:
-            assert self._parallel is not None
-            values = self._parallel.agree(values, -1)
-        assert values is not None
-        for request, first, count in flight.scored[::-1]:
-            assert request.prompt_log_probs is not None
-            request.prompt_log_probs[first : first + count] = values[-count:]
-            del values[-count:]
-        count = len(flight.requests) + sum(map(len, flight.guesses.values()))
-        width = len(values) // max(1, count)
-        results = [values[place * width : (place + 1) * width] for place in range(count)]
-        if flight.guesses:
-            results = self._accept(flight, results)
-        suspects: list[Request] = []
-        undecided: deque[Request] = deque()
-        step = flight.step
-        for request, (number, *log_probs) in zip(flight.requests, results, strict=True):
-            request.pending -= 1
-            if request.number not in self._requests:
-                continue  # it has ended, or was cancelled, after the pass began
-            token = int(number)
-            if token == FAILED and not request.suspect:
-                suspects.append(request)
-                request.events.append(RequestEvent.of(RequestError(request.number, f"{NOT_FINITE}; it runs alone now")))
-                continue
-            undecided.append(request)
-            request.failed = token == FAILED
-            if not request.failed:
-                request.take(token, log_probs)
-                step.tokens[request.number] = token
-            if request.suspect:
-                # It has run alone, and waits until the others have.
-                request.suspect = False
-                suspects = [other for other in schedule.waiting if other.suspect]
-        if suspects:
-            # NaN may have spread to what the next pass has read.
-            self._abandon()
-            step.preempted.extend(request.number for request in schedule.isolate(suspects))
-        return _OpenStep(step, undecided)
-
-    def _accept(self, flight: _PendingPass, rows: Sequence[list[float]]) -> list[list[float]]:
-        """Return the first result of each request. Those after right guesses come like results of passes to follow."""
-        first: list[list[float]] = []
-        later: list[list[tuple[Request, list[float]]]] = []
-        at, cache = 0, self._schedule.cache
-        for request in flight.requests:
-            guesses = flight.guesses.get(request, [])
-            own, at = rows[at : at + 1 + len(guesses)], at + 1 + len(guesses)
-            first.append(own[0])
-            if request.slot is None:  # it has ended
-                continue
-            right = 0
-            while right < len(guesses) and own[right][0] == guesses[right] and own[right + 1][0] != FAILED:
-                right += 1
-            if guesses:
-                cache.truncate(request.slot, cache.lengths[request.slot] - len(guesses) + right)
-            for place, row in enumerate(own[1 : right + 1]):
-                later += [[]] if place == len(later) else []
-                later[place].append((request, row))
-                request.pending += 1
-        for each in later[::-1]:
-            results = _Results(torch.tensor([row for _, row in each], dtype=torch.float64).flatten(), None)
-            step = EngineStep({}, {}, [], {})
-            self._flights.appendleft(_PendingPass([request for request, _ in each], results, [], step, {}))
-        return first
-
-    def _abandon(self) -> None:
-        """Forget the passes whose tokens the host does not know. The same tokens are sampled again."""
-        while self._flights:
-            for request in self._flights.popleft().requests:
-                request.pending -= 1
-        self._token_counts.forget()
 
     def __iter__(self) -> Iterator[EngineStep]:
         """Step until no request is left; requests may be added meanwhile."""
@@ -847,12 +530,12 @@ class DynamicEngine:
         self._suspend(keep_cache, weights)
 
     def _suspend(self, keep_cache: bool, weights: bool) -> None:
-        cache, pages = self._schedule.cache, self._pages
-        for request in [] if self.suspended else self._schedule.running:
+        cache, pages = self._scheduler.cache, self._pages
+        for request in [] if self.suspended else self._scheduler.running:
             request.events.append(RequestEvent.now(RequestEventKind.PAUSE))
         if not keep_cache:
-            self._abandon()
-            self._schedule.preempt_all()
+            self._passes.abandon()
+            self._scheduler.preempt_all()
             cache.clear()
         if self._speculator is not None:
             self._speculator.drop()
@@ -869,8 +552,8 @@ class DynamicEngine:
         elif weights and self._released is None:
             self._released = HostWeights(self._model)
         # They hold addresses of what is gone.
-        if self._graphs is not None and (pages is None or self._released is not None):
-            self._graphs.drop()
+        if self._passes.graphs is not None and (pages is None or self._released is not None):
+            self._passes.graphs.drop()
         self.suspended = True
 
     def resume(self) -> None:
@@ -886,9 +569,9 @@ class DynamicEngine:
             self._released.restore()
             self._released = None
         if self.suspended and self._pages is not None:
-            self._pages.move(self._schedule.cache.tensors, self._newest.device, True)
+            self._pages.move(self._scheduler.cache.tensors, device_of(self._model), True)
         elif self.suspended:
-            self._schedule.cache.allocate(self._forms)
+            self._scheduler.cache.allocate(self._forms)
         self.suspended = False
 
     def _every(self, flag: bool) -> bool:
@@ -897,13 +580,13 @@ class DynamicEngine:
 
     def create_cuda_graphs(self) -> None:
         """Record all decode steps now. Otherwise each is recorded when it is first needed; so it is after a suspend."""
-        if self._graphs is not None:
-            self._graphs.create()
+        if self._passes.graphs is not None:
+            self._passes.graphs.create()
 
     @property
     def graph_uses(self) -> dict[int, int]:
         """How often the recorded step of each number of sequences was used."""
-        return {} if self._graphs is None else dict(self._graphs.uses)
+        return {} if self._passes.graphs is None else dict(self._passes.graphs.uses)
 
     def _new_seed(self) -> int:
         if self._seeds is None:
@@ -911,26 +594,6 @@ class DynamicEngine:
             seed = secrets.randbelow(LARGEST_SEED + 1) if self._leads else new_seed(self._model)
             self._seeds = Generator().manual_seed(seed)
         return int(torch.randint(2**62, (), generator=self._seeds))
-
-
-def _scored(
-    counts: Mapping[Request, int], fresh: Sequence[Sequence[int]], schedule: Scheduler
-) -> tuple[list[tuple[Request, int, int]], tuple[list[int], list[int]]]:
-    """Return whose prompts are scored in a pass, and rows and labels of their tokens."""
-    scored: list[tuple[Request, int, int]] = []
-    rows: list[int] = []
-    labels: list[int] = []
-    row = 0
-    for request, ids in zip(counts, fresh, strict=True):
-        first = request.extent - schedule.unread(request)
-        # The last token of the prompt is followed by none of it.
-        count = min(len(ids), request.prompt_length - 1 - first)
-        if request.unscored and count > 0:
-            scored.append((request, first, count))
-            rows += range(row, row + count)
-            labels += request.tokens[first + 1 : first + 1 + count]
-        row += len(ids)
-    return scored, (rows, labels)
 
 
 def _ended(request: Request, completion: Completion) -> RequestRecord:
@@ -941,17 +604,6 @@ def _ended(request: Request, completion: Completion) -> RequestRecord:
         return request.record(RequestStatus.FAILED)
     request.events.append(RequestEvent.now(RequestEventKind.FINISH))
     return request.record(RequestStatus.COMPLETED)
-
-
-def _to_host(results: Tensor) -> _Results:
-    """Copy results to the host without a wait."""
-    if results.device.type != "cuda":
-        return _Results(results, None)
-    there = torch.empty(results.shape, dtype=results.dtype, pin_memory=True)
-    there.copy_(results, non_blocking=True)
-    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    done.record()
-    return _Results(there, done)
 
 
 def _check_model(model: GPT | ParallelGPT) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from megalight.errors import ConfigurationError
-from megalight.inference import DynamicEngine, cache_memory
+from megalight.inference import DynamicEngine
+from megalight.inference import engine_memory as cache_memory
 from tests.inference.test_engine import GREEDY, MODELS, alone, ask, tokens_of
 from tests.inference.test_generate import build
 from tests.inference.test_generate_parallel import divided, one_device
@@ -15,7 +16,7 @@ from tests.support.workers import run
 
 
 def bytes_of(engine: DynamicEngine) -> int:
-    return sum(pool.stored.nbytes for pool in engine._schedule.cache._pools if pool.stored is not None)
+    return sum(pool.stored.nbytes for pool in engine._scheduler.cache._pools if pool.stored is not None)
 
 
 @pytest.mark.parametrize("name", ["llama", "sinks", "mamba", "delta"])
@@ -23,7 +24,7 @@ def test_the_cache_takes_what_it_was_given_and_not_a_block_more(name: str) -> No
     model = build(**MODELS[name])
     given = 60_000
     engine = DynamicEngine(model, cache_memory=given, block_size=4, max_sequences=3)
-    pools = [pool for pool in engine._schedule.cache._pools if pool.count > engine._schedule.cache.dummy_slot + 1]
+    pools = [pool for pool in engine._scheduler.cache._pools if pool.count > engine._scheduler.cache.dummy_slot + 1]
     block = sum(4 * pool.stored[0].nbytes for pool in pools if pool.stored is not None)
     # before the first pass
     assert given - block < bytes_of(engine) <= given or engine.blocks.count == 30, "30: all that three texts can use"

@@ -83,7 +83,7 @@ def test_a_pass_may_begin_before_the_tokens_of_the_last_one_are_known(name: str,
     eos = free[2][4]
     expected = alone(model, 12, seed=11, eos=eos)
     engine = DynamicEngine(model, num_blocks=14, block_size=3, max_sequences=3, step_tokens=6)
-    engine._runs_ahead = True
+    engine._passes.runs_ahead = True
     ahead = 0
     for turn in range(2):
         for number, prompt in enumerate(PROMPTS):
@@ -92,7 +92,7 @@ def test_a_pass_may_begin_before_the_tokens_of_the_last_one_are_known(name: str,
         lost = engine.add([1, 2, 3], max_new_tokens=9, seed=1)
         found: dict[int, Completion] = {}
         for count, step in enumerate(engine):
-            ahead += len(engine._flights)
+            ahead += len(engine._passes.flights)
             found |= step.finished
             if count == 4:
                 engine.cancel(lost)
@@ -172,7 +172,7 @@ def test_a_suspended_engine_goes_on_with_new_weights() -> None:
         assert step is not None
         for number, token in step.tokens.items():
             before[number].append(token)
-    rows = [rows for state in engine._schedule.cache.states.values() for rows in (state.keys, state.values)]
+    rows = [rows for state in engine._scheduler.cache.states.values() for rows in (state.keys, state.values)]
     assert all(each.stored is not None for each in rows)
     engine.suspend()
     assert all(each.stored is None for each in rows), "memory is not given back"
@@ -367,7 +367,7 @@ def test_a_request_whose_logits_are_nan_fails_alone(name: str, ahead: bool) -> N
     expected = alone(model, seed=11)
     bad = next(token for token in range(20, 61) if not any(token in tokens for tokens in expected))
     engine = DynamicEngine(poisoned(model, bad), num_blocks=9, block_size=3, step_tokens=7)
-    engine._runs_ahead = ahead
+    engine._passes.runs_ahead = ahead
     numbers: list[int] = []
     for number, prompt in enumerate(PROMPTS):
         engine.add([*prompt, bad], max_new_tokens=9, sampling_params=GREEDY, log_probs=True)

@@ -199,7 +199,7 @@ def _asked_with_experts(ahead: bool) -> Any:
     )
     model = ParallelGPT(split)
     engine = DynamicEngine(model, num_blocks=8, block_size=3, step_tokens=5, first_rank_only=True)
-    engine._runs_ahead = ahead
+    engine._passes.runs_ahead = ahead
     if not model.first:
         engine.follow()
         return None

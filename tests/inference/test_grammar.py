@@ -58,7 +58,7 @@ def test_constrained_completions_keep_to_their_grammar_beside_others(
 ) -> None:
     schema, words = compiler.json_schema(json.dumps(SCHEMA)), compiler.regex(WORDS)
     engine = DynamicEngine(model, num_blocks=17, block_size=4, max_sequences=6, step_tokens=9)
-    engine._runs_ahead = ahead
+    engine._passes.runs_ahead = ahead
     # Longer spaces are JSON, too, and a model that knows nothing may write many.
     params = SamplingParams(temperature=0.8, logit_bias={tokenizer.encode(" ")[0]: -20.0})
     options: dict[str, Any] = {"max_new_tokens": 60, "sampling_params": params}
@@ -91,7 +91,7 @@ def test_constrained_completions_keep_to_their_grammar_beside_others(
 
 def test_other_requests_run_ahead_of_constrained_ones(model: GPT, compiler: GrammarCompiler) -> None:
     engine = DynamicEngine(model, num_blocks=40)
-    engine._runs_ahead = True
+    engine._passes.runs_ahead = True
     slow = engine.add([5], max_new_tokens=6, grammar=compiler.regex("[a-z]{30}"), seed=1)
     engine.add([6], max_new_tokens=6, seed=1)
     steps = list(engine)

@@ -25,9 +25,9 @@ def test_completions_are_those_of_each_prompt_alone(name: str, ahead: bool) -> N
     """Rows that a graph has beyond those of the step change nothing, and blocks move between replays."""
     model = build(**MODELS[name])
     engine, tape = DynamicEngine(model, num_blocks=20, block_size=3, max_sequences=5), Tape()
-    cache = engine._schedule.cache
-    engine._graphs = DecodeGraphs(model, cache, engine._newest, [5, 2], tape)
-    engine._runs_ahead = ahead
+    cache = engine._scheduler.cache
+    engine._passes.graphs = DecodeGraphs(model, cache, engine._passes.newest, [5, 2], tape)
+    engine._passes.runs_ahead = ahead
     expected = alone(model, seed=11)
     for turn in range(2):
         for number, prompt in enumerate(PROMPTS):
@@ -37,7 +37,7 @@ def test_completions_are_those_of_each_prompt_alone(name: str, ahead: bool) -> N
         assert found == [text[: len(got)] for text, got in zip(expected, found, strict=True)]
         # a graph goes with the pools, and is made again
         engine.suspend()
-        assert not engine._graphs._steps
+        assert not engine._passes.graphs._steps
         engine.resume()
     assert engine.graph_uses[5] > 8
     assert tape.made == 2
@@ -48,7 +48,7 @@ def test_a_step_that_cannot_be_recorded_runs_without(caplog: pytest.LogCaptureFi
     model, tape = build(), Tape()
     tape.fail_at = 1
     engine = DynamicEngine(model, num_blocks=40)
-    engine._graphs = DecodeGraphs(model, engine._schedule.cache, engine._newest, [4], tape)
+    engine._passes.graphs = DecodeGraphs(model, engine._scheduler.cache, engine._passes.newest, [4], tape)
     for prompt in PROMPTS:
         engine.add(prompt, max_new_tokens=9, sampling_params=SAMPLED, seed=11)
     assert all(len(tokens) == 9 for tokens in tokens_of(engine.run()))

@@ -36,7 +36,7 @@ def scores(model: GPT, row: list[int]) -> list[float]:
 def test_prompts_are_scored_in_parts_beside_shared_prefixes(name: str, ahead: bool) -> None:
     model = build(**MODELS[name])
     engine = DynamicEngine(model, num_blocks=22, block_size=3, max_sequences=4, step_tokens=7)
-    engine._runs_ahead = ahead
+    engine._passes.runs_ahead = ahead
     shared, preempted = 0, 0
     prompts = [LONG, LONG, LONG, LONG[:1], PROMPTS[2], LONG]
     numbers = [

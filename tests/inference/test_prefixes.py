@@ -202,7 +202,7 @@ def test_texts_that_begin_otherwise_share_nothing() -> None:
 
 def check(engine: DynamicEngine) -> None:
     """Each block is free or in tables, and what can be found is what the tables say."""
-    blocks, schedule = engine.blocks, engine._schedule
+    blocks, schedule = engine.blocks, engine._scheduler
     users = Counter(block for table in blocks.tables for block in table)
     assert [users[block] for block in range(blocks.count)] == blocks._users
     assert {*blocks._free} == {*range(blocks.count)} - {*users}

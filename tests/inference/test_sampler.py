@@ -83,9 +83,9 @@ def test_requests_sample_by_their_own_settings(ahead: bool, graphs: bool) -> Non
     """Whoever else runs, with preemption, parts of prompts, cancelled requests, and a cache that is given back."""
     model = build()
     engine = DynamicEngine(model, num_blocks=12, block_size=3, max_sequences=4, step_tokens=5)
-    engine._runs_ahead = ahead
+    engine._passes.runs_ahead = ahead
     if graphs:
-        engine._graphs = DecodeGraphs(model, engine._schedule.cache, engine._newest, [4, 2], Tape())
+        engine._passes.graphs = DecodeGraphs(model, engine._scheduler.cache, engine._passes.newest, [4, 2], Tape())
     preempted = 0
     for turn in range(2):
         # It takes a slot first, and leaves its counts there.

@@ -42,14 +42,14 @@ class Told:
 
 def passes(engine: DynamicEngine, seed: int | None, length: int = LENGTH) -> tuple[list[list[int]], int]:
     """Complete all prompts; return the texts, and in how many passes."""
-    count, launch = 0, engine._launch
+    count, launch = 0, engine._passes.launch
 
     def counted() -> bool:
         nonlocal count
         count += 1
         return launch()
 
-    engine._launch = counted  # type: ignore[method-assign]
+    engine._passes.launch = counted  # type: ignore[method-assign]
     for number, prompt in enumerate(PROMPTS):
         params = GREEDY if seed is None else SAMPLED
         own = None if seed is None else seed + number

@@ -27,7 +27,7 @@ def complete(engine: DynamicEngine, cycles: int, **how: Any) -> dict[int, Comple
         found |= step.finished
         options = how or [{}, {"keep_cache": True}, {"keep_cache": True, "weights": True}, {"weights": True}][cycle % 4]
         engine.suspend(**options)
-        assert not engine._schedule.cache.tensors
+        assert not engine._scheduler.cache.tensors
         if cycle % 3 == 0:
             engine.suspend(**options)
         if cycle % 5 == 0:
@@ -45,7 +45,7 @@ def test_a_hundred_suspends_change_no_text(name: str, ahead: bool, poison: None)
     model = build(**MODELS[name])
     expected = alone(model, seed=11)
     engine = DynamicEngine(model, num_blocks=14, block_size=3, max_sequences=3, step_tokens=6)
-    engine._runs_ahead = ahead
+    engine._passes.runs_ahead = ahead
     found = complete(engine, 100 if name == "llama" else 20)
     for number, completion in zip(sorted(found), expected * (len(found) // 4), strict=True):
         assert found[number].tokens == completion
@@ -60,12 +60,12 @@ def test_a_kept_cache_spares_the_passes() -> None:
     engine.step()
     engine.suspend(keep_cache=True)
     engine.resume()
-    lengths = [*engine._schedule.cache.lengths]
+    lengths = [*engine._scheduler.cache.lengths]
     assert max(lengths) == 20
     engine.suspend(keep_cache=True)
     engine.suspend()  # changed its mind
     assert engine.blocks.free == 14
-    assert max(engine._schedule.cache.lengths) == 0
+    assert max(engine._scheduler.cache.lengths) == 0
     engine.resume()
     assert len(engine.run()[0].tokens) == 5
 
@@ -107,7 +107,7 @@ def test_on_a_gpu_memory_comes_free_and_graphs_survive(level: int, tmp_path: Pat
     for number, prompt in enumerate(PROMPTS):
         engine.add(prompt, max_new_tokens=20, seed=number)
     found: dict[int, Completion] = {}
-    addresses = [each.data_ptr() for each in engine._schedule.cache.tensors]
+    addresses = [each.data_ptr() for each in engine._scheduler.cache.tensors]
     for cycle in range(100):
         step = engine.step()
         if step is None:
@@ -117,4 +117,4 @@ def test_on_a_gpu_memory_comes_free_and_graphs_survive(level: int, tmp_path: Pat
         engine.resume()
     assert {number: each.tokens for number, each in found.items()} == expected
     if level:
-        assert [each.data_ptr() for each in engine._schedule.cache.tensors] == addresses
+        assert [each.data_ptr() for each in engine._scheduler.cache.tensors] == addresses
