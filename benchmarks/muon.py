@@ -1,12 +1,17 @@
 """Time steps of Muon beside Adam, on the shape of an 8B model cut to some layers, and count what Newton-Schulz costs.
 
-    python benchmarks/muon.py RESULT.json [--layers 16]
-    torchrun --nproc-per-node 2 benchmarks/muon.py RESULT.json --level optim_grads_params
-    python benchmarks/muon.py RESULT.json --tiny        # a tiny model on the CPU, to try the command
+    python benchmarks/muon.py steps RESULT.json [--layers 16]
+    torchrun --nproc-per-node 2 benchmarks/muon.py steps RESULT.json --level optim_grads_params
+    python benchmarks/muon.py matmuls RESULT.json       # symmetric products of Newton-Schulz, beside torch's GEMMs
+    python benchmarks/muon.py steps RESULT.json --tiny  # a tiny model on the CPU, to try the command
 
-First one step of ``megalight.optim.Muon`` is compared with ``torch.optim.Muon`` on the same gradients. Then steps with
-1, 4 and 16 micro-batches of 4096 tokens are timed with both optimizers. ``aim_seconds`` is what Muon may take:
-1.1 times the operations of Newton-Schulz on the busiest rank, at 0.7 of the sustained rate of an H200.
+``steps``: first one step of ``megalight.optim.Muon`` is compared with ``torch.optim.Muon`` on the same gradients. Then
+steps with 1, 4 and 16 micro-batches of 4096 tokens are timed with both optimizers. ``aim_seconds`` is what Muon may
+take: 1.1 times the FLOPs of Newton-Schulz on the busiest rank, at 0.7 of the sustained rate of an H200.
+
+``matmuls``: ``X X^T`` and ``b S + c S^2`` of the matrices of an 8B layer (and of experts) by ``torch.baddbmm``, by
+GEMMs of block rows of the lower triangle, and by the kernel of :mod:`megalight.ops.syrk` with several tiles; then all
+of Newton-Schulz. Rates count full products, and errors are against float64.
 """
 
 from __future__ import annotations
@@ -18,6 +23,8 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +32,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import megalight
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.gpt.module import GPTModule
+from megalight.ops.syrk import reference_syrk, triton_syrk
 from megalight.optim import AdamConfig, Muon, MuonConfig
+from megalight.optim.muon import newton_schulz, newton_schulz_flops
 from megalight.parallel.data_parallel.options import DataParallelOptions
 from megalight.types import TokenBatch
 
@@ -73,6 +82,81 @@ def compare(device: torch.device, tiny: bool) -> dict[str, float]:
     if error > 0.03:
         raise SystemExit(f"a step differs from torch's by {error:.3f}: nothing is timed")
     return {"error": error, "seconds": min(seconds[:4]), "torch_seconds": min(seconds[4:])}
+
+
+MATMULS = ((2, 4096, 4096), (8, 1024, 4096), (1, 4096, 14336), (21, 768, 2048))
+"""Matrices in a batch, and their sides: attention, keys and values, MLP of an 8B layer; experts of 768 features."""
+TILES = tuple(
+    {"ROWS": rows, "COLUMNS": columns, "DEPTH": depth, "GROUP": group, "num_warps": warps, "num_stages": stages}
+    for rows, columns, depth, group, warps, stages in (
+        (128, 256, 64, 8, 8, 3), (128, 256, 64, 8, 8, 4), (128, 256, 64, 16, 8, 3), (256, 128, 64, 8, 8, 3),
+        (256, 128, 64, 4, 8, 4), (128, 128, 64, 8, 4, 3), (128, 128, 64, 16, 4, 3), (128, 128, 64, 8, 8, 4),
+        (128, 128, 128, 8, 8, 3),
+    )
+)  # fmt: skip
+"""Tiles of the kernel to try."""
+
+
+def seconds(function: Callable[[], Any], device: torch.device, least: float) -> float:
+    """Return the mean seconds of a call over ``least`` seconds, after as many to warm up: clocks fall under load."""
+    begun = now(device)
+    function()
+    one, count = now(device) - begun, 1
+    for _ in range(2):
+        begun = now(device)
+        for _ in range(count):
+            function()
+        one = (now(device) - begun) / count
+        count = max(1, round(least / one))
+    return one
+
+
+def block_rows(x: Tensor, c: Tensor | None, alpha: float, beta: float, size: int = 512) -> Tensor:
+    """Symmetric rank-k update by one GEMM for each block of rows of the lower triangle, and copies across."""
+    out = x.new_empty(x.shape[0], x.shape[1], x.shape[1])
+    for row in range(0, x.shape[1], size):
+        left, right = x[:, row : row + size], x[:, : row + size].mT
+        place = out[:, row : row + size, : row + size]
+        if c is None:
+            place.copy_(left @ right)
+        else:
+            part = c[:, row : row + size, : row + size]
+            place.copy_(torch.baddbmm(part, left, right, beta=beta, alpha=alpha))
+        out[:, :row, row : row + size] = place[:, :, :row].mT
+    return out
+
+
+def matmuls(device: torch.device, tiny: bool) -> list[dict[str, Any]]:
+    """Time symmetric products of every shape in every way."""
+    found: list[dict[str, Any]] = []
+    ways: dict[str, Callable[..., Tensor]] = {"baddbmm": reference_syrk, "block rows": block_rows}
+    if device.type == "cuda":
+        ways |= {"triton " + " ".join(map(str, tile.values())): partial(triton_syrk, tile=tile) for tile in TILES}
+    least = 0.0 if tiny else 0.15
+
+    def note(product: str, way: str, function: Callable[[], Tensor], flops: int, exact: Tensor | None = None) -> None:
+        error = None if exact is None else float((function().double() - exact).norm() / exact.norm())
+        taken = seconds(function, device, least)
+        one = {"shape": shape, "product": product, "way": way, "seconds": taken, "tflops": flops / taken / 1e12}
+        found.append(one | {"error": error})
+        print(json.dumps(found[-1]), flush=True)
+
+    torch.manual_seed(0)
+    for shape in ((2, 64, 128),) if tiny else MATMULS:
+        matrices = torch.randn(shape, device=device)
+        x = (matrices / torch.linalg.matrix_norm(matrices, keepdim=True)).bfloat16()
+        square = x @ x.mT
+        for product, factor, c, alpha, beta in (("X X^T", x, None, 1.0, 0.0), ("S^2", square, square, 2.03, -4.78)):
+            exact = alpha * (factor.double() @ factor.double().mT)
+            if c is not None:
+                exact += beta * c.double()
+            flops = 2 * shape[0] * shape[1] ** 2 * factor.shape[2]
+            for way, function in ways.items():
+                note(product, way, partial(function, factor, c, alpha, beta), flops, exact)
+        flops = shape[0] * newton_schulz_flops(*shape[1:])
+        for backend in ("reference", "triton") if device.type == "cuda" else ("reference",):
+            note("Newton-Schulz", backend, partial(newton_schulz, matrices, backend=backend), flops)
+    return found
 
 
 def now(device: torch.device) -> float:
@@ -128,8 +212,27 @@ def measure(options: argparse.Namespace, muon: bool, device: torch.device) -> di
     return found
 
 
+def steps(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Compare one step with torch's, and time steps with Adam and with Muon."""
+    result: dict[str, Any] = {
+        "layers": options.layers,
+        "ranks": dist.get_world_size() if dist.is_initialized() else 1,
+        "tensor_parallel": options.tensor_parallel,
+        "level": options.level,
+        "one_step_beside_torch": compare(device, options.tiny),
+    }
+    for name, muon in (("adam", False), ("muon", True)):
+        if device.type == "cuda":
+            gc.collect()  # the model of the run before is in reference cycles
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        result[name] = measure(options, muon, device)
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("mode", choices=("steps", "matmuls"))
     parser.add_argument("result", type=Path)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--tensor-parallel", type=int, default=1)
@@ -147,20 +250,11 @@ def main() -> None:
     if "RANK" in os.environ:
         dist.init_process_group()
     result: dict[str, Any] = {
+        "command": "python benchmarks/muon.py " + " ".join(sys.argv[1:]),
         "torch": torch.__version__,
         "device": "CPU" if options.tiny else torch.cuda.get_device_name(),
-        "layers": options.layers,
-        "ranks": dist.get_world_size() if dist.is_initialized() else 1,
-        "tensor_parallel": options.tensor_parallel,
-        "level": options.level,
-        "one_step_beside_torch": compare(device, options.tiny),
     }
-    for name, muon in (("adam", False), ("muon", True)):
-        if device.type == "cuda":
-            gc.collect()  # the model of the run before is in reference cycles
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        result[name] = measure(options, muon, device)
+    result |= {"matmuls": matmuls(device, options.tiny)} if options.mode == "matmuls" else steps(options, device)
     if not dist.is_initialized() or dist.get_rank() == 0:
         options.result.write_text(json.dumps(result, indent=1) + "\n")
         print(json.dumps(result, indent=1), flush=True)

@@ -37,6 +37,7 @@ OPS = (
     "quantized_weight",
     "sum_rows",
     "sum_terms",
+    "syrk",
 )
 """Names of the modules in this folder, one per op."""
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megalight.errors import ConfigurationError
 from megalight.ops.common import wide
+from megalight.ops.syrk import syrk
 from megalight.optim.qk_clip import QKClip
 from megalight.optim.whole_matrices import GATHER_BYTES, WholeMatrixOptimizer
 from megalight.optim.whole_matrix_config import WholeMatrixConfig
@@ -35,6 +36,7 @@ def newton_schulz(
     coefficients: tuple[float, float, float] = QUINTIC,
     eps: float = 1e-7,
     dtype: torch.dtype = torch.bfloat16,
+    backend: str = "auto",
 ) -> Tensor:
     """Replace the singular values of matrices by values near 1 (Newton-Schulz iteration; Jordan et al. 2024).
 
@@ -45,7 +47,8 @@ def newton_schulz(
         steps: number of steps.
         coefficients: ``(a, b, c)``.
         eps: least norm by which a matrix is divided.
-        dtype: dtype of the products.
+        dtype: dtype of the GEMMs.
+        backend: backend of the op ``syrk``, which computes ``S`` and ``b S + c S^2``.
 
     Returns:
         ``[B, m, n]`` in ``dtype``.
@@ -57,8 +60,8 @@ def newton_schulz(
     x = x.mT if tall else x
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=eps)
     for _ in range(steps):
-        square = x @ x.mT
-        polynomial = torch.baddbmm(square, square, square, beta=b, alpha=c)
+        square = syrk(x, backend=backend)
+        polynomial = syrk(square, square, alpha=c, beta=b, backend=backend)
         x = torch.baddbmm(x, polynomial, x, beta=a)
     return x.mT if tall else x
 

@@ -94,7 +94,7 @@ def main() -> None:
     from megalight.ops import causal_conv as convolutions
     from megalight.ops import embedding as embeddings
     from megalight.ops import gated_norm as gated_norms
-    from megalight.ops import latent_heads
+    from megalight.ops import latent_heads, syrk
     from megalight.ops import quantized_weight as stored
     from megalight.ops import sample_tokens as samples
     from megalight.ops import scaled_accumulate as sums
@@ -224,6 +224,8 @@ def main() -> None:
         for add in (False, True):
             own_term, *other_terms = torch.zeros(ranks, 4096, dtype=HALF)
             terms.triton_sum_terms(torch.zeros(4096), own_term, other_terms, 1, add)
+    for square in (None, torch.zeros(2, 1024, 1024, dtype=HALF)):
+        syrk.triton_syrk(torch.zeros(2, 1024, 4096, dtype=HALF), square, 2.0, -4.0)
     for heads, own, shared, values in ((128, 128, 64, 128), (5, 24, 10, 20)):
         cos, sin = torch.randn(2, 8, shared // 2)
         through(latent_heads.triton_join_keys(leaf(8, heads, own + values), leaf(8, shared), own))

@@ -1,0 +1,164 @@
+"""Symmetric rank-k update (BLAS's SYRK) of a batch: ``alpha X X^T + beta C``, as Newton-Schulz needs it.
+
+The result is symmetric, so the kernel computes the tiles that touch the lower triangle, and writes each one twice: in
+its place, and transposed across the diagonal. That is little more than half of the FLOPs of a GEMM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megalight.imports import require
+from megalight.ops.common import HALF, serve_all, triton_why_not
+from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
+from megalight.registry import Backend, BackendRegistry, remembered
+
+TILE: dict[str, Any] = {"ROWS": 128, "COLUMNS": 256, "DEPTH": 64, "GROUP": 8, "num_warps": 8, "num_stages": 3}
+"""Tile of the result, features per step, and tiles of rows that share columns in the L2 cache."""
+ALIGNED = 8
+"""Features of half types in 16 bytes: rows that TMA loads begin at a multiple of them."""
+
+
+def reference_syrk(x: Tensor, c: Tensor | None, alpha: float, beta: float) -> Tensor:
+    """Implement :func:`megalight.ops.syrk.syrk` by GEMMs."""
+    if c is not None:
+        return torch.baddbmm(c, x, x.mT, beta=beta, alpha=alpha)
+    square = x @ x.mT
+    return square if alpha == 1 else square * alpha
+
+
+@jit
+def _syrk(
+    rows_of: Value,
+    columns_of: Value,
+    c: Value,
+    out: Value,
+    size: Value,
+    depth: Value,
+    tiles_down: Value,
+    tiles_across: Value,
+    alpha: Value,
+    beta: Value,
+    ADD: constexpr,
+    ROWS: constexpr,
+    COLUMNS: constexpr,
+    DEPTH: constexpr,
+    GROUP: constexpr,
+) -> None:
+    program, matrix = tl.program_id(0), tl.program_id(1)
+    # Programs are numbered group by group, so that tiles with the same operands run at the same time.
+    first = program // (GROUP * tiles_across) * GROUP
+    height = tl.minimum(tiles_down - first, GROUP)
+    within = program % (GROUP * tiles_across)
+    row, column = (first + within % height) * ROWS, within // height * COLUMNS
+    if column >= row + ROWS:  # above the diagonal: another program writes it
+        return
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    # TMA reads zeros beyond the last feature. Rows beyond the matrix are those of the next one: they are not stored.
+    for start in range(0, depth, DEPTH):
+        a = rows_of.load([matrix * size + row, start])
+        b = columns_of.load([matrix * size + column, start])
+        total = tl.dot(a, b.T, total)
+    total *= alpha
+    row_index, column_index = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
+    known = (row_index < size)[:, None] & (column_index < size)[None, :]
+    begin = matrix.to(tl.int64) * size * size
+    place = row_index[:, None] * size + column_index[None, :]
+    across = column_index[:, None] * size + row_index[None, :]
+    if ADD:
+        total += beta * tl.load(c + begin + place, mask=known, other=0.0).to(tl.float32)
+    result = total.to(out.dtype.element_ty)
+    if column + COLUMNS <= row:
+        tl.store(out + begin + place, result, mask=known)
+        tl.store(out + begin + across, result.T, mask=known.T)
+    else:  # on the diagonal: each element is written once
+        tl.store(out + begin + place, result, mask=known & (row_index[:, None] >= column_index[None, :]))
+        tl.store(out + begin + across, result.T, mask=known.T & (row_index[None, :] > column_index[:, None]))
+
+
+def triton_syrk(x: Tensor, c: Tensor | None, alpha: float, beta: float, tile: dict[str, Any] | None = None) -> Tensor:
+    """Implement :func:`megalight.ops.syrk.syrk`; ``tile`` is another one than :data:`TILE`."""
+    tile = tile or TILE
+    batch, size, depth = x.shape
+    out = x.new_empty(batch, size, size)
+    if not out.numel():
+        return out
+    x = functional.pad(x, (0, -depth % ALIGNED)).contiguous()
+    flat, depth = x.view(batch * size, -1), x.shape[2]
+    described = require("triton.tools.tensor_descriptor", "a Triton kernel").TensorDescriptor.from_tensor
+    tiles_down, tiles_across = cdiv(size, tile["ROWS"]), cdiv(size, tile["COLUMNS"])
+    _syrk[(tiles_down * tiles_across, batch)](
+        described(flat, [tile["ROWS"], tile["DEPTH"]]),
+        described(flat, [tile["COLUMNS"], tile["DEPTH"]]),
+        out if c is None else c.contiguous(),
+        out,
+        size,
+        depth,
+        tiles_down,
+        tiles_across,
+        float(alpha),
+        float(beta),
+        ADD=c is not None,
+        **tile,
+    )
+    return out
+
+
+class SyrkSpec(NamedTuple):
+    """A request: device type, dtype, rows and columns of a matrix."""
+
+    device: str
+    dtype: torch.dtype
+    size: int
+    depth: int
+
+
+SYRK: BackendRegistry[SyrkSpec, Callable[..., Tensor]] = BackendRegistry("syrk")
+REGISTRIES = (SYRK,)
+EXAMPLE = SyrkSpec("cpu", torch.bfloat16, 4096, 4096)
+
+
+def _triton_why_not(spec: SyrkSpec) -> str | None:
+    if spec.dtype not in HALF:
+        return f"serves bfloat16 and float16, not {spec.dtype}"
+    if (reason := triton_why_not(spec.device, spec.dtype)) is not None:
+        return reason
+    # Loads by descriptors; tiles are chosen for Hopper.
+    major, minor = torch.cuda.get_device_capability()
+    return None if major >= 9 else f"needs a GPU of compute capability 9.0, not {major}.{minor}"
+
+
+def _triton_slower(spec: SyrkSpec) -> str | None:
+    return "is not measured yet"
+
+
+SYRK.register(Backend("triton", triton_syrk, 20, _triton_why_not, slower=_triton_slower))
+SYRK.register(Backend("reference", reference_syrk, 0, serve_all))
+
+
+@remembered
+def _choose(spec: SyrkSpec, backend: str) -> Callable[..., Tensor]:
+    return SYRK.select(spec, backend).fn
+
+
+def syrk(x: Tensor, c: Tensor | None = None, *, alpha: float = 1.0, beta: float = 0.0, backend: str = "auto") -> Tensor:
+    """Return ``alpha X X^T + beta C`` for each matrix of a batch, in the dtype of ``x``; half types add in float32.
+
+    Args:
+        x: ``[B, m, n]``.
+        c: ``[B, m, m]``, symmetric: kernels may read one triangle of it. None: nothing is added.
+        alpha, beta: factors.
+        backend: a backend's name, or ``auto``.
+
+    Returns:
+        ``[B, m, m]``.
+
+    Raises:
+        BackendError: the named backend cannot serve this dtype on this device.
+    """
+    return _choose(SyrkSpec(x.device.type, x.dtype, x.shape[1], x.shape[2]), backend)(x, c, alpha, beta)
