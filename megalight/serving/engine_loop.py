@@ -13,13 +13,61 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 from megalight.data.tokenizer import Tokenizer
-from megalight.errors import ConfigurationError, MegalightError
-from megalight.inference import DynamicEngine, SamplingParams
+from megalight.errors import ConfigurationError, MegalightError, integer
+from megalight.inference import DynamicEngine, ParallelGPT, SamplingParams
+from megalight.inference.blocks import BLOCK_SIZE
 from megalight.inference.detokenizer import Detokenizer
 from megalight.inference.scheduler import Reason
 from megalight.inference.text_requests import is_text
+from megalight.models.gpt import GPT
 
 log = logging.getLogger(__name__)
+
+
+CACHE_TOKENS = 65_536
+"""Tokens for which the cache has room where nobody says otherwise, if the model's longest sequence fits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Sizes of an engine.
+
+    Attributes:
+        cache_tokens: tokens for which the cache has room. None: 65,536, or as many as ``max_sequences`` sequences can
+            have, and at least the model's longest sequence.
+        max_sequences: maximum number of sequences in a step.
+        step_tokens: maximum number of tokens in a step. Longer prompts run in parts.
+    """
+
+    cache_tokens: int | None = None
+    max_sequences: int = 64
+    step_tokens: int = 512
+
+    def num_blocks(self, longest: int) -> int:
+        """Return the number of blocks of a cache, for sequences of at most ``longest`` tokens.
+
+        Raises:
+            ConfigurationError: a number is out of range.
+        """
+        tokens = self.cache_tokens
+        if tokens is None:
+            tokens = max(longest, min(CACHE_TOKENS, integer("max_sequences", self.max_sequences) * longest))
+        return -(-integer("cache_tokens", tokens) // BLOCK_SIZE)
+
+    def engine(self, model: GPT | ParallelGPT, *, first_rank_only: bool = False) -> DynamicEngine:
+        """Return a new engine.
+
+        Raises:
+            ConfigurationError: a number is out of range; or see :class:`DynamicEngine`.
+        """
+        return DynamicEngine(
+            model,
+            num_blocks=self.num_blocks(model.config.max_sequence_length),
+            block_size=BLOCK_SIZE,
+            max_sequences=self.max_sequences,
+            step_tokens=self.step_tokens,
+            first_rank_only=first_rank_only,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import itertools
 import os
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -18,56 +18,28 @@ from megalight.data.chat.template import ChatTemplate
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError, LayoutError, MegalightError, integer
 from megalight.evaluation import Continuation, LogLikelihood, log_likelihoods
-from megalight.inference import DynamicEngine, ParallelGPT, SamplingParams, TextGenerator
+from megalight.inference import ParallelGPT, SamplingParams, TextGenerator
 from megalight.inference.blocks import BLOCK_SIZE
 from megalight.inference.scheduler import Reason
 from megalight.inference.text import NEW_TOKENS, begun
 from megalight.models.gpt import GPT
-from megalight.parallel.mesh import join_ranks
+from megalight.parallel.mesh import ParallelMesh, join_ranks
 from megalight.serving.asynchronous import Queue, QueueShutDown, get_asyncio_loop
-from megalight.serving.engine_loop import Abort, EngineLoop, EngineOutput, EngineRequest, EngineThread
+from megalight.serving.engine_loop import (
+    Abort,
+    EngineLoop,
+    EngineOptions,
+    EngineOutput,
+    EngineRequest,
+    EngineThread,
+)
+from megalight.serving.rank_processes import RankProcesses
 from megalight.strategies.inference import InferenceModel
 
 Prompt: TypeAlias = str | Sequence[int]
 """A text, or token ids."""
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 """A conversation: ``[{"role": "user", "content": "Hello"}]``."""
-
-CACHE_TOKENS = 65_536
-"""Tokens for which the cache has room where nobody says otherwise, if the model's longest sequence fits."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """Sizes of an engine.
-
-    Attributes:
-        cache_tokens: tokens for which the cache has room. None: 65,536, or as many as ``max_sequences`` sequences can
-            have, and at least the model's longest sequence.
-        max_sequences: maximum number of sequences in a step.
-        step_tokens: maximum number of tokens in a step. Longer prompts run in parts.
-    """
-
-    cache_tokens: int | None = None
-    max_sequences: int = 64
-    step_tokens: int = 512
-
-    def engine(self, model: GPT | ParallelGPT) -> DynamicEngine:
-        """Return a new engine.
-
-        Raises:
-            ConfigurationError: a number is out of range; or see :class:`DynamicEngine`.
-        """
-        tokens, longest = self.cache_tokens, model.config.max_sequence_length
-        if tokens is None:
-            tokens = max(longest, min(CACHE_TOKENS, integer("max_sequences", self.max_sequences) * longest))
-        return DynamicEngine(
-            model,
-            num_blocks=-(-integer("cache_tokens", tokens) // BLOCK_SIZE),
-            block_size=BLOCK_SIZE,
-            max_sequences=self.max_sequences,
-            step_tokens=self.step_tokens,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,50 +74,23 @@ class GenerationOutput:
         }
 
 
-@dataclass
-class ServedModel:
-    """A model with its tokenizer and its engine: what :class:`LLM` and :class:`AsyncLLM` have in common.
+@dataclass(kw_only=True)
+class ModelText:
+    """What requests to a model are made of. The weights may be in other processes.
 
     Attributes:
-        model: the model, whole or this rank's part.
         tokenizer: converts text to token ids and back; None: prompts are ids, and completions have no text.
         ends: tokens that end a completion.
         start: tokens that are put before texts that do not begin with them.
-        options: sizes of the engine.
+        max_sequence_length: of the model, in tokens.
+        num_blocks: blocks of an engine's cache.
     """
 
-    model: GPT | ParallelGPT
     tokenizer: Tokenizer | None
     ends: frozenset[int] = frozenset()
     start: tuple[int, ...] = ()
-    options: EngineOptions = field(default_factory=EngineOptions)
-
-    @classmethod
-    def from_checkpoint(
-        cls,
-        path: str | os.PathLike[str],
-        *,
-        tensor_parallel: int = 1,
-        device: str | torch.device | None = None,
-        options: EngineOptions | None = None,
-        **weights: Any,
-    ) -> ServedModel:
-        """Load a model; see :class:`LLM`."""
-        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        world = int(os.environ.get("WORLD_SIZE") or 1)
-        if integer("tensor_parallel", tensor_parallel) != world:
-            raise LayoutError(
-                f"tensor_parallel is {tensor_parallel}, and there are {world} processes; start the program by torchrun "
-                f"--nproc-per-node {tensor_parallel}."
-            )
-        mesh, where = join_ranks(where, tp=tensor_parallel)
-        found = TextGenerator.from_checkpoint(path, device=where, mesh=mesh, **weights)
-        return cls(found.model, found.tokenizer, frozenset(found.all_ends()), found.start, options or EngineOptions())
-
-    @cached_property
-    def loop(self) -> EngineLoop:
-        """The engine's loop, which the first caller makes."""
-        return EngineLoop(self.options.engine(self.model), self.tokenizer)
+    max_sequence_length: int
+    num_blocks: int
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -194,8 +139,89 @@ class ServedModel:
 
     def room(self, prompt: Sequence[int]) -> int:
         """Return how many tokens a completion of this prompt can have: the model's, and the cache's; at least 1."""
-        blocks = self.loop.engine.blocks
-        return max(1, min(self.model.config.max_sequence_length, blocks.count * blocks.size + 1) - len(prompt))
+        return max(1, min(self.max_sequence_length, self.num_blocks * BLOCK_SIZE + 1) - len(prompt))
+
+
+@dataclass(kw_only=True)
+class ServedModel(ModelText):
+    """A model with its tokenizer and its engine: what :class:`LLM` and :class:`AsyncLLM` have in common.
+
+    Attributes:
+        model: the model, whole or this rank's part.
+        options: sizes of the engine.
+        ranks: the processes that this one has started for other parts of the model.
+    """
+
+    model: GPT | ParallelGPT
+    options: EngineOptions
+    ranks: RankProcesses | None = None
+
+    @classmethod
+    def of(
+        cls,
+        model: GPT | ParallelGPT,
+        tokenizer: Tokenizer | None,
+        ends: frozenset[int],
+        start: tuple[int, ...] = (),
+        options: EngineOptions | None = None,
+    ) -> ServedModel:
+        """Return one for a model."""
+        options, longest = options or EngineOptions(), model.config.max_sequence_length
+        return cls(
+            tokenizer=tokenizer,
+            ends=ends,
+            start=start,
+            max_sequence_length=longest,
+            num_blocks=options.num_blocks(longest),
+            model=model,
+            options=options,
+        )
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        tensor_parallel: int = 1,
+        device: str | torch.device | None = None,
+        options: EngineOptions | None = None,
+        **weights: Any,
+    ) -> ServedModel:
+        """Load a model; see :class:`LLM`."""
+        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        world, ranks = int(os.environ.get("WORLD_SIZE") or 1), None
+        if integer("tensor_parallel", tensor_parallel) != world and world > 1:
+            raise LayoutError(
+                f"tensor_parallel is {tensor_parallel}, and there are {world} processes; start the program by torchrun "
+                f"--nproc-per-node {tensor_parallel}, or by itself."
+            )
+        mesh: ParallelMesh | None
+        if tensor_parallel > world:
+            ranks = RankProcesses(path, tensor_parallel, where, options or EngineOptions(), weights)
+            mesh, where = ranks.mesh, ranks.device
+        else:
+            mesh, where = join_ranks(where, tp=tensor_parallel)
+        try:
+            found = TextGenerator.from_checkpoint(path, device=where, mesh=mesh, **weights)
+            served = cls.of(found.model, found.tokenizer, frozenset(found.all_ends()), found.start, options)
+            served.ranks = ranks
+            if ranks is not None:
+                _ = served.loop  # the other ranks make theirs now
+        except BaseException:
+            if ranks is not None:
+                ranks.close()
+            raise
+        return served
+
+    @cached_property
+    def loop(self) -> EngineLoop:
+        """The engine's loop, which the first caller makes."""
+        return EngineLoop(self.options.engine(self.model, first_rank_only=self.ranks is not None), self.tokenizer)
+
+    def close(self) -> None:
+        """End the processes of the other ranks."""
+        if self.ranks is not None:
+            self.ranks.close()
 
 
 class LLM:
@@ -204,8 +230,8 @@ class LLM:
     Args:
         path: a checkpoint, a run's folder (its newest checkpoint), a folder of ``transformers``, or a name of the
             Hugging Face Hub.
-        tensor_parallel: number of processes that share every layer, started by torchrun. All of them make the same
-            calls, and get the same results.
+        tensor_parallel: number of processes that share every layer. This one starts the others, which end with it. Or
+            torchrun has started all of them; then all make the same calls, and get the same results.
         tokenizer: a ``tokenizer.json``, its folder, or its name, to use instead of the one in ``path``.
         device: None: a GPU if there is one.
         dtype: dtype of the weights. None keeps the saved dtype.
@@ -272,7 +298,7 @@ class LLM:
         ends = frozenset[int]() if words is None or words.eod_id is None else frozenset([words.eod_id])
         options = EngineOptions(cache_tokens=cache_tokens, max_sequences=max_sequences, step_tokens=step_tokens)
         found = cls.__new__(cls)
-        found.served = ServedModel(trained.model, words, ends, options=options)
+        found.served = ServedModel.of(trained.model, words, ends, options=options)
         found._trained, found._ids = trained, itertools.count()
         return found
 
@@ -341,6 +367,8 @@ class LLM:
             tokens = self.served.words.encode(completion) if isinstance(completion, str) else completion
             pairs.append(Continuation(self.served.ids_of(prompt), tokens))
         with self._weights():
+            if self.served.ranks is not None:
+                return self.served.ranks.score(self.served.loop.engine, pairs)
             return log_likelihoods(self.served.model, pairs)
 
     def suspend(self) -> None:
@@ -438,7 +466,7 @@ class AsyncLLM:
     The first error of a step ends it: all streams raise it, and :attr:`failed` is set.
 
     Args:
-        path: see :class:`LLM`; the others, too. The model is whole.
+        path: see :class:`LLM`; the others, too.
 
     Attributes:
         served: the model.
@@ -450,6 +478,7 @@ class AsyncLLM:
         self,
         path: str | os.PathLike[str],
         *,
+        tensor_parallel: int = 1,
         tokenizer: str | os.PathLike[str] | None = None,
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
@@ -460,7 +489,13 @@ class AsyncLLM:
     ) -> None:
         options = EngineOptions(cache_tokens=cache_tokens, max_sequences=max_sequences, step_tokens=step_tokens)
         served = ServedModel.from_checkpoint(
-            path, device=device, options=options, tokenizer=tokenizer, dtype=dtype, base=base
+            path,
+            tensor_parallel=tensor_parallel,
+            device=device,
+            options=options,
+            tokenizer=tokenizer,
+            dtype=dtype,
+            base=base,
         )
         self._serve(served)
 
@@ -555,6 +590,7 @@ class AsyncLLM:
         self._closed = True
         if self._thread is not None:
             await asyncio.to_thread(self._thread.close)
+        await asyncio.to_thread(self.served.close)
         self._end_streams()
 
     async def _between_steps(self, act: Callable[[EngineLoop], None]) -> None:
@@ -573,6 +609,8 @@ class AsyncLLM:
         if self._thread is None:
             self._events = get_asyncio_loop()
             self._thread = EngineThread(self.served.loop, self._arrived, self._ended)
+            if self.served.ranks is not None:
+                self.served.ranks.watch(self._ended)
         return self._thread
 
     def _arrived(self, outputs: list[EngineOutput]) -> None:
@@ -592,7 +630,7 @@ class AsyncLLM:
         self._events.call_soon_threadsafe(self._fail, error)
 
     def _fail(self, error: BaseException) -> None:
-        self.failure = error
+        self.failure = self.failure or error
         self.failed.set()
         self._end_streams()
 

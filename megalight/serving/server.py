@@ -241,7 +241,7 @@ class Endpoints:
         return Response(self.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     def _model(self) -> dict[str, Any]:
-        longest = self.llm.served.model.config.max_sequence_length
+        longest = self.llm.served.max_sequence_length
         return {
             "id": self.name,
             "object": "model",
@@ -271,9 +271,7 @@ class Endpoints:
                 ids = await asyncio.to_thread(served.ids_of, body.prompt or "")
             else:
                 ids = await asyncio.to_thread(served.chat_ids, [each.values for each in body.messages])
-        return JSONResponse(
-            {"tokens": ids, "count": len(ids), "max_model_len": served.model.config.max_sequence_length}
-        )
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": served.max_sequence_length})
 
     async def detokenize(self, request: Request) -> Response:
         """Return the text of token ids."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from megalight.evaluation import Continuation, log_likelihoods
 from megalight.inference import SamplingParams, TextGenerator, TextRequest
 from megalight.models.gpt import GPTModule
 from megalight.serving import LLM, AsyncLLM, EngineOutput, EngineRequest
+from tests.support import interpreters
 
 GREEDY = SamplingParams(temperature=0)
 PROMPTS = ["user: hello", "naïve", "", "東京 🙂"]
@@ -113,8 +116,47 @@ def test_what_cannot_run_is_refused_and_leaves_nothing_behind(llm: LLM, folder: 
         with pytest.raises((DataError, ConfigurationError), match=message):
             llm.generate(prompts, **options)
         assert (llm.served.loop.idle, blocks.free) == (True, before)
-    with pytest.raises(LayoutError, match="tensor_parallel is 2, and there are 1 processes"):
+
+
+def test_other_processes_than_torchrun_has_started_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(LayoutError, match="tensor_parallel is 2, and there are 3 processes"):
         LLM(folder, tensor_parallel=2)
+
+
+DIVIDED = """
+import json, sys, torch
+from megalight.inference import SamplingParams
+from megalight.serving import LLM
+
+llm = LLM(sys.argv[1], tensor_parallel=2, device="cpu", dtype=torch.float64)
+greedy = SamplingParams(temperature=0)
+outputs = llm.generate(json.loads(sys.argv[2]), greedy, max_new_tokens=12, log_probs=True)
+scores = llm.score(["user: "], ["hello"])
+(again,) = llm.generate("user: hello", greedy, max_new_tokens=12, stop=outputs[0].text[5:8])
+llm.suspend()
+print(json.dumps([[[each.text, each.log_probs] for each in outputs], scores, again.text]))
+"""
+
+
+def test_a_model_over_two_processes_is_that_of_one(llm: LLM, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "divided.py").write_text(DIVIDED)
+    done = subprocess.run(
+        ["python", "divided.py", str(folder), json.dumps(PROMPTS)],
+        cwd=tmp_path,
+        env=interpreters.environment(),
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=60,
+    )
+    outputs, scores, again = json.loads(done.stdout)
+    expected = llm.generate(PROMPTS, GREEDY, max_new_tokens=12, log_probs=True)
+    assert [text for text, _ in outputs] == [each.text for each in expected]
+    for (_, log_probs), each in zip(outputs, expected, strict=True):
+        assert log_probs == pytest.approx(each.log_probs, abs=1e-9)
+    assert scores[0] == pytest.approx(llm.score(["user: "], ["hello"])[0])
+    assert expected[0].text.startswith(again)
+    assert len(again) <= 5
 
 
 def test_a_module_generates_between_steps_with_the_weights_it_has_then(folder: Path) -> None:

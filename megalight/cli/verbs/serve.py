@@ -51,6 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--base", help="for a checkpoint of adapters: the weights that training began with, or a run's folder"
     )
+    parser.add_argument(
+        "--tensor-parallel",
+        type=int,
+        default=1,
+        help="processes that share each layer, on GPUs of their own (default: 1)",
+    )
     add_weights_keys(parser)
     parser.add_argument("--adapter", help="which adapter computes, for a checkpoint of several (default: the last one)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
@@ -86,7 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     import torch  # after the checks: importing it takes seconds
 
-    from megalight.serving.llm import AsyncLLM, EngineOptions, ServedModel
+    from megalight.serving.engine_loop import EngineOptions
+    from megalight.serving.llm import AsyncLLM, ServedModel
     from megalight.serving.server import Limits, check_host, serve
 
     keys = arguments.api_key or [key for key in [os.environ.get(KEY)] if key]
@@ -94,6 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
     sizes = {name: getattr(arguments, name) for name in ("cache_tokens", "max_sequences", "step_tokens")}
     served = ServedModel.from_checkpoint(
         path,
+        tensor_parallel=arguments.tensor_parallel,
         device=arguments.device,
         options=EngineOptions(**{name: value for name, value in sizes.items() if value is not None}),
         tokenizer=tokenizer,

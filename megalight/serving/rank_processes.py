@@ -1,0 +1,195 @@
+"""Processes for the other ranks of a model that is split over several: this process starts them, and leads them.
+
+The first rank makes all calls to its engine, and the others follow. They end when it closes them, or is gone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megalight.errors import DataError, LayoutError, MegalightError
+from megalight.evaluation import Continuation, LogLikelihood, log_likelihoods
+from megalight.inference import DynamicEngine, ParallelGPT, TextGenerator
+from megalight.parallel.groups import end_at_exit
+from megalight.parallel.mesh import ParallelMesh
+from megalight.serving.engine_loop import EngineOptions
+
+HOST = "127.0.0.1"
+CLOSE_SECONDS = 10
+"""Time in which a process must end."""
+
+
+def start_process(
+    function: str, settings: Mapping[str, Any], environment: Mapping[str, str], *, output: int = 2
+) -> subprocess.Popen[str]:
+    """Start an interpreter that calls a function, ``module:name``, which reads the settings by :func:`settings_of`.
+
+    It ends when its standard input does, so at the latest with this process. Ctrl-C in a terminal does not reach it.
+    """
+    module, _, name = function.partition(":")
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"from {module} import {name}; {name}()"],
+        stdin=subprocess.PIPE,
+        stdout=output,  # else what it prints would be the output of this process
+        text=True,
+        env={**os.environ, **environment},
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(settings) + "\n")
+    process.stdin.flush()
+    return process
+
+
+def settings_of() -> dict[str, Any]:
+    """Return the settings of this process, and let it end with the one that started it."""
+    found: dict[str, Any] = json.loads(sys.stdin.readline())
+
+    def end_with_parent() -> None:
+        sys.stdin.read()
+        os._exit(0)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    return found
+
+
+def as_settings(path: str | os.PathLike[str], options: EngineOptions, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Return where a model is, the sizes of its engine, and how its weights are read, as values of JSON."""
+    plain = {name: value if value is None else os.fspath(value) for name, value in weights.items() if name != "dtype"}
+    dtype = weights.get("dtype")
+    plain["dtype"] = None if dtype is None else str(dtype).removeprefix("torch.")
+    return {"path": os.fspath(path), "options": asdict(options), "weights": plain}
+
+
+def from_settings(settings: Mapping[str, Any]) -> tuple[str, EngineOptions, dict[str, Any]]:
+    """Return what :func:`as_settings` was given."""
+    weights = dict(settings["weights"])
+    weights["dtype"] = weights["dtype"] and getattr(torch, weights["dtype"])
+    return settings["path"], EngineOptions(**settings["options"]), weights
+
+
+def end_process(process: subprocess.Popen[str], seconds: float = CLOSE_SECONDS) -> None:
+    """Let a process of :func:`start_process` end, and wait for it."""
+    assert process.stdin is not None
+    with suppress(OSError):  # it is gone
+        process.stdin.close()
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+class RankProcesses:
+    """The processes of all ranks of a model but the first, which is this one.
+
+    Args:
+        path: where all ranks read the model.
+        size: number of ranks, the first included.
+        device: cpu or cuda. Each rank has a GPU of its own.
+        options: sizes of the engine.
+        weights: see :meth:`TextGenerator.from_checkpoint`.
+
+    Attributes:
+        mesh: all ranks.
+        device: that of this process.
+
+    Raises:
+        LayoutError: this process has ranks already, or there are too few GPUs.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        size: int,
+        device: torch.device,
+        options: EngineOptions,
+        weights: Mapping[str, Any],
+    ) -> None:
+        if dist.is_initialized():
+            raise LayoutError(
+                f"tensor_parallel is {size}, and this process is a rank of others already; use another process."
+            )
+        if device.type == "cuda" and torch.cuda.device_count() < size:
+            raise LayoutError(f"tensor_parallel is {size}, and there are {torch.cuda.device_count()} GPUs; use fewer.")
+        store = dist.TCPStore(HOST, 0, size, is_master=True, wait_for_workers=False)
+        settings = {"size": size, "port": store.port, "device": device.type, **as_settings(path, options, weights)}
+        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // size))
+        self._closed = False
+        self._processes = [
+            start_process(
+                "megalight.serving.rank_processes:follow",
+                {**settings, "rank": rank},
+                {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": threads},
+            )
+            for rank in range(1, size)
+        ]
+        atexit.register(self.close)
+        try:
+            self.mesh, self.device = _join(store, size, 0, device.type)
+        except BaseException:
+            self.close()
+            raise
+
+    def watch(self, failed: Callable[[BaseException], None]) -> None:
+        """Let ``failed`` be called, in another thread, if a rank ends before :meth:`close`."""
+
+        def wait(rank: int, process: subprocess.Popen[str]) -> None:
+            code = process.wait()
+            if not self._closed:
+                failed(MegalightError(f"rank {rank} of the model has ended with code {code}."))
+
+        for rank, process in enumerate(self._processes, 1):
+            threading.Thread(target=wait, args=(rank, process), daemon=True).start()
+
+    def score(self, engine: DynamicEngine, continuations: Sequence[Continuation]) -> list[LogLikelihood]:
+        """Score continuations with all ranks."""
+        assert isinstance(engine.model, ParallelGPT)
+        engine.close()
+        return log_likelihoods(engine.model, engine.model.call([*continuations]))
+
+    def close(self) -> None:
+        """End the processes."""
+        self._closed = True
+        atexit.unregister(self.close)
+        for process in self._processes:
+            end_process(process)
+
+
+def _join(store: dist.Store, size: int, rank: int, kind: str) -> tuple[ParallelMesh, torch.device]:
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo", store=store, rank=rank, world_size=size)
+    end_at_exit()
+    return ParallelMesh(size, rank, tp=size), device
+
+
+def follow() -> None:
+    """Be a rank that follows the first one."""
+    settings = settings_of()
+    store = dist.TCPStore(HOST, settings["port"], settings["size"], is_master=False)
+    mesh, device = _join(store, settings["size"], settings["rank"], settings["device"])
+    path, options, weights = from_settings(settings)
+    try:
+        model = TextGenerator.from_checkpoint(path, device=device, mesh=mesh, **weights).model
+        engine = options.engine(model, first_rank_only=True)
+    except MegalightError:
+        sys.exit(1)  # the first rank tells it
+    assert isinstance(model, ParallelGPT)
+    while True:
+        engine.follow()
+        with suppress(DataError):  # the first rank raises it, too
+            log_likelihoods(model, model.call(list[Continuation]()))
