@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megalight.nn.attention import Attention
 from megalight.nn.context import LayerContext
+from megalight.nn.mlp import MLP
 from megalight.nn.norm import norm_and_sum
 from megalight.nn.state import Slots
 from megalight.ops.row_indexing import take_rows
@@ -112,10 +113,15 @@ class TransformerLayer(nn.Module):
         mixed = drop(modules[dropout], mixed)
         # the sum with the residual and the next norm run as one op
         normed, hidden = norm_and_sum(modules["mlp_norm"], mixed, hidden)
-        added: Tensor = modules["mlp"](normed, context)
-        if (after := modules["mlp_post_norm"]) is not None:
-            added = after(added)
-        hidden = hidden + drop(modules["mlp_dropout"], added)
+        feed, after = modules["mlp"], modules["mlp_post_norm"]
+        # One token of inference: the products of the MLP do the rest of the layer, too.
+        single = not self.training and after is None and feed.__class__ is MLP and normed.shape[0] == 1
+        if not single or (summed := feed.of_single(normed, hidden)) is None:
+            added: Tensor = feed(normed, context)
+            if after is not None:
+                added = after(added)
+            summed = hidden + drop(modules["mlp_dropout"], added)
+        hidden = summed
         return hidden if self.adds is None or memory is None else hidden + memory[self.adds]
 
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from megalight.attachments import GATHER_HOOK
 from megalight.nn.canonical import Section, section_parts
 from megalight.nn.init import ConstantInit, Initializer, Normal
-from megalight.ops.linear import linear
+from megalight.ops.linear import linear, takes_gemv
 from megalight.ops.linear.low_precision import precision_of
+from megalight.ops.parameter import known_state
 
 
 class Linear(nn.Module):
@@ -65,6 +66,15 @@ class Linear(nn.Module):
         return (
             f"{self.in_features} -> {self.out_features}{f' ({names})' if names else ''}, bias={self.bias is not None}"
         )
+
+
+def takes_single(layer: nn.Module, x: Tensor) -> bool:
+    """Return whether a layer is a plain product that the kernel of single tokens computes: see ``takes_gemv``."""
+    if type(layer) is not Linear or layer.adapter is not None or layer._forward_hooks or layer._forward_pre_hooks:
+        return False
+    state = known_state(layer.weight)
+    plain = state is None or (state.main_grad is None and state.precision is None and state.stored is None)
+    return plain and takes_gemv(x, layer.weight)
 
 
 class Fusion(NamedTuple):

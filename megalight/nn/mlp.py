@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError, nearest
 from megalight.nn.canonical import Section
 from megalight.nn.context import LayerContext
-from megalight.nn.linear import Fusion, Linear
+from megalight.nn.linear import Fusion, Linear, takes_single
 from megalight.ops.activation import activation, gated
 from megalight.ops.activation.quantized import activation_of_quantized, stored
+from megalight.ops.linear import single_product
 
 ACTIVATIONS: Mapping[str, tuple[str, bool]] = {
     "swiglu": ("silu", True),
@@ -148,3 +150,26 @@ class MLP(nn.Module):
         wide = modules["gate_up" if act.gated else "up"](hidden)
         narrow: Tensor = modules["down"](act(wide))
         return narrow
+
+    def of_single(self, hidden: Tensor, residual: Tensor) -> Tensor | None:
+        """Return ``residual + self(hidden)`` for one token of inference, in two kernels; None: not these layers.
+
+        Args:
+            hidden: ``[1, h]``.
+            residual: ``[1, h]``.
+        """
+        modules: dict[str, Any] = self._modules
+        act = modules["act"]
+        if torch.is_grad_enabled() or not act.gated or act.offset or act.clamp is not None:
+            return None
+        if any(each._forward_hooks or each._forward_pre_hooks for each in (self, act)):
+            return None
+        wide, down = modules["gate_up"], modules["down"]
+        if not takes_single(wide, hidden):
+            return None
+        narrow: Tensor = single_product(hidden, wide.weight, wide.bias, gate=act.kind)
+        if takes_single(down, narrow) and residual.dtype == narrow.dtype:
+            summed: Tensor = single_product(narrow, down.weight, down.bias, residual)
+            return summed
+        added: Tensor = down(narrow)
+        return residual + added

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megalight.ops.activation import activation, gated, torch_activation, torch_gated
-from megalight.ops.activation.triton import _slope, _value
+from megalight.ops.activation.triton import _slope, activated
 from megalight.ops.common import apply, once_differentiable, serve_all, triton_why_not
 from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
 from megalight.ops.note import QuantizedCasts, elided_output
@@ -86,9 +86,9 @@ def _forward(
         # `x [rows, 2 size]`: gate is the first half of a row, up the second.
         # int64 for the tile: tokens times features exceeds int32 for long batches.
         place = x + token.to(tl.int64) * 2 * size + feature + (t * (2 * size) + f)
-        out = _value(_load(place, inside, FULL), KIND) * _load(place + size, inside, FULL)
+        out = activated(_load(place, inside, FULL), KIND) * _load(place + size, inside, FULL)
     else:
-        out = _value(_load(x + token.to(tl.int64) * size + feature + (t * size + f), inside, FULL), KIND)
+        out = activated(_load(x + token.to(tl.int64) * size + feature + (t * size + f), inside, FULL), KIND)
     out = rounded(out, x, HARDWARE)
     if not FULL:
         out = tl.where(inside, out, 0.0)  # the activation of zero is not always zero
@@ -149,7 +149,7 @@ def _backward(
             token, feature, tokens, padded, size, 2 * size,
             ROWS, COLUMNS, FULL, TOKENS, FEATURES,
         )  # fmt: skip
-        out = rounded(grad * _value(gate, KIND), x, HARDWARE)
+        out = rounded(grad * activated(gate, KIND), x, HARDWARE)
         largest = tl.maximum(largest, _largest(out))
         write_codes(
             out, row_codes, row_factor, column_codes, column_factor,

@@ -18,7 +18,7 @@ BLOCK = 2048
 
 @jit
 # KIND is a compile-time constant: each kind becomes a kernel of its own, and the chains of `if` cost nothing.
-def _value(x: Value, KIND: constexpr) -> Value:
+def activated(x: Value, KIND: constexpr) -> Value:
     """``act(x)`` in float32."""
     if KIND == "silu":
         y = x * tl.sigmoid(x)
@@ -88,9 +88,9 @@ def _triton_forward(
         # `x [rows, 2 size]`: gate is the first half of a row, up the second.
         gate = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(x + row * stride + size + column, mask=inside, other=0.0).to(tl.float32)
-        out = _value(gate, KIND) * up
+        out = activated(gate, KIND) * up
     else:
-        out = _value(tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32), KIND)
+        out = activated(tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32), KIND)
     out = out.to(y.dtype.element_ty)  # round first: the largest magnitude is that of the stored values
     tl.store(y + row * size + column, out, mask=inside)
     if MEASURE:
@@ -126,7 +126,7 @@ def _triton_backward(
         up = tl.load(x + row * stride + size + column, mask=inside, other=0.0).to(tl.float32)
         out = (grad * up * _slope(gate, KIND)).to(out_type)
         tl.store(grad_x + first, out, mask=inside)
-        other = (grad * _value(gate, KIND)).to(out_type)
+        other = (grad * activated(gate, KIND)).to(out_type)
         tl.store(grad_x + first + size, other, mask=inside)
         magnitude = tl.maximum(tl.abs(out.to(tl.float32)), tl.abs(other.to(tl.float32)))
     else:
@@ -233,7 +233,7 @@ def _pair_forward(gate: Value, up: Value, y: Value, count: Value, KIND: constexp
     # int64: tokens times features exceeds int32 for long batches.
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
-    value = _value(tl.load(gate + place, mask=inside, other=0.0).to(tl.float32), KIND)
+    value = activated(tl.load(gate + place, mask=inside, other=0.0).to(tl.float32), KIND)
     out = value * tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + place, out.to(y.dtype.element_ty), mask=inside)
 
@@ -256,7 +256,7 @@ def _pair_backward(
     grad = tl.load(grad_y + place, mask=inside, other=0.0).to(tl.float32)
     other = tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
     tl.store(grad_gate + place, (grad * other * _slope(x, KIND)).to(grad_gate.dtype.element_ty), mask=inside)
-    tl.store(grad_up + place, (grad * _value(x, KIND)).to(grad_up.dtype.element_ty), mask=inside)
+    tl.store(grad_up + place, (grad * activated(x, KIND)).to(grad_up.dtype.element_ty), mask=inside)
 
 
 class _GatedPair(torch.autograd.Function):
@@ -332,9 +332,9 @@ def _weighted_forward(
     inside = (row < rows) & (column < size)
     if GATED:
         gate, up, _, _ = _halves(x, row * 2 * size + column, size, inside, offset, clamp, CLAMP)
-        out = _value(gate, KIND) * up
+        out = activated(gate, KIND) * up
     else:
-        out = _value(tl.load(x + row * size + column, mask=inside, other=0.0).to(tl.float32), KIND)
+        out = activated(tl.load(x + row * size + column, mask=inside, other=0.0).to(tl.float32), KIND)
     if WEIGHTED:
         out *= tl.load(weights + row, mask=row < rows, other=0.0).to(tl.float32)
     tl.store(y + row * size + column, out.to(y.dtype.element_ty), mask=inside)
@@ -372,7 +372,7 @@ def _weighted_backward(
         if GATED:
             place = row * 2 * size + column
             gate, up, gate_open, up_open = _halves(x, place, size, inside, offset, clamp, CLAMP)
-            value = _value(gate, KIND)
+            value = activated(gate, KIND)
             if WEIGHTED:
                 # Of the weight: the sum over features of grad * y, in float32. One program has the whole row, so no
                 # atomics.
@@ -384,7 +384,7 @@ def _weighted_backward(
             place = row * size + column
             value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
             # Only with weights: without them, the plain activation serves.
-            total += grad * _value(value, KIND)
+            total += grad * activated(value, KIND)
             tl.store(grad_x + place, (grad * weight * _slope(value, KIND)).to(out_type), mask=inside)
     if WEIGHTED:
         first = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)

@@ -44,7 +44,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     # The plain case goes to torch, whose autograd is written in C++ and keeps fewer things on the host.
     if not own and recipe_of(x) is None and main_grad_of(bias) is None:
         if not torch.is_grad_enabled() and takes_gemv(x, weight):
-            single: Tensor = _gemv(x, weight, bias)
+            single: Tensor = single_product(x, weight, bias)
             return single
         # Here and below in place, as a function of its own would be called for every layer.
         odd = (weight.shape[0] | weight.shape[1]) % aligned.MULTIPLE and aligned.pays(weight, weight.shape)
@@ -69,7 +69,7 @@ def takes_gemv(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-_gemv = lazy("megalight.ops.linear.gemv", "gemv")
+single_product = lazy("megalight.ops.linear.gemv", "gemv")
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:

@@ -49,10 +49,12 @@ def _forward(
     BLOCK: constexpr,
     PDL: constexpr,
 ) -> None:
-    start_dependents(PDL)
     # A tile `[ROWS, BLOCK]` holds whole rows: sums over a row need no second pass and no other program.
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
+    # Parameters are read before the wait: a recorded step writes none.
+    factor = tl.load(weight + column, mask=column < size, other=0.0).to(tl.float32)
+    start_dependents(PDL)
     inside = (row < rows)[:, None] & (column < size)[None, :]
     # int64: tokens times features exceeds int32 for long batches.
     offsets = row.to(tl.int64)[:, None] * size + column[None, :]
@@ -72,7 +74,6 @@ def _forward(
         value = tl.where(inside, value - center[:, None], 0.0)
     scale = tl.rsqrt(tl.sum(value * value, 1) / size + eps)
     tl.store(rstd + row, scale, mask=row < rows)
-    factor = tl.load(weight + column, mask=column < size, other=0.0).to(tl.float32)
     out = value * scale[:, None] * factor[None, :]
     if BIAS:
         out += tl.load(bias + column, mask=column < size, other=0.0).to(tl.float32)[None, :]

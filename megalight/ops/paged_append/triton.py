@@ -42,9 +42,9 @@ def _append(
     ROTATE: constexpr,
     PDL: constexpr,
 ) -> None:
-    start_dependents(PDL)
     # 64 bits: rows of a pool times their width pass 2^31.
     token = tl.program_id(0).to(tl.int64)
+    # Rows and angles are read before the wait: the kernel before this one makes queries, keys and values.
     row = tl.load(write + token)
     pair = tl.arange(0, HALF_BLOCK)[None, :]
     c = pair.to(tl.float32)
@@ -52,6 +52,7 @@ def _append(
     if ROTATE:
         c = tl.load(cos + token * HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)
         s = tl.load(sin + token * HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)
+    start_dependents(PDL)
     # fmt: off
     turn(q + token * q_token, out + token * HEADS * HEAD_DIM, q_head, HEAD_DIM, c, s,
          HEADS, HEAD_BLOCK, HALF, HALF_BLOCK, REST, REST_BLOCK, INTERLEAVED, ROTATE)

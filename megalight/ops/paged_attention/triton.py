@@ -82,7 +82,6 @@ def _attend(
     ``DIM`` features of a key are read at once; with ``SHARED`` they are the value, and ``TAIL`` more follow. ``out`` is
     ``[T, H, VALUE]``, or with several parts ``[T, H, SPLITS, VALUE]`` in float32 beside ``sums [T, H, SPLITS]``.
     """
-    start_dependents(PDL)
     block = tl.program_id(0)
     kv_head = tl.program_id(1)
     pair = tl.program_id(2)
@@ -91,6 +90,8 @@ def _attend(
     begin = tl.load(cu_queries + sequence)
     queries = tl.load(cu_queries + sequence + 1) - begin
     length = tl.load(lengths + sequence)
+    # Lengths are read before the wait: the kernel before this one makes queries, and stores keys and values.
+    start_dependents(PDL)
     top = block * ROWS
     if top < queries * GROUP:
         row = top + tl.arange(0, ROWS)
