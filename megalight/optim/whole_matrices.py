@@ -41,6 +41,12 @@ GATHER_BYTES = 256 * 2**20
 """Default of the largest number of bytes of a batch of matrices on a rank."""
 
 
+def matrices_in_batch(gather_bytes: int, shape: tuple[int, int]) -> int:
+    """Return how many matrices of a shape a batch of so many bytes may have; at least one."""
+    # At most 8 bytes an element, so that the bound holds for every dtype.
+    return max(1, gather_bytes // (8 * prod(shape)))
+
+
 class MatrixBox(NamedTuple):
     """A box of a matrix that lies contiguously in a rank's shard.
 
@@ -183,8 +189,7 @@ class MatrixExchange:
         for matrix in self.matrices:
             homes.setdefault(matrix.shape, [[] for _ in range(size)])[matrix.home].append(matrix)
         for shape, of_rank in homes.items():
-            # At most 8 bytes an element, so that the bound holds for every dtype.
-            many = max(1, gather_bytes // (8 * prod(shape)))
+            many = matrices_in_batch(gather_bytes, shape)
             for first in range(0, max(map(len, of_rank)), many):
                 yield self._round(shape, [matrices[first : first + many] for matrices in of_rank])
 
@@ -488,7 +493,7 @@ class WholeMatrixOptimizer(Adam):
 
     def _alone(self, directions: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """Update whole parameters; those of equal shape together."""
-        stacks: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        stacks: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)
         result: dict[Tensor, Tensor] = {}
         for parameter, direction in directions.items():
             if parameter.ndim < 2:
@@ -505,9 +510,12 @@ class WholeMatrixOptimizer(Adam):
                 result[parameter] = self.update(stack, {name: state[name] for name in room}).view(parameter.shape)
             else:
                 stacks[shape].append((parameter, stack))
-        for members in stacks.values():
-            updated = self.update(torch.cat([stack for _, stack in members]), {})
-            parts = torch.split(updated, [len(stack) for _, stack in members])
+        for shape, members in stacks.items():
+            whole = torch.cat([stack for _, stack in members])
+            # Experts of all layers have one shape: not all of them at once.
+            for batch in torch.split(whole, matrices_in_batch(self.gather_bytes, shape)):
+                batch.copy_(self.update(batch, {}))
+            parts = torch.split(whole, [len(stack) for _, stack in members])
             result |= {p: part.reshape(p.shape) for (p, _), part in zip(members, parts, strict=True)}
         return result
 

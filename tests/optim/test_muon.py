@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from megalight.nn.canonical import parts
 from megalight.nn.init import initialize
 from megalight.optim import AdamConfig, Constant, GroupRule, Muon, MuonConfig
 from megalight.optim.muon import QUINTIC, newton_schulz
+from megalight.optim.whole_matrices import GATHER_BYTES, matrices_in_batch
 from megalight.strategies import DataParallelOptions, MegatronStrategy
 from tests.strategies.test_experts import PLAIN
 from tests.strategies.training import (
@@ -225,6 +226,29 @@ def test_it_equals_muon_of_torch(scale: Any, nesterov: bool) -> None:
     for one, other in zip(ours, theirs, strict=True):
         # Both round to bfloat16 in each product, here of a batch.
         torch.testing.assert_close(one, other, rtol=0.02, atol=2e-3)
+
+
+def test_experts_of_a_stack_go_in_batches() -> None:
+    sizes: list[int] = []
+
+    class Watched(Muon):
+        def update(self, matrices: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+            sizes.append(len(matrices))
+            return super().update(matrices, state)
+
+    torch.manual_seed(0)
+    results = []
+    gradients = [torch.randn(128, 3, 8), torch.randn(128, 3, 8)]
+    for gather_bytes in (8 * 3 * 8 * 50, GATHER_BYTES):
+        stacks = [nn.Parameter(torch.ones(128, 3, 8)) for _ in gradients]
+        for stack, gradient in zip(stacks, gradients, strict=True):
+            stack.grad = gradient.clone()
+        Watched([{"params": stacks, "whole_matrices": True}], 0.1, ns_dtype="float64", gather_bytes=gather_bytes).step()
+        results.append([stack.detach() for stack in stacks])
+    assert sizes == [50] * 5 + [6] + [256]
+    torch.testing.assert_close(results[0], results[1])
+    # 128 experts of 768 features in 8 layers of Qwen3-30B-A3B: 147 batches, with 63 MiB of bfloat16 matrices each.
+    assert matrices_in_batch(GATHER_BYTES, (768, 2048)) == 21
 
 
 def test_names_decide_who_updates_a_parameter() -> None:
