@@ -1,13 +1,16 @@
-"""Time steps of Muon beside Adam, on the shape of an 8B model cut to some layers, and count what Newton-Schulz costs.
+"""Time steps of Muon beside Adam on one or more GPUs, predicted first, and count what Newton-Schulz costs.
 
-    python benchmarks/muon.py steps RESULT.json [--layers 16]
+    python benchmarks/muon.py steps RESULT.json [--micro-batches 4 16 64] [--qk-clip 100]
     torchrun --nproc-per-node 2 benchmarks/muon.py steps RESULT.json --level optim_grads_params
+    python benchmarks/muon.py experts RESULT.json       # Qwen3-30B-A3B cut to 8 layers
     python benchmarks/muon.py matmuls RESULT.json       # symmetric products of Newton-Schulz, beside torch's GEMMs
     python benchmarks/muon.py steps RESULT.json --tiny  # a tiny model on the CPU, to try the command
 
-``steps``: first one step of ``megalight.optim.Muon`` is compared with ``torch.optim.Muon`` on the same gradients. Then
-steps with 1, 4 and 16 micro-batches of 4096 tokens are timed with both optimizers. ``aim_seconds`` is what Muon may
-take: 1.1 times the FLOPs of Newton-Schulz on the busiest rank, at 0.7 of the sustained rate of an H200.
+``steps``: an 8B model cut to 16 layers, 4096 tokens in a micro-batch. First one step of ``megalight.optim.Muon`` is
+compared with ``torch.optim.Muon`` on the same gradients. Then whole steps are timed with both optimizers, and with
+``--qk-clip`` also with that. Before, the seconds are predicted from counted FLOPs and bytes (`benchmarks/roofline.py`).
+``aim_seconds`` is what the update of Muon may take: 1.1 times the FLOPs of Newton-Schulz on the busiest rank, at 0.7 of
+the sustained rate of an H200. ``experts`` does the same with 128 experts in each layer, 8 of them for each token.
 
 ``matmuls``: ``X X^T`` and ``b S + c S^2`` of the matrices of an 8B layer (and of experts) by ``torch.baddbmm``, by
 GEMMs of block rows of the lower triangle, and by the kernel of :mod:`megalight.ops.syrk` with several tiles; then all
@@ -23,7 +26,8 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +39,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import megalight
-from megalight.models.gpt import GPT, GPTConfig
+from benchmarks.peers.megalight import config_of
+from benchmarks.roofline import RATES, roofline
+from benchmarks.rows import QWEN3_MOE
+from benchmarks.step import Step
+from megalight.models.gpt import GPT
 from megalight.models.gpt.module import GPTModule
 from megalight.ops.syrk import reference_syrk, triton_syrk
 from megalight.optim import AdamConfig, Muon, MuonConfig
@@ -43,18 +51,48 @@ from megalight.optim.muon import newton_schulz, newton_schulz_flops
 from megalight.parallel.data_parallel.options import DataParallelOptions
 from megalight.types import TokenBatch
 
-SUSTAINED = 667e12
-"""FLOP/s of bf16 products on an H200 under full load."""
+RATES_OF_H200 = RATES["NVIDIA H200"]
+NEWTON_SCHULZ = 515e12
+"""FLOP/s of the whole update of Muon in an earlier run, by which a new one is predicted."""
+SHARES = {"steps": 1.0, "experts": 0.86}
+"""What steps with Adam have reached of the roofline (8b-16l-bf16 and qwen3-moe-8l of the table of figures)."""
+STEPS = {"steps": Step().but("mbs=1 vocab=128256"), "experts": Step().but(f"{QWEN3_MOE} layers=8 mbs=1")}
+TINY_STEP = "layers=2 hidden=64 heads=4 kv=4 dim=16 ffn=96 vocab=128 seq=64"
 MICRO_BATCHES = (1, 4, 16)
+SCORE_BYTES = 12
+"""Bytes for each pair of a query and a key that QK-clip moves: scores are written, masked, read."""
 
 
-def config_of(layers: int, tiny: bool) -> GPTConfig:
-    if tiny:
-        return GPTConfig(num_layers=layers, hidden_size=64, num_heads=4, vocab_size=128, max_sequence_length=64)
-    return GPTConfig(
-        num_layers=layers, hidden_size=4096, num_heads=32, num_kv_heads=8, ffn_hidden_size=14336, vocab_size=128256,
-        max_sequence_length=4096,
-    )  # fmt: skip
+def step_of(options: argparse.Namespace) -> Step:
+    """Return the shape that is timed."""
+    step = STEPS[options.mode]
+    if options.tiny:
+        step = step.but(TINY_STEP + (" experts=8 topk=2" if step.experts else ""))
+    return replace(step, layers=options.layers or step.layers, tp=options.tensor_parallel)
+
+
+def newton_schulz_of(step: Step) -> int:
+    """Return the FLOPs of Newton-Schulz for all hidden matrices."""
+    h, d, f = step.hidden, step.head_dim, step.ffn
+    attention = ((step.heads * d, h), (step.kv * d, h), (step.kv * d, h), (h, step.heads * d))
+    mlp = sum(newton_schulz_flops(m, n) for m, n in ((f, h), (f, h), (h, f))) * max(1, step.experts)
+    return step.layers * (sum(newton_schulz_flops(m, n) for m, n in attention) + mlp)
+
+
+def predict(mode: str, step: Step, counts: Sequence[int], ranks: int) -> dict[str, Any]:
+    """Return the seconds of steps that counted work takes at rates measured before."""
+    update = newton_schulz_of(step) / ranks / NEWTON_SCHULZ
+    scores = step.layers * step.heads / step.tp * step.seq**2 / 2 * SCORE_BYTES / RATES_OF_H200.memory
+    found: dict[str, Any] = {"newton_schulz_tflop": newton_schulz_of(step) / 1e12, "micro_batches": {}}
+    for count in counts:
+        adam = roofline(replace(step, micro=count), RATES_OF_H200, ranks // step.tp).seconds / SHARES[mode]
+        found["micro_batches"][count] = {
+            "adam": adam,
+            "muon": adam + update,
+            "ratio": 1 + update / adam,
+            "qk_clip": adam + update + count * scores,
+        }
+    return found
 
 
 def compare(device: torch.device, tiny: bool) -> dict[str, float]:
@@ -165,8 +203,9 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def measure(options: argparse.Namespace, muon: bool, device: torch.device) -> dict[str, Any]:
-    config = config_of(options.layers, options.tiny)
+def measure(options: argparse.Namespace, muon: MuonConfig | None, device: torch.device) -> dict[str, Any]:
+    """Return the seconds of steps by number of micro-batches, and the peak of memory."""
+    config = config_of(step_of(options))
     layout = megalight.Layout(
         tensor_parallel=options.tensor_parallel,
         sequence_parallel=options.tensor_parallel > 1,
@@ -175,8 +214,7 @@ def measure(options: argparse.Namespace, muon: bool, device: torch.device) -> di
     with torch.device("meta"):
         root = GPT(config)
     model = megalight.parallelize(root, layout, device=device, dtype=torch.bfloat16)
-    adam = AdamConfig(lr=1e-4, muon=MuonConfig(lr=1e-4) if muon else None)
-    optimizer, _ = adam.build(root.named_parameters())
+    optimizer, _ = AdamConfig(lr=1e-4, muon=muon).build(root.named_parameters())
     training = megalight.Training(model, optimizer, GPTModule(config))
     length = config.max_sequence_length
     generator = torch.Generator(device).manual_seed(1 + model.mesh.rank("dp"))
@@ -206,43 +244,58 @@ def measure(options: argparse.Namespace, muon: bool, device: torch.device) -> di
         load = [sum(of_rank) for of_rank in zip(*(each.load for each, _ in optimizer.exchanges), strict=True)]
         found |= {
             "newton_schulz_tflop": [each / 1e12 for each in load],
+            "batches": max(len(each.rounds) for each, _ in optimizer.exchanges),
+            "largest_batch_bytes": max(
+                len(r.own) * r.shape[0] * r.shape[1] * optimizer.dtype.itemsize
+                for each, _ in optimizer.exchanges
+                for r in each.rounds
+            ),
             "busiest_over_mean": max(load) * len(load) / sum(load),
-            "aim_seconds": 1.1 * max(load) / (0.7 * SUSTAINED),
+            "aim_seconds": 1.1 * max(load) / (0.7 * RATES_OF_H200.gemm),
         }
     return found
 
 
 def steps(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Compare one step with torch's, and time steps with Adam and with Muon."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
     result: dict[str, Any] = {
-        "layers": options.layers,
-        "ranks": dist.get_world_size() if dist.is_initialized() else 1,
-        "tensor_parallel": options.tensor_parallel,
+        "shape": asdict(step_of(options)),
+        "ranks": ranks,
         "level": options.level,
-        "one_step_beside_torch": compare(device, options.tiny),
+        "predicted": predict(options.mode, step_of(options), options.micro_batches, ranks),
     }
-    for name, muon in (("adam", False), ("muon", True)):
+    print(json.dumps({"predicted": result["predicted"]}), flush=True)
+    result["one_step_beside_torch"] = compare(device, options.tiny)
+    runs: dict[str, MuonConfig | None] = {"adam": None, "muon": MuonConfig(lr=1e-4)}
+    if options.qk_clip:
+        runs["qk_clip"] = MuonConfig(lr=1e-4, qk_clip=options.qk_clip)
+    for name, muon in runs.items():
         if device.type == "cuda":
             gc.collect()  # the model of the run before is in reference cycles
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         result[name] = measure(options, muon, device)
+        print(json.dumps({name: result[name]}), flush=True)
+    result["ratios"] = {
+        count: result["muon"]["micro_batches"][count]["seconds"] / taken["seconds"]
+        for count, taken in result["adam"]["micro_batches"].items()
+    }
     return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", choices=("steps", "matmuls"))
+    parser.add_argument("mode", choices=(*STEPS, "matmuls"))
     parser.add_argument("result", type=Path)
-    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=0, help="0: those of the mode")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--level", default="optim")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=MICRO_BATCHES)
+    parser.add_argument("--qk-clip", type=float, help="also time steps with this threshold")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
-    if options.tiny:
-        options.layers = min(options.layers, 2)
     device = torch.device("cpu")
     if not options.tiny:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

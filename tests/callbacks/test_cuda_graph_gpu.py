@@ -23,6 +23,7 @@ from megalight.models.gpt import DropoutConfig, MambaConfig, MultiTokenConfig
 from megalight.models.gpt.module import GPTModule
 from megalight.nn.moe import BalanceConfig, CapacityConfig, MoEConfig, Router, RouterConfig
 from megalight.ops.quantize.recipes import recipe as quantize_recipe
+from megalight.optim import AdamConfig, MuonConfig
 from megalight.parallel.precision import LowPrecisionOptions
 from megalight.parallel.recompute import RecomputeOptions
 from megalight.plugins.precision import MegatronLowPrecision
@@ -61,6 +62,7 @@ def train(
     also: Any = (),
     backend: Any = "own",
     pin_memory: bool = True,
+    optimizer: AdamConfig = ADAM,
     **options: Any,
 ) -> tuple[list[float], CUDAGraph, list[int]]:
     """Losses, the callback, and memory after each step."""
@@ -85,7 +87,7 @@ def train(
     )
     torch.manual_seed(0)
     try:
-        module = GPTModule(config, optimizer=ADAM, seed=SEED)
+        module = GPTModule(config, optimizer=optimizer, seed=SEED)
         with stale_gradients():
             trainer.fit(module, DataLoader(Batches(STEPS), batch_size=None, pin_memory=pin_memory))
     finally:
@@ -127,6 +129,22 @@ def test_replayed_steps_have_the_losses_of_eager_ones(name: str, scope: str) -> 
     np.testing.assert_allclose(found, expected, rtol=2e-5)
     assert used[-1] == used[5], "memory grows over replays"
     assert torch.cuda.current_stream() == torch.cuda.default_stream(), "the stream is given back"
+
+
+@pytest.mark.parametrize("scope", ["iteration", "layer", "attention"])
+@pytest.mark.parametrize("qk_clip", [None, 2e-3])
+def test_muon(qk_clip: float | None, scope: str) -> None:
+    """Replays note the largest logits, too: some heads exceed the threshold in every step."""
+    how = {"optimizer": replace(ADAM, muon=MuonConfig(lr=0.02, qk_clip=qk_clip)), "strict": True}
+    expected, _, _ = train(scope, NEVER, CONFIGS["gqa"], **how)
+    found, callback, used = train(scope, 2, CONFIGS["gqa"], **how)
+    assert not callback.reasons
+    assert callback.replays >= STEPS - 2
+    np.testing.assert_allclose(found, expected, rtol=2e-5)
+    assert used[-1] == used[5], "memory grows over replays"
+    if qk_clip is not None:
+        free, _, _ = train(scope, NEVER, CONFIGS["gqa"], **how | {"optimizer": replace(ADAM, muon=MuonConfig(lr=0.02))})
+        assert np.abs(np.array(free) / np.array(found) - 1).max() > 2e-4, "nothing was clipped"
 
 
 class Loads(pl.Callback):
