@@ -17,8 +17,8 @@ from torch import Tensor
 from megalight.errors import DataError, integer
 from megalight.evaluation.replicas import Replicas
 from megalight.inference import Cache, ParallelGPT
-from megalight.inference.generate import another, device_of
-from megalight.inference.parallel import evaluating
+from megalight.inference.generate import another
+from megalight.inference.parallel import device_of, evaluating
 from megalight.models.gpt import GPT
 from megalight.types import PackedSequences
 

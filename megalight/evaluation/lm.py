@@ -21,7 +21,7 @@ from megalight.evaluation.likelihood import BATCH_TOKENS, Continuation, log_like
 from megalight.evaluation.replicas import Replicas
 from megalight.inference import Completion, DynamicEngine, SamplingParams, TextGenerator
 from megalight.inference.blocks import BLOCK_SIZE, blocks_at_once
-from megalight.inference.generate import device_of
+from megalight.inference.parallel import device_of
 from megalight.inference.text_requests import before, stop_at
 
 NEW_TOKENS = 256

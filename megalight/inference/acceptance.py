@@ -11,9 +11,9 @@ from pathlib import Path
 from megalight.data.chat.template import ChatTemplate
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError, decode_utf8
-from megalight.inference.generate import check_prompts, end_ids
-from megalight.inference.sampling import SamplingParams
-from megalight.inference.speculative import rounds
+from megalight.inference.generate import drafted_engine
+from megalight.inference.prompts import check_prompts
+from megalight.inference.sampling import FAILED, SamplingParams, check_sampled
 from megalight.inference.text import begun
 from megalight.models.eagle import DraftModel
 from megalight.models.gpt import GPT
@@ -21,7 +21,7 @@ from megalight.models.gpt import GPT
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Tokens and rounds, of one sequence or of several.
+    """Tokens and rounds.
 
     Attributes:
         tokens: new tokens of all rounds.
@@ -49,7 +49,7 @@ def measure(
     max_new_tokens: int,
     guesses: int = 4,
     eos_id: Collection[int] = (),
-) -> tuple[list[list[int]], list[Acceptance]]:
+) -> tuple[list[list[int]], Acceptance]:
     """Complete prompts greedily, and count what the rounds yield.
 
     Args:
@@ -61,26 +61,18 @@ def measure(
         eos_id: tokens that end a completion.
 
     Returns:
-        the completions, and what was counted for each.
+        the completions, and what was counted.
     """
     prompts, max_new_tokens = check_prompts(base, prompts, max_new_tokens)
-    sequences: list[list[int]] = [[] for _ in prompts]
-    counts = [Acceptance() for _ in prompts]
-    for found in rounds(
-        base,
-        draft,
-        prompts,
-        max_new_tokens=max_new_tokens,
-        guesses=guesses,
-        sampling_params=SamplingParams(temperature=0.0),
-        ends=end_ids(base, eos_id),
-        seeds=[0] * len(prompts),  # greedy: nothing is drawn
-    ):
-        for place, each in found.items():
-            sequences[place] += each.tokens
-            if each.guessed == guesses and each.complete:
-                counts[place] += Acceptance(len(each.tokens), 1)
-    return sequences, counts
+    engine = drafted_engine(base, draft, prompts, max_new_tokens, guesses)
+    greedy = SamplingParams(temperature=0.0)
+    for prompt in prompts:
+        engine.add(prompt, max_new_tokens=max_new_tokens, sampling_params=greedy, eos_id=eos_id)
+    completions = engine.run()
+    check_sampled({prompt: [FAILED] for prompt, each in completions.items() if each.reason == "error"})
+    whole = {each: n for each, n in engine.draft_rounds.items() if each.guessed == guesses and each.complete}
+    tokens = sum((each.accepted + 1) * n for each, n in whole.items())
+    return [each.tokens for each in completions.values()], Acceptance(tokens, sum(whole.values()))
 
 
 def acceptance_length(
@@ -101,8 +93,7 @@ def acceptance_length(
     """
     total = Acceptance()
     if prompts:
-        _, counts = measure(base, draft, prompts, max_new_tokens=max_new_tokens, guesses=guesses, eos_id=eos_id)
-        total = sum(counts, total)
+        _, total = measure(base, draft, prompts, max_new_tokens=max_new_tokens, guesses=guesses, eos_id=eos_id)
     check_rounds(total, len(prompts), max_new_tokens, guesses)
     return total.length
 
@@ -211,7 +202,7 @@ class Interview:
                         f"{self.base.config.max_sequence_length}: {turn[:60]!r}. Remove it, or take a larger model."
                     )
                 break
-            (answer,), (count,) = measure(
+            (answer,), count = measure(
                 self.base, self.draft, [prompt], max_new_tokens=room, guesses=self.guesses, eos_id=ends
             )
             total += count

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from megalight.errors import ConfigurationError, as_float, integer
 from megalight.inference.engine import DynamicEngine
-from megalight.inference.generate import check_prompts, end_ids
+from megalight.inference.prompts import check_prompts, end_ids
 from megalight.inference.sampling import SamplingParams
 
 

@@ -21,11 +21,11 @@ from torch import Generator
 from megalight.errors import ConfigurationError, DataError, integer
 from megalight.inference.blocks import BlockPool
 from megalight.inference.cache import Cache
-from megalight.inference.engine_memory import CacheForms, HostWeights, ManagedPages, Memory, check_memory
-from megalight.inference.generate import check_prompts, device_of, end_ids, new_seed
+from megalight.inference.engine_memory import CacheForms, HostWeights, ManagedPages, Memory, check_memory, layers_of
 from megalight.inference.grammar import Grammar
-from megalight.inference.parallel import ParallelGPT, evaluating
+from megalight.inference.parallel import ParallelGPT, device_of, evaluating
 from megalight.inference.passes import NOT_FINITE, EngineStep, OpenStep, PassesInFlight
+from megalight.inference.prompts import check_prompts, end_ids, new_seed
 from megalight.inference.request_record import (
     RequestError,
     RequestEvent,
@@ -35,7 +35,7 @@ from megalight.inference.request_record import (
 )
 from megalight.inference.sampling import LARGEST_SEED, SamplingParams, check_seed
 from megalight.inference.scheduler import Completion, Request, Scheduler, Stop
-from megalight.inference.speculator import Speculator
+from megalight.inference.speculator import DraftRounds, EagleSpeculator, Speculator
 from megalight.models.gpt import GPT, GPTConfig
 
 _Call = tuple[str, tuple[Any, ...]]
@@ -113,7 +113,9 @@ class DynamicEngine:
         self._parallel = model if isinstance(model, ParallelGPT) else None
         capacity = model.config.max_sequence_length
         # A share of the free memory is what the largest pass leaves.
-        forms = CacheForms.of(model, min(step_tokens, capacity) if isinstance(cache_memory, float) else 1, block_size)
+        largest = min(step_tokens, capacity) if isinstance(cache_memory, float) else 1
+        eagle = speculator if isinstance(speculator, EagleSpeculator) else None
+        forms = CacheForms.of(model, largest, block_size, eagle)
         # Texts begin in the order in which they came, so few beginnings are wanted at a time.
         snapshots = -(-max_sequences // 16)
         if num_blocks is None:
@@ -123,7 +125,7 @@ class DynamicEngine:
             # Stages may have other layers, and must plan the same.
             num_blocks = num_blocks if self._parallel is None else self._parallel.least(num_blocks)
         self.blocks = BlockPool(max_sequences, num_blocks, block_size, snapshots=snapshots)
-        cache = Cache(model.layers, max_sequences, capacity, self.blocks)
+        cache = Cache(layers_of(model, eagle), max_sequences, capacity, self.blocks)
         self._forms = forms.forms
         self._released: HostWeights | None = None
         self._pages = None
@@ -145,9 +147,9 @@ class DynamicEngine:
         self._speculator = speculator
         if speculator is not None and (self._shares_experts or self._scheduler.states):
             raise ConfigurationError(
-                "a speculator needs layers that can forget wrong guesses, which those with one state for all earlier "
-                "tokens (Mamba, convolutions) cannot, and no experts on ranks of several replicas, which run equally "
-                "often. Leave it out."
+                "some layers keep one state for all earlier tokens (Mamba, convolutions), which cannot forget a wrong "
+                "guess, or experts are on ranks of several replicas, which run equally often. Leave the speculator or "
+                "the draft out."
             )
         self._leads = self._follows = False
         if first_rank_only and self._parallel is not None:
@@ -494,7 +496,6 @@ class DynamicEngine:
             # Out of memory, or stopped by the user: some layers have the new tokens, others do not.
             passes.abandon()
             for request in self._scheduler.running:
-                request.guesses = []
                 request.events.append(RequestEvent.of(RequestError(request.number, f"a pass failed: {error!r}")))
             self._scheduler.preempt_all()
             self.blocks.prefixes.clear()
@@ -584,6 +585,11 @@ class DynamicEngine:
             self._passes.graphs.create()
 
     @property
+    def draft_rounds(self) -> DraftRounds:
+        """What became of the guesses of the speculator."""
+        return self._passes.rounds
+
+    @property
     def graph_uses(self) -> dict[int, int]:
         """How often the recorded step of each number of sequences was used."""
         return {} if self._passes.graphs is None else dict(self._passes.graphs.uses)
@@ -614,5 +620,6 @@ def _check_model(model: GPT | ParallelGPT) -> None:
     if config.moe is not None and (config.moe.capacity is not None or config.moe.router.force_balance):
         raise ConfigurationError(
             "moe.capacity or moe.router.force_balance is set: which experts see a token depends on the other tokens of "
-            "its forward pass, so requests would change each other. Use generate, or a model without them."
+            "its forward pass, so requests would change each other. Use generate without a draft, or a model without "
+            "them."
         )

@@ -17,10 +17,11 @@ from torch import Tensor, UntypedStorage, nn
 from megalight.errors import ConfigurationError, MegalightError, as_float, integer
 from megalight.inference.blocks import BlockPool
 from megalight.inference.cache import Cache, Form
-from megalight.inference.generate import device_of, run_pass
-from megalight.inference.parallel import ParallelGPT
+from megalight.inference.parallel import ParallelGPT, device_of
+from megalight.inference.passes import run_pass
 from megalight.inference.sampler import PassSampling, TokenCounts
 from megalight.inference.scheduler import Request
+from megalight.inference.speculator import EagleSpeculator
 from megalight.models.gpt import GPT
 from megalight.parallel.host_memory import ManagedMemory, host_memory, prefetch
 
@@ -45,6 +46,11 @@ def check_memory(memory: Memory) -> Memory:
     return integer("cache_memory", memory)
 
 
+def layers_of(model: GPT | ParallelGPT, eagle: EagleSpeculator | None) -> dict[str, nn.Module]:
+    """Return the layers that keep something of a token: those of the model on this rank, and of its draft."""
+    return {**dict(model.layers.items()), **({} if eagle is None else eagle.layers)}
+
+
 @dataclass(frozen=True)
 class CacheForms:
     """What the layers on this rank keep.
@@ -62,11 +68,17 @@ class CacheForms:
     free: int
 
     @classmethod
-    def of(cls, model: GPT | ParallelGPT, tokens: int, block_size: int) -> CacheForms:
+    def of(
+        cls, model: GPT | ParallelGPT, tokens: int, block_size: int, eagle: EagleSpeculator | None = None
+    ) -> CacheForms:
         """Run a pass of a sequence of so many tokens; ranks of a replica, and replicas that share experts, together."""
-        cache = Cache(model.layers, 1, tokens, BlockPool(1, -(-tokens // block_size), block_size))
+        cache = Cache(layers_of(model, eagle), 1, tokens, BlockPool(1, -(-tokens // block_size), block_size))
         sampling = PassSampling(TokenCounts(1), [Request(0, [0] * tokens, tokens, 1)])
         run_pass(model, cache, [0], [[0] * tokens], sampling)
+        if eagle is not None:
+            eagle.join(cache)
+            cache.release(0)
+            eagle.probe(cache.extend([0], [tokens], device_of(model)))
         forms, token, entry = cache.forms()
         cache.drop()
         return cls(forms, token, entry, _free(device_of(model)))

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import operator
-import reprlib
-import secrets
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megalight.errors import ConfigurationError, DataError, integer
+from megalight.errors import ConfigurationError, DataError
+from megalight.inference.blocks import BLOCK_SIZE, blocks_at_once
 from megalight.inference.cache import Cache
+from megalight.inference.engine import DynamicEngine
 from megalight.inference.graphs import DecodeGraphs
-from megalight.inference.parallel import ParallelGPT, evaluating
+from megalight.inference.parallel import ParallelGPT, device_of, evaluating
+from megalight.inference.passes import run_pass
+from megalight.inference.prompts import check_prompts, end_ids, new_seed
 from megalight.inference.sampler import PassSampling, TokenCounts
-from megalight.inference.sampling import LARGEST_SEED, SamplingParams, check_sampled, check_seed
+from megalight.inference.sampling import FAILED, LARGEST_SEED, SamplingParams, check_sampled, check_seed
 from megalight.inference.scheduler import Request
-from megalight.inference.speculative import check_draft, rounds
+from megalight.inference.speculator import EagleSpeculator
 from megalight.models.eagle import DraftModel
 from megalight.models.gpt import GPT
 from megalight.models.vision import PackedImages
 from megalight.models.vlm.config import VLMConfig
-from megalight.types import to_device
 
 RECORDED = 16
 """New tokens from which on :func:`generate` records decode steps."""
@@ -59,7 +58,7 @@ def generate(
             end;
             :func:`~megalight.inference.images.prepare_images` makes them.
         draft: a draft model that guesses tokens, which makes generation faster and changes nothing else; see
-            :mod:`megalight.inference.speculative`. Each rank has a whole draft.
+            :mod:`megalight.inference.speculator`. Each rank has a whole draft.
         guesses: how many tokens the draft guesses at a time.
         **sampling: how tokens are chosen, such as ``temperature``: the fields of
             :class:`~megalight.inference.sampling.SamplingParams`.
@@ -119,8 +118,26 @@ def stream(
         return _steps(model, prompts, max_new_tokens, sampling_params, ends, seeds, axis_positions, packed_images)
     if axis_positions is not None:
         raise ConfigurationError("a draft's guesses have no axis_positions; leave the draft out.")
-    check_draft(model, draft, guesses)
-    return _drafted(model, draft, prompts, max_new_tokens, guesses, sampling_params, ends, seeds)
+    engine = drafted_engine(model, draft, prompts, max_new_tokens, guesses)
+    for prompt, own in zip(prompts, seeds, strict=True):
+        engine.add(prompt, max_new_tokens=max_new_tokens, sampling_params=sampling_params, eos_id=ends, seed=own)
+    return _drafted(engine)
+
+
+def drafted_engine(
+    model: GPT | ParallelGPT, draft: DraftModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, guesses: int
+) -> DynamicEngine:
+    """Return an engine with a draft that completes all of these prompts at once."""
+    speculator = EagleSpeculator(draft, model, guesses)
+    lengths = [len(prompt) + max_new_tokens for prompt in prompts]
+    return DynamicEngine(
+        model,
+        num_blocks=blocks_at_once(lengths, len(prompts)),
+        block_size=BLOCK_SIZE,
+        max_sequences=len(prompts),
+        step_tokens=max(sum(map(len, prompts)), len(prompts) * (guesses + 1)),
+        speculator=speculator,
+    )
 
 
 def _steps(
@@ -178,132 +195,16 @@ def _steps(
         fresh = [[step[prompt]] for prompt in active]
 
 
-def _drafted(
-    model: GPT | ParallelGPT,
-    draft: DraftModel,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    guesses: int,
-    sampling_params: SamplingParams,
-    ends: Collection[int],
-    seeds: Sequence[int],
-) -> Iterator[dict[int, int]]:
-    for found in rounds(
-        model,
-        draft,
-        prompts,
-        max_new_tokens=max_new_tokens,
-        guesses=guesses,
-        sampling_params=sampling_params,
-        ends=ends,
-        seeds=seeds,
-    ):
-        for place in range(max(len(each.tokens) for each in found.values())):
-            yield {prompt: each.tokens[place] for prompt, each in found.items() if place < len(each.tokens)}
-
-
-def device_of(model: GPT | ParallelGPT) -> torch.device:
-    """Return the device of a model, or of this rank's part of it."""
-    return model.device if isinstance(model, ParallelGPT) else next(model.parameters()).device
-
-
-def new_seed(model: GPT | ParallelGPT) -> int:
-    """Return a new seed, the same on all ranks of a replica, which must sample the same tokens."""
-    seed = secrets.randbelow(LARGEST_SEED + 1)
-    return model.agree(seed) if isinstance(model, ParallelGPT) else seed
+def _drafted(engine: DynamicEngine) -> Iterator[dict[int, int]]:
+    for step in engine:
+        check_sampled({prompt: [FAILED] for prompt, each in step.finished.items() if each.reason == "error"})
+        if step.tokens:
+            yield step.tokens
 
 
 def another(model: GPT | ParallelGPT, wanted: bool) -> bool:
     """Return whether another forward pass follows, here or in a replica that shares experts."""
     return model.any_replica(wanted) if isinstance(model, ParallelGPT) else wanted
-
-
-def run_pass(
-    model: GPT | ParallelGPT,
-    cache: Cache,
-    slots: Sequence[int],
-    fresh: Sequence[Sequence[int]],
-    sampling: PassSampling,
-    axis_positions: Sequence[Tensor] | None = None,
-    packed_images: PackedImages | None = None,
-) -> Tensor:
-    """Run the new tokens of each slot, and sample from the logits of the last token of each: ``[n, r]``."""
-    device = device_of(model)
-    with torch.no_grad(), evaluating(model):
-        sequences = cache.extend(slots, [len(ids) for ids in fresh], device, axis_positions)
-        # End to end, without padding: prompts of any lengths run in one pass.
-        tokens = to_device([token for ids in fresh for token in ids], torch.int64, device)
-        # Only the last token of each sequence needs logits: `[N, V]` instead of `[T, V]`.
-        seen = {} if packed_images is None else {"packed_images": packed_images}
-        if packed_images is not None:
-            sequences = replace(sequences, runs=packed_images.runs)
-        last = sequences.cu_seqlens[1:].long() - 1
-        if isinstance(model, ParallelGPT):
-            return model.chosen(tokens, sequences, sampling, states=cache.states, rows=last, **seen)
-        return sampling(model(tokens, sequences, states=cache.states, rows=last, **seen).logits)
-
-
-def check_prompts(
-    model: GPT | ParallelGPT,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    axis_positions: Sequence[Tensor] | None = None,
-) -> tuple[list[list[int]], int]:
-    """Return prompts and ``max_new_tokens`` as plain integers. Refuse what :func:`generate` cannot complete."""
-    config = model.config
-    max_new_tokens = integer("max_new_tokens", max_new_tokens)
-    all_ids = [_token_ids(prompt) for prompt in prompts]
-    if not all_ids or not all(all_ids):
-        raise DataError("a prompt is empty, or there is none; give at least one prompt, each with at least one token.")
-    longest = max(map(len, all_ids))
-    if longest + max_new_tokens > config.max_sequence_length:
-        raise DataError(
-            f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed max_sequence_length = "
-            f"{config.max_sequence_length}; shorten the prompt or lower max_new_tokens (--max-new-tokens)."
-        )
-    strange = [token for ids in all_ids for token in ids if not 0 <= token < config.vocab_size]
-    if strange:
-        raise DataError(
-            f"token {strange[0]} is outside the model's vocabulary of {config.vocab_size}; "
-            "use the tokenizer that the model was trained with."
-        )
-    axes = config.position.axes
-    if axis_positions is not None:
-        if axes is None:
-            raise DataError("axis_positions are given, but position.axes of the model is null; leave them out.")
-        expected = [(len(axes.sections), len(ids)) for ids in all_ids]
-        if (found := [tuple(each.shape) for each in axis_positions]) != expected:
-            raise DataError(
-                f"axis_positions have shapes {found[:8]}; prompts and axes of the model need {expected[:8]}."
-            )
-    return all_ids, max_new_tokens
-
-
-def _token_ids(prompt: Sequence[int]) -> list[int]:
-    try:
-        found = [*map(operator.index, prompt)]
-    except TypeError:
-        found = None
-    if found is None or any(isinstance(token, bool) for token in prompt):
-        raise DataError(
-            f"a prompt is {reprlib.repr(prompt)}; it must be a list of token ids, which are integers. Encode text with "
-            "the tokenizer, or use TextGenerator."
-        )
-    return found
-
-
-def end_ids(model: GPT | ParallelGPT, eos_id: int | Collection[int] | None) -> frozenset[int]:
-    """Return the tokens that end a completion.
-
-    Raises:
-        ConfigurationError: one is no token id of the model.
-    """
-    if eos_id is None:
-        return frozenset()
-    # Scalars of numpy and torch have the methods of a collection.
-    several = isinstance(eos_id, Collection) and getattr(eos_id, "ndim", 1) != 0
-    each: Any = eos_id if several else [eos_id]
-    return frozenset(integer("eos_id", token, 0, model.config.vocab_size - 1) for token in each)
 
 
 def _check_images(

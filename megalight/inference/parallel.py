@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from megalight.attachments import APPLIED
 from megalight.errors import ConfigurationError
-from megalight.models.gpt import GPTConfig
+from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.gpt.model import GPTOutput
 from megalight.models.hidden import KEPT, keeping
 from megalight.models.vision import PackedImages
@@ -165,17 +165,29 @@ class ParallelGPT(nn.Module):
         several passes may be on their way through the stages.
         """
         self._check_images(packed_images)
+        return self._choose(tokens, sequences, choice, (), states, rows, packed_images)[0]
+
+    def _choose(
+        self,
+        tokens: Tensor,
+        sequences: PackedSequences,
+        choice: Choice,
+        places: Sequence[str],
+        states: Mapping[str, Any] | None,
+        rows: Tensor,
+        packed_images: PackedImages | None,
+    ) -> tuple[Tensor | None, Carry | None]:
         with self._columns(choice.whole) as head:
-            carry = self._run(tokens, sequences, (), states, rows, packed_images, choice.scored)
+            carry = self._run(tokens, sequences, places, states, rows, packed_images, choice.scored)
         if carry is None:
-            return None
+            return None, None
         logits: Tensor = carry["logits"]
         if head is None:
-            return choice(logits, losses=carry.get("losses"))
+            return choice(logits, losses=carry.get("losses")), carry
         ranks = _ranks(head)
         # The last rank has padding.
         outside = torch.arange(logits.shape[1], device=logits.device) + ranks.first >= ranks.columns
-        return choice(logits.masked_fill(outside, -torch.inf), ranks, carry.get("losses"))
+        return choice(logits.masked_fill(outside, -torch.inf), ranks, carry.get("losses")), carry
 
     def chosen(
         self,
@@ -189,6 +201,9 @@ class ParallelGPT(nn.Module):
     ) -> Tensor:
         """Return on every rank what :meth:`on_last_stage` does on those of the last stage."""
         found = self.on_last_stage(tokens, sequences, choice, states=states, rows=rows, packed_images=packed_images)
+        return self._from_last(choice, found)
+
+    def _from_last(self, choice: Choice, found: Tensor | None) -> Tensor:
         count, width = choice.shape
         return self._from_stage(-1, f"chosen {width}", found, count)
 
@@ -212,25 +227,23 @@ class ParallelGPT(nn.Module):
         self,
         tokens: Tensor,
         sequences: PackedSequences,
+        choice: Choice,
         places: Sequence[str],
         *,
-        states: Mapping[str, Any] | None = None,
-        rows: Tensor | None = None,
+        states: Mapping[str, Any] | None,
+        rows: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Compute logits, and hidden states inside the model, on every rank; see :meth:`forward`.
+        """Return what :meth:`chosen` does, and hidden states inside the model, on every rank.
 
         Args:
             places: names of modules; see :mod:`megalight.models.hidden`.
 
         Returns:
-            ``[N, V]``, and ``[T, n h]``: the outputs of the ``n`` modules side by side.
+            ``[n, r]``, and ``[T, m h]``: the outputs of the ``m`` modules side by side.
         """
-        carry = self._run(tokens, sequences, places, states, rows, None)
-        logits, found = None, None
-        if carry is not None:
-            logits, found = carry["logits"], torch.cat([carry[KEPT + name] for name in places], -1)
-        count = tokens.numel() if rows is None else rows.numel()
-        return self._from_stage(-1, "logits", logits, count), self._from_stage(-1, "states", found, tokens.numel())
+        found, carry = self._choose(tokens, sequences, choice, places, states, rows, None)
+        kept = None if carry is None else torch.cat([carry[KEPT + name] for name in places], -1)
+        return self._from_last(choice, found), self._from_stage(-1, "states", kept, tokens.numel())
 
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:
@@ -393,6 +406,11 @@ def _why_blind(model: ParallelModel) -> str | None:
     if {rank for rank in tower.members if tower.rank("dp", of=rank) in running} != readers:
         return "a replica of the vision tower has ranks outside of the first stage of one replica of the language model"
     return None
+
+
+def device_of(model: GPT | ParallelGPT) -> torch.device:
+    """Return the device of a model, or of this rank's part of it."""
+    return model.device if isinstance(model, ParallelGPT) else next(model.parameters()).device
 
 
 # Evaluation mode

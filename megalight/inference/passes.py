@@ -8,21 +8,24 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megalight.inference.generate import device_of
+from megalight.inference.cache import Cache
 from megalight.inference.graphs import PENDING, DecodeGraphs
-from megalight.inference.parallel import ParallelGPT, evaluating
+from megalight.inference.parallel import ParallelGPT, device_of, evaluating
 from megalight.inference.request_record import RequestError, RequestEvent, RequestEventKind
 from megalight.inference.sampler import PassSampling, TokenCounts
 from megalight.inference.sampling import FAILED
 from megalight.inference.scheduler import Completion, Request, Scheduler
-from megalight.inference.speculator import Speculator
+from megalight.inference.speculator import DraftRound, DraftRounds, EagleSpeculator, Speculator
 from megalight.models.gpt import GPT
-from megalight.types import to_device
+from megalight.models.hidden import KEPT, keeping
+from megalight.models.vision import PackedImages
+from megalight.types import PackedSequences, to_device
 
 NOT_FINITE = "the logits of its next token hold NaN or infinity"
 
@@ -109,6 +112,7 @@ class _PendingPass(NamedTuple):
         scored: whose prompts were scored: from which token on, and how many.
         step: what is known.
         guesses: those after the newest token of a request; it has a result for each of them, too.
+        hidden: outputs of a draft for the tokens of the pass, and which of them are those of the results; or None.
     """
 
     requests: list[Request]
@@ -116,6 +120,7 @@ class _PendingPass(NamedTuple):
     scored: list[tuple[Request, int, int]]
     step: EngineStep
     guesses: dict[Request, list[int]]
+    hidden: tuple[Tensor, list[int]] | None = None
 
 
 class PassesInFlight:
@@ -134,6 +139,7 @@ class PassesInFlight:
         stages: stages of the pipeline.
         runs_ahead: whether a second pass begins before the host knows the tokens of the first.
         flights: the passes, the oldest first.
+        rounds: what became of guesses.
     """
 
     def __init__(
@@ -146,20 +152,27 @@ class PassesInFlight:
     ) -> None:
         self._model, self._scheduler, self._requests, self._speculator = model, scheduler, requests, speculator
         self._parallel = model if isinstance(model, ParallelGPT) else None
+        # A draft goes on from what the newest pass has read, so there is one pass at a time, without recordings.
+        self._eagle = speculator if isinstance(speculator, EagleSpeculator) else None
         cache = scheduler.cache
+        if self._eagle is not None:
+            self._eagle.join(cache)
         # The newest token of each slot; on a GPU, the next pass begins before the host knows it.
         self.newest = torch.zeros(cache.dummy_slot + 1, dtype=torch.int64, device=device_of(model))
         self._token_counts = TokenCounts(cache.num_slots)
-        self.graphs = DecodeGraphs.of(model, cache, self.newest, cuda_graphs)
+        self.graphs = DecodeGraphs.of(model, cache, self.newest, 0 if self._eagle is not None else cuda_graphs)
         # How many passes may have begun before the host knows the tokens of the first: with a pipeline one in each
         # stage, of other requests; else a second one of the same requests, which takes their tokens on the device.
         self.stages = self._parallel.stages if self._parallel is not None else 1
         self.runs_ahead = self.newest.device.type == "cuda" and self.stages == 1 and speculator is None
         self.flights: deque[_PendingPass] = deque()
+        self.rounds = DraftRounds()
 
     @property
     def depth(self) -> int:
         """How many passes may be in flight."""
+        if self._eagle is not None:
+            return 1
         return 2 if self.runs_ahead else self.stages
 
     def begin(self, one: bool = False) -> bool:
@@ -185,8 +198,8 @@ class PassesInFlight:
         """
         schedule = self._scheduler
         self._guess()
-        stages = self.stages - len(self.flights) if self.stages > 1 else 1
-        plan = schedule.plan(stages, pending=self.stages == 1)
+        passes = self.depth - len(self.flights) if self.stages > 1 else 1
+        plan = schedule.plan(passes, pending=self.stages == 1)
         counts = plan.counts
         if not counts:
             return False
@@ -206,7 +219,12 @@ class PassesInFlight:
         logits = None
         if self.graphs is not None and not (plan.restored or scored) and all(len(ids) == 1 for ids in fresh):
             logits = self.graphs.run(slots, [ids[0] for ids in fresh])
-        results = self._run(slots, fresh, sampling, rows) if logits is None else sampling(logits)
+        results: Tensor | None
+        hidden = None
+        if self._eagle is not None:
+            results, hidden = self._run_drafted(slots, fresh, sampling, rows, _following(counts, schedule))
+        else:
+            results = self._run(slots, fresh, sampling, rows) if logits is None else sampling(logits)
         schedule.cache.copy_states(plan.kept)
         if results is not None and self.runs_ahead:
             # For the next pass, which may begin before the host knows them.
@@ -223,7 +241,7 @@ class PassesInFlight:
         if results is not None:
             scores = [] if sampling.scores is None else [sampling.scores]
             found_results = _to_host(torch.cat([results.flatten(), *scores]))
-        self.flights.append(_PendingPass(requests, found_results, scored, step, guesses))
+        self.flights.append(_PendingPass(requests, found_results, scored, step, guesses, hidden))
         return True
 
     def _there(self, places: tuple[list[int], list[int]]) -> tuple[Tensor, Tensor] | None:
@@ -258,7 +276,7 @@ class PassesInFlight:
         scored: tuple[Tensor, Tensor] | None,
     ) -> tuple[PassSampling, list[int] | None]:
         """Return what samples, and of which tokens it needs logits; None: of the last of each request."""
-        if not guesses:
+        if not guesses and (self._eagle is None or not requests):
             wanted = {*requests}
             ready = [place for place, request in enumerate(counts) if request in wanted]
             return PassSampling(self._token_counts, requests, ready, scored=scored), None
@@ -295,9 +313,46 @@ class PassesInFlight:
             last = sequences.cu_seqlens[1:].long() - 1 if rows is None else to_device(rows, torch.int64, device)
             if self._parallel is not None:
                 return self._parallel.on_last_stage(tokens, sequences, sampling, states=cache.states, rows=last)
-            more = {} if sampling.scored is None else {"scored": sampling.scored}
-            output = self._model(tokens, sequences, states=cache.states, rows=last, **more)
-            return sampling(output.logits, losses=output.losses)
+            return self._sampled(tokens, sequences, sampling, last)
+
+    def _sampled(self, tokens: Tensor, sequences: PackedSequences, sampling: PassSampling, rows: Tensor) -> Tensor:
+        more = {} if sampling.scored is None else {"scored": sampling.scored}
+        output = self._model(tokens, sequences, states=self._scheduler.cache.states, rows=rows, **more)
+        return sampling(output.logits, losses=output.losses)
+
+    def _run_drafted(
+        self,
+        slots: Sequence[int],
+        fresh: Sequence[Sequence[int]],
+        sampling: PassSampling,
+        rows: Sequence[int] | None,
+        following: Sequence[int],
+    ) -> tuple[Tensor, tuple[Tensor, list[int]] | None]:
+        """Do the same, and let the draft read what the base has read; return the draft's outputs, too.
+
+        Args:
+            following: the token after each, or 0 where the pass samples it.
+        """
+        assert self._eagle is not None
+        cache, device, places = self._scheduler.cache, self.newest.device, self._eagle.places
+        with torch.no_grad(), evaluating(self._model):
+            sequences = cache.extend(slots, [len(ids) for ids in fresh], device)
+            given = [token for ids in fresh for token in ids]
+            tokens, after = to_device([*given, *following], torch.int64, device).view(2, -1)
+            last = sequences.cu_seqlens[1:].long() - 1 if rows is None else to_device(rows, torch.int64, device)
+            if self._parallel is not None:
+                results, states = self._parallel.with_states(
+                    tokens, sequences, sampling, places, states=cache.states, rows=last
+                )
+            else:
+                with keeping(self._model, places) as kept:
+                    results = self._sampled(tokens, sequences, sampling, last)
+                states = torch.cat([kept[KEPT + name] for name in places], -1)
+            if rows is not None:
+                # Where sampling failed there is no token, and the host will drop what follows.
+                after = after.index_copy(0, last, results[:, 0].long().clamp(min=0))
+            outputs = self._eagle.read(after, sequences, states)
+        return results, None if rows is None else (outputs, [*rows])
 
     def collect(self) -> OpenStep:
         """Wait for the oldest pass, and give its tokens to the requests that still run."""
@@ -317,7 +372,7 @@ class PassesInFlight:
         count = len(flight.requests) + sum(map(len, flight.guesses.values()))
         width = len(values) // max(1, count)
         results = [values[place * width : (place + 1) * width] for place in range(count)]
-        if flight.guesses:
+        if flight.guesses or flight.hidden is not None:
             results = self._accept(flight, results)
         suspects: list[Request] = []
         undecided: deque[Request] = deque()
@@ -360,7 +415,12 @@ class PassesInFlight:
             right = 0
             while right < len(guesses) and own[right][0] == guesses[right] and own[right + 1][0] != FAILED:
                 right += 1
+            if self._eagle is not None and flight.hidden is not None:
+                outputs, places = flight.hidden
+                self._eagle.stand(request, outputs[places[at - 1 - len(guesses) + right]])
             if guesses:
+                tokens = [int(row[0]) for row in own[: right + 1]]
+                self.rounds[DraftRound.of(len(guesses), tokens, request.ends)] += 1
                 cache.truncate(request.slot, cache.lengths[request.slot] - len(guesses) + right)
             for place, row in enumerate(own[1 : right + 1]):
                 later += [[]] if place == len(later) else []
@@ -400,6 +460,16 @@ def _scored(
     return scored, (rows, labels)
 
 
+def _following(counts: Mapping[Request, int], schedule: Scheduler) -> list[int]:
+    """Return the token after each of a pass, or 0 where none is known."""
+    found: list[int] = []
+    for request, count in counts.items():
+        first = request.extent - schedule.unread(request) + 1
+        known = [*request.tokens[first : first + count], *request.guesses][:count]
+        found += known + [0] * (count - len(known))
+    return found
+
+
 def _to_host(results: Tensor) -> _Results:
     """Copy results to the host without a wait."""
     if results.device.type != "cuda":
@@ -409,3 +479,28 @@ def _to_host(results: Tensor) -> _Results:
     done = torch.cuda.Event()  # type: ignore[no-untyped-call]
     done.record()
     return _Results(there, done)
+
+
+def run_pass(
+    model: GPT | ParallelGPT,
+    cache: Cache,
+    slots: Sequence[int],
+    fresh: Sequence[Sequence[int]],
+    sampling: PassSampling,
+    axis_positions: Sequence[Tensor] | None = None,
+    packed_images: PackedImages | None = None,
+) -> Tensor:
+    """Run the new tokens of each slot, and sample from the logits of the last token of each: ``[n, r]``."""
+    device = device_of(model)
+    with torch.no_grad(), evaluating(model):
+        sequences = cache.extend(slots, [len(ids) for ids in fresh], device, axis_positions)
+        # End to end, without padding: prompts of any lengths run in one pass.
+        tokens = to_device([token for ids in fresh for token in ids], torch.int64, device)
+        # Only the last token of each sequence needs logits: `[N, V]` instead of `[T, V]`.
+        seen = {} if packed_images is None else {"packed_images": packed_images}
+        if packed_images is not None:
+            sequences = replace(sequences, runs=packed_images.runs)
+        last = sequences.cu_seqlens[1:].long() - 1
+        if isinstance(model, ParallelGPT):
+            return model.chosen(tokens, sequences, sampling, states=cache.states, rows=last, **seen)
+        return sampling(model(tokens, sequences, states=cache.states, rows=last, **seen).logits)

@@ -308,7 +308,8 @@ class Scheduler:
             return
         self.running.remove(request)
         self.cache.release(request.slot)
-        request.slot = None
+        # Room for them is found where they are planned, and not where it begins again.
+        request.slot, request.guesses = None, []
 
     def _run(self, plan: StepPlan, request: Request, slot: int, left: int) -> int:
         """Plan the next tokens of a request, at most ``left``; return how many."""

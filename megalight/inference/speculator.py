@@ -1,23 +1,78 @@
-"""Guesses of the next tokens for the engine, which checks them all in one forward pass (speculative decoding).
+"""Speculative decoding: a speculator guesses the next tokens of sequences, and one pass of the base checks them all.
 
 A pass runs the newest token of a sequence and the guesses after it, and samples at each of these places as it would
-without them. Samples follow from seed and position. So a guess that is right saves a pass, and none changes a text.
+without guesses. Samples are kept up to the first that differs from its guess, and that one is kept, too. Samples follow
+from the seed and the position of a token, so a text does not depend on who guesses
+(https://arxiv.org/abs/2211.17192, with guesses that are certain).
+
+Guesses come from the text itself (:class:`NGramSpeculator`), from a small model (:class:`DraftSpeculator`), or from a
+draft that reads hidden states of the base (:class:`EagleSpeculator`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import os
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor, nn
 
-from megalight.errors import ConfigurationError, integer
+from megalight import checkpoint
+from megalight.checkpoint.disk.latest_checkpoint import latest_checkpoint
+from megalight.data.tokenizer import FILE as TOKENIZER
+from megalight.data.tokenizer import Tokenizer
+from megalight.errors import ConfigurationError, DataError, integer
 from megalight.inference.blocks import BlockPool
 from megalight.inference.cache import Cache
-from megalight.inference.parallel import ParallelGPT, evaluating
+from megalight.inference.parallel import ParallelGPT, device_of, evaluating
 from megalight.inference.scheduler import Request
+from megalight.models.eagle import DraftModel
+from megalight.models.eagle.serving_format import is_draft
 from megalight.models.gpt import GPT, GPTConfig
-from megalight.types import to_device
+from megalight.models.saved import companions_of, description, saved_model
+from megalight.types import PackedSequences, to_device
+
+
+class DraftRound(NamedTuple):
+    """What became of the guesses after a token.
+
+    Attributes:
+        guessed: how many there were.
+        accepted: how many of them are in the text.
+        complete: whether the text went on after them, or ends with the token that the base added. Otherwise its end
+            cut the round short.
+    """
+
+    guessed: int
+    accepted: int
+    complete: bool
+
+    @classmethod
+    def of(cls, guessed: int, tokens: Sequence[int], ends: Collection[int]) -> DraftRound:
+        """Return the round of so many guesses, of which all but the last of these tokens were right."""
+        last = len(tokens) - 1
+        end = next((place for place, token in enumerate(tokens) if token in ends), last)
+        return cls(guessed, min(last, end + 1), end == last)
+
+
+class DraftRounds(Counter[DraftRound]):
+    """How many rounds of each kind there were."""
+
+    @property
+    def drafted(self) -> list[int]:
+        """How many tokens were guessed as the first, the second and so on of their rounds."""
+        return self._by_place([(round.guessed, count) for round, count in self.items()])
+
+    @property
+    def accepted(self) -> list[int]:
+        """How many of them were right; a guess after a wrong one is not."""
+        return self._by_place([(round.accepted, count) for round, count in self.items()])
+
+    def _by_place(self, counts: Sequence[tuple[int, int]]) -> list[int]:
+        longest = max((round.guessed for round in self), default=0)
+        return [sum(count for reached, count in counts if reached > place) for place in range(longest)]
 
 
 class Speculator(Protocol):
@@ -149,3 +204,186 @@ class DraftSpeculator:
         """Give the memory of the cache back."""
         self._cache.drop()
         self._owners.clear()
+
+
+# EAGLE-3
+
+
+class EagleSpeculator:
+    """Lets an EAGLE-3 draft guess, which reads hidden states of the base; see :mod:`megalight.models.eagle.model`.
+
+    The draft's layer keeps its keys and values in the blocks of the engine, beside those of the base. So it goes on
+    where a prefix is shared, and after a suspend that keeps the cache. What it keeps at a place follows from the token
+    after it, too. At the end of a shared block this token may be that of another sequence, which no text can tell.
+
+    Args:
+        draft: a draft that was trained for the base, on the same device and in the same dtype. On a divided base each
+            rank has it whole.
+        base: the model of the engine.
+        guesses: maximum number of guesses.
+
+    Attributes:
+        layers: those that the cache of the engine must have.
+        places: names of the base's modules whose outputs the draft reads.
+
+    Raises:
+        ConfigurationError: see :func:`check_draft`.
+    """
+
+    def __init__(self, draft: DraftModel, base: GPT | ParallelGPT, guesses: int = 4) -> None:
+        check_draft(base, draft, guesses)
+        self.guesses, self._draft, self._base = guesses, draft, base
+        self.layers: Mapping[str, nn.Module] = {"draft": draft.layer}
+        self.places = [f"layers.{after - 1}" for after in draft.config.auxiliary_layers]
+        self._device = device_of(base)
+        self._ids = torch.tensor(draft.config.draft_ids, device=self._device)
+        self._cache: Cache | None = None
+        # The draft's output ``[h]`` at the last place of each request that the base has read.
+        self._hidden: dict[Request, Tensor] = {}
+
+    def join(self, cache: Cache) -> None:
+        """Keep keys and values in this cache, which has :attr:`layers`."""
+        self._cache = cache
+
+    def probe(self, sequences: PackedSequences) -> None:
+        """Run tokens of value 0, which shows what :attr:`layers` keep."""
+        count, weight = int(sequences.positions.numel()), self._draft.fuse.weight
+        states = torch.zeros(count, weight.shape[1], dtype=weight.dtype, device=self._device)
+        self.read(torch.zeros(count, dtype=torch.int64, device=self._device), sequences, states)
+
+    def read(self, following: Tensor, sequences: PackedSequences, states: Tensor) -> Tensor:
+        """Read what the base has read in a pass.
+
+        Args:
+            following: ``[T]``, the token after each.
+            sequences: those of the pass.
+            states: ``[T, n h]``, the base's hidden states at the :attr:`places`.
+
+        Returns:
+            the draft's outputs ``[T, h]``.
+        """
+        with torch.no_grad(), evaluating(self._draft):
+            return self._follow(self._draft.fuse(states), following, sequences)
+
+    def _follow(self, hidden: Tensor, following: Tensor, sequences: PackedSequences) -> Tensor:
+        assert self._cache is not None
+        if isinstance(self._base, ParallelGPT):
+            embedded = self._base.embed(following)
+        else:
+            assert self._base.embed is not None
+            embedded = self._base.embed.word(following)
+        return self._draft.follow(hidden, embedded, sequences, self._cache.states["draft"])
+
+    def stand(self, request: Request, hidden: Tensor) -> None:
+        """Let guesses of a request follow this output ``[h]`` of :meth:`read`."""
+        self._hidden[request] = hidden
+
+    def guess(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
+        """See :class:`Speculator`."""
+        assert self._cache is not None
+        cache, blocks = self._cache, self._cache.blocks
+        self._hidden = {request: self._hidden[request] for request in requests if request in self._hidden}
+        wanted: dict[int, int] = {}
+        free = blocks.free
+        for place, (request, count) in enumerate(zip(requests, counts, strict=True)):
+            if request not in self._hidden or (slot := request.slot) is None:
+                continue
+            count, length = min(count, self.guesses), cache.lengths[slot]
+            # It reads all guesses but the last, which takes blocks for a while.
+            while count > 1 and blocks.missing(slot, length + count - 1) > free:
+                count -= 1
+            free -= blocks.missing(slot, length + count - 1)
+            wanted[place] = count
+        found: list[list[int]] = [[] for _ in requests]
+        if not wanted:
+            return found
+        # Those that need fewer guesses leave the batch first.
+        order = sorted(wanted, key=lambda place: -wanted[place])
+        slots = [slot for place in order if (slot := requests[place].slot) is not None]
+        lengths = [cache.lengths[slot] for slot in slots]
+        hidden, steps = torch.stack([self._hidden[requests[place]] for place in order]), list[Tensor]()
+        with torch.no_grad(), evaluating(self._draft), evaluating(self._base):
+            for step in range(wanted[order[0]]):
+                going = sum(count > step for count in wanted.values())
+                if step:
+                    # Its own output takes the place of the base's hidden states.
+                    sequences = cache.extend(slots[:going], [1] * going, self._device)
+                    hidden = self._follow(hidden[:going], steps[-1][:going], sequences)
+                top = self._draft.head.top(hidden)
+                steps.append(self._ids[top] if len(self._ids) else top)
+        ids = torch.cat(steps).tolist()
+        at = 0
+        for each in steps:
+            for place, token in zip(order, ids[at : at + len(each)], strict=False):
+                found[place].append(token)
+            at += len(each)
+        for slot, length in zip(slots, lengths, strict=True):
+            cache.truncate(slot, length)
+        return found
+
+    def drop(self) -> None:
+        """Forget outputs. Requests are not guessed before the base has read their next token."""
+        self._hidden.clear()
+
+
+def check_draft(base: GPT | ParallelGPT, draft: DraftModel, guesses: int = 1) -> None:
+    """Refuse a draft that was made for another base, bases that drafts cannot serve, and rounds without a guess.
+
+    Raises:
+        ConfigurationError: sizes differ, the base lacks a layer that the draft reads, reads images, or has experts that
+            several replicas share, or ``guesses`` is no integer of at least 1.
+    """
+    config: object = base.config
+    if not isinstance(config, GPTConfig):
+        raise ConfigurationError("the base reads images, and drafts serve models of text; leave the draft out.")
+    if isinstance(base, ParallelGPT) and base.shares_experts:
+        raise ConfigurationError(
+            "experts of the base are on ranks of several replicas, which must run equally often, and rounds of a draft "
+            "differ in number. Leave the draft out, or divide the base otherwise."
+        )
+    integer("guesses", guesses)
+    if draft.config.beside(config) != draft.config:
+        raise ConfigurationError("the draft has no sizes yet; build it of EagleConfig.beside(base).")
+
+
+def load_draft(path: str | os.PathLike[str], base: GPT | ParallelGPT, tokenizer: Tokenizer | None = None) -> DraftModel:
+    """Load a draft for a model in memory, on its device and in its dtype. Each rank of a divided base loads it whole.
+
+    Args:
+        path: a checkpoint of a draft, or a run's folder (its newest checkpoint).
+        base: the model that it serves.
+        tokenizer: that of the base.
+
+    Raises:
+        CheckpointError: the checkpoint is missing or incomplete.
+        ConfigurationError: it holds no draft, or the draft does not fit the base.
+        DataError: the draft was trained with another tokenizer.
+    """
+    if is_draft(path):
+        raise ConfigurationError(
+            f"{path} is a draft for serving engines; make a checkpoint of it first: megalight convert {path} OUTPUT"
+        )
+    path = latest_checkpoint(path)
+    opened = checkpoint.open(path)
+    if description(opened)["family"] != "eagle":
+        raise ConfigurationError(
+            f"{path} holds a {description(opened)['family']} model, and a draft is of the family eagle; train one with "
+            "EagleModule."
+        )
+    theirs = companions_of(path).get(TOKENIZER)
+    if tokenizer is not None and theirs is not None:
+        found = Tokenizer.from_json(theirs.decode()).identity
+        if found != tokenizer.identity:
+            raise DataError(
+                f"the draft in {path} was trained with another tokenizer than that of its base, so ids do not mean the "
+                "same to it; name the draft of this base."
+            )
+    weight = next(base.parameters(), None)
+    dtype, device = (None, None) if weight is None else (weight.dtype, weight.device)
+    if isinstance(base, ParallelGPT):
+        # A stage may have no weights; the first has the embedding.
+        dtype, device = base.agree(dtype), base.device
+    draft = saved_model(opened, device or "cpu", dtype).root
+    assert isinstance(draft, DraftModel)
+    check_draft(base, draft)
+    return draft.eval()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +18,10 @@ from torch import Tensor
 from megalight.cli.main import main
 from megalight.data.tokenizer import FILE, Tokenizer
 from megalight.errors import ConfigurationError, DataError
-from megalight.inference import acceptance, generate, speculative, stream
+from megalight.inference import Completion, DynamicEngine, SamplingParams, acceptance, generate, stream
 from megalight.inference.acceptance import Acceptance, Interview, Question, acceptance_length, measure, read_questions
+from megalight.inference.scheduler import Request
+from megalight.inference.speculator import EagleSpeculator
 from megalight.models.eagle import DraftModel, EagleConfig
 from megalight.models.gpt import GPT, AttentionConfig, GPTConfig, LatentConfig
 from megalight.models.hidden import KEPT, keeping
@@ -58,6 +62,7 @@ def states_of(base: GPT, tokens: list[int]) -> Tensor:
     return torch.cat([found[KEPT + "layers.1"], found[KEPT + "layers.0"]], -1)
 
 
+@torch.no_grad()
 def token_by_token(base: GPT, draft: DraftModel, text: list[int], guesses: int) -> list[int]:
     """One round after a text, with an ordinary causal pass over real and guessed tokens for each guess."""
     hidden, tokens = draft.fuse(states_of(base, text[:-1])), text[1:]
@@ -86,41 +91,112 @@ def test_training_guesses_at_all_places_what_drafting_guesses(kind: str) -> None
         assert torch.stack(found)[:, place].tolist() == token_by_token(base, draft, text[: place + 2].tolist(), 4)
 
 
-@torch.no_grad()
+@pytest.mark.parametrize(
+    ("base_kind", "kind"),
+    [("windowed", "latent"), *(pytest.param(name, "llama", marks=pytest.mark.full) for name in ("llama", "latent"))],
+)
+def test_a_draft_goes_on_where_requests_do(
+    base_kind: str, kind: str, monkeypatch: pytest.MonkeyPatch, poison: None
+) -> None:
+    """They come at random, in parts, share prefixes, wait, are suspended, cancelled, and end by themselves."""
+    base, draft = models(base_kind, kind)
+    expected: dict[int, list[int]] = {}
+    seen, draw, guess = watched_guesses(monkeypatch), random.Random(3), EagleSpeculator.guess
+
+    def often_right(self: EagleSpeculator, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
+        found = guess(self, requests, counts)
+        for request, each in zip(requests, found, strict=True):
+            if len(request.tokens) % 2:
+                begin = len(request.tokens) - request.prompt_length
+                each[:] = expected[request.number][begin : begin + len(each)]
+        return found
+
+    monkeypatch.setattr(EagleSpeculator, "guess", often_right)
+    engine = DynamicEngine(
+        base, num_blocks=12, block_size=4, max_sequences=5, step_tokens=11, speculator=EagleSpeculator(draft, base, 3)
+    )
+    start = [9, 8, 7, 6, 5, 4, 3, 2, 1]
+    found: dict[int, Completion] = {}
+    preempted = shared = turn = 0
+    while turn < 30 or engine.unfinished:
+        if turn < 30 and draw.random() < 0.6:
+            prompt = [*start[: draw.choice([0, 0, 8, 9])], *(draw.randrange(31) for _ in range(draw.randint(1, 9)))]
+            sampling, seed = {"temperature": draw.choice([0.0, 0.8]), "top_k": 9}, draw.randrange(99)
+            new, n = draw.randint(1, 19), draw.choice([1, 1, 2])
+            params = SamplingParams(**sampling)
+            first = engine.add(
+                prompt, max_new_tokens=new, sampling_params=params, eos_id=3, seed=seed, n=n, log_probs=True
+            )
+            for place in range(n):
+                options: dict[str, Any] = {"max_new_tokens": new, "eos_id": 3, "seed": seed + place, **sampling}
+                (expected[first + place],) = generate(base, [prompt], **options)
+        if turn % 9 == 8:
+            engine.suspend(keep_cache=turn % 2 == 0)
+            engine.resume()
+        if turn % 13 == 12 and engine.unfinished:
+            del expected[engine.unfinished[-1]]
+            engine.cancel(engine.unfinished[-1])
+        step = engine.step()
+        turn += 1
+        if step is not None:
+            found |= step.finished
+            preempted, shared = preempted + len(step.preempted), shared + sum(step.shared.values())
+    assert {number: each.tokens for number, each in found.items()} == expected
+    assert all(len(each.log_probs or []) == len(each.tokens) for each in found.values())
+    assert engine.draft_rounds.accepted[2] > 9
+    assert preempted
+    assert shared > 50
+    assert engine.blocks.free == 12
+    # Where a shared block ends, the draft may know the next token of another text.
+    right = [each == token_by_token(base, draft, text, len(each)) for text, each in seen if each]
+    assert len(right) > 40
+    assert sum(right) > 0.95 * len(right)
+
+
 @pytest.mark.parametrize(("base_kind", "kind"), [("llama", "latent"), ("windowed", "llama"), ("latent", "llama")])
 def test_greedy_text_is_the_bases_own(base_kind: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     base, draft = models(base_kind, kind)
     plain = generate(base, PROMPTS, max_new_tokens=20, temperature=0.0, eos_id=5)
-    seen, guess = [], speculative._BaseAndDraft.guess
-
-    def watched(pair: Any, read: Any, after: Any, states: Any, counts: Any) -> Any:
-        found = guess(pair, read, after, states, counts)
-        seen.append({slot: (pair.base.lengths[slot], after[slot], each) for slot, each in found.items()})
-        return found
-
-    monkeypatch.setattr(speculative._BaseAndDraft, "guess", watched)
+    seen = watched_guesses(monkeypatch)
     assert generate(base, PROMPTS, max_new_tokens=20, temperature=0.0, eos_id=5, draft=draft, guesses=3) == plain
     # Also where earlier guesses were wrong: what was read of them is forgotten.
-    checked = 0
-    for found in seen:
-        for slot, (length, after, each) in found.items():
-            text = (PROMPTS[slot] + plain[slot])[: length + 1]
-            assert text[-1] == after
-            assert not each or each == token_by_token(base, draft, text, len(each))
-            checked += len(each)
-    assert checked > 20
+    assert checked(base, draft, seen) > 20
 
 
-class Knowing(speculative._BaseAndDraft):
-    """Guesses what the base will say, but for each third token of the text."""
+def watched_guesses(patch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
+    """Return a list that fills with texts and what a draft guesses after them."""
+    seen: list[tuple[list[int], list[int]]] = []
+    guess = EagleSpeculator.guess
 
-    def guess(self, read: Any, after: Any, states: Any, counts: dict[int, int]) -> dict[int, list[int]]:
-        found = {}
-        for slot, count in counts.items():
-            start = self.base.lengths[slot] + 1
-            right = self.text[slot][start : start + count]
-            found[slot] = [token if (start + k) % self.wrong else (token + 1) % 31 for k, token in enumerate(right)]
+    def watched(self: EagleSpeculator, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
+        found = guess(self, requests, counts)
+        seen.extend(([*request.tokens], [*each]) for request, each in zip(requests, found, strict=True))
         return found
+
+    patch.setattr(EagleSpeculator, "guess", watched)
+    return seen
+
+
+def checked(base: GPT, draft: DraftModel, seen: list[tuple[list[int], list[int]]]) -> int:
+    """Return how many guesses are those of drafting without a cache; all must be."""
+    for text, each in seen:
+        assert not each or each == token_by_token(base, draft, text, len(each))
+    return sum(len(each) for _, each in seen)
+
+
+def told(texts: list[list[int]], wrong: int) -> Any:
+    """Return a method that guesses what the base will say, but for each token at a multiple of ``wrong``."""
+
+    def guess(self: EagleSpeculator, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
+        found = []
+        for request, count in zip(requests, counts, strict=True):
+            start = len(request.tokens)
+            text = next(text for text in texts if text[:start] == request.tokens)
+            right = enumerate(text[start : start + min(count, self.guesses)], start)
+            found.append([token if place % wrong else (token + 1) % 31 for place, token in right])
+        return found
+
+    return guess
 
 
 @pytest.mark.parametrize(("wrong", "expected"), [(10**6, 5.0), (1, 1.0), (3, 3.0)])
@@ -129,16 +205,17 @@ def test_a_round_yields_its_right_guesses_and_one_token(
 ) -> None:
     base, draft = models()
     plain = generate(base, PROMPTS, max_new_tokens=24, temperature=0.0)
-    Knowing.text, Knowing.wrong = [prompt + text for prompt, text in zip(PROMPTS, plain, strict=True)], wrong
-    monkeypatch.setattr(speculative, "_BaseAndDraft", Knowing)
-    texts, counts = measure(base, draft, PROMPTS, max_new_tokens=24)
-    assert texts == plain
-    for prompt, count in zip(PROMPTS, counts, strict=True):
+    texts = [prompt + text for prompt, text in zip(PROMPTS, plain, strict=True)]
+    monkeypatch.setattr(EagleSpeculator, "guess", told(texts, wrong))
+    total = Acceptance()
+    for prompt, text in zip(PROMPTS, plain, strict=True):
+        (found,), count = measure(base, draft, [prompt], max_new_tokens=24)
+        assert found == text
         # From the first wrong guess on, rounds are alike.
         assert count.rounds
         assert abs(count.tokens - expected * count.rounds) <= len(prompt) % 3
-    mean = sum(each.tokens for each in counts) / sum(each.rounds for each in counts)
-    assert acceptance_length(base, draft, PROMPTS, max_new_tokens=24) == mean
+        total += count
+    assert acceptance_length(base, draft, PROMPTS, max_new_tokens=24) == total.length
 
 
 def test_a_draft_does_not_change_samples() -> None:
@@ -249,6 +326,6 @@ def test_the_command_tells_the_length_of_each_category(tmp_path: Path, capsys: p
     assert prompts == [[*marked.start, *ours.encode("some words")]] * 2
 
 
-def _noted(prompts: list[list[int]], asked: list[list[int]]) -> tuple[list[list[int]], list[Acceptance]]:
+def _noted(prompts: list[list[int]], asked: list[list[int]]) -> tuple[list[list[int]], Acceptance]:
     prompts += asked
-    return [[]], [Acceptance()]
+    return [[]], Acceptance()

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megalight.errors import ConfigurationError
-from megalight.inference import ParallelGPT, SamplingParams, generate, speculative
+from megalight.inference import DynamicEngine, ParallelGPT, SamplingParams, generate
+from megalight.inference.speculator import EagleSpeculator
 from megalight.models.eagle import DraftModel, EagleConfig
 from megalight.models.gpt import GPT, InitConfig, LatentConfig
 from megalight.nn.init import initialize
@@ -36,6 +37,7 @@ REQUESTS: list[dict[str, Any]] = [
     {"max_new_tokens": 6, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "seed": 11},
 ]
 
+GREEDY = SamplingParams(temperature=0)
 PP = {"pipeline_parallel": 2}
 LAYOUTS = [
     pytest.param("gqa", 2, PP, marks=pytest.mark.full),
@@ -117,27 +119,31 @@ def draft_of(name: str) -> DraftModel:
 
 
 def speculate(model: Any, draft: DraftModel) -> Any:
-    """What each round yields, and what the draft guessed before it."""
-    options = {"max_new_tokens": 9, "guesses": 3, "ends": (), "seeds": range(3, 3 + len(PROMPTS))}
-    guesses, guess = [], speculative._BaseAndDraft.guess
+    """Texts of an engine that preempts and runs prompts in parts, what the draft guessed, and what became of it."""
+    guesses, guess = [], EagleSpeculator.guess
 
     def watched(*arguments: Any) -> Any:
         guesses.append(guess(*arguments))
         return guesses[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speculative._BaseAndDraft, "guess", watched)
-        found = list(
-            speculative.rounds(model, draft, PROMPTS, sampling_params=SamplingParams(temperature=0.0), **options)
-        )
-    return found, guesses
+        patch.setattr(EagleSpeculator, "guess", watched)
+        speculator = EagleSpeculator(draft, model, 3)
+        engine = DynamicEngine(model, num_blocks=14, block_size=3, step_tokens=9, speculator=speculator)
+        for number, prompt in enumerate(PROMPTS):
+            engine.add(prompt, max_new_tokens=9, sampling_params=GREEDY, prompt_log_probs=number == 2)
+        found = engine.run()
+    scores = found[2].prompt_log_probs or []
+    return [each.tokens for each in found.values()], guesses, engine.draft_rounds, [round(each, 9) for each in scores]
 
 
 def _drafted(name: str, options: dict[str, Any]) -> Any:
     _, _, model = divided(name, options)
-    plain = ask(model, REQUESTS[0])
+    plain = [ask(model, request) for request in REQUESTS]
     try:
-        return speculate(model, draft_of(name)), ask(model, {**REQUESTS[0], "draft": draft_of(name)}) == plain
+        found = speculate(model, draft_of(name))
+        assert found[0] == plain[0]
+        return found, [ask(model, {**request, "draft": draft_of(name)}) for request in REQUESTS] == plain
     except ConfigurationError as error:
         return str(error)
 
@@ -145,8 +151,9 @@ def _drafted(name: str, options: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     ("name", "ranks", "options"), [LAYOUTS[0], LAYOUTS[1], LAYOUTS[3], LAYOUTS[4], LAYOUTS[5]], ids=str
 )
-def test_rounds_of_a_draft_are_those_of_one_device(name: str, ranks: int, options: dict[str, Any]) -> None:
+def test_guesses_of_a_draft_are_those_of_one_device(name: str, ranks: int, options: dict[str, Any]) -> None:
     expected = speculate(one_device(name), draft_of(name))
+    assert sum(expected[2].values()) > 9
     for found, same in run(_drafted, ranks, name, options):
         assert found == expected
         assert same

@@ -12,7 +12,10 @@ import torch
 from megalight.errors import ConfigurationError
 from megalight.inference import Completion, DynamicEngine
 from megalight.inference.scheduler import Request
-from megalight.inference.speculator import DraftSpeculator, NGramSpeculator
+from megalight.inference.speculator import DraftSpeculator, EagleSpeculator, NGramSpeculator
+from megalight.models.eagle import DraftModel, EagleConfig
+from megalight.models.gpt import GPT
+from megalight.nn.init import initialize
 from tests.inference.test_engine import GREEDY, MODELS, SAMPLED, alone, poisoned, tokens_of
 from tests.inference.test_generate import PROMPTS, build
 from tests.inference.test_generate_parallel import LAYOUTS, divided, one_device
@@ -38,6 +41,12 @@ class Told:
 
     def drop(self) -> None:
         pass
+
+
+def draft_of(model: GPT) -> DraftModel:
+    draft = DraftModel(EagleConfig().beside(model.config)).double()
+    initialize(draft, 3)
+    return draft
 
 
 def passes(engine: DynamicEngine, seed: int | None, length: int = LENGTH) -> tuple[list[list[int]], int]:
@@ -75,6 +84,7 @@ def test_texts_are_those_of_the_base(name: str, seed: int | None, poison: None) 
         (NGramSpeculator(3, shortest=1), LENGTH + 4),
         (DraftSpeculator(small, model, 3, max_sequences=4), LENGTH + 4),
         (DraftSpeculator(model, model, 3), 7 if seed is None else LENGTH + 4),
+        (EagleSpeculator(draft_of(model), model, 3), LENGTH + 4),
     ):
         engine = DynamicEngine(model, num_blocks=60, block_size=3, max_sequences=4, speculator=speculator)
         found, count = passes(engine, seed)
@@ -107,7 +117,8 @@ def test_texts_end_where_they_would_and_the_engine_may_be_suspended() -> None:
     assert engine.blocks.free == 60
 
 
-def test_a_request_with_penalties_is_not_guessed_and_one_with_nan_fails_alone() -> None:
+@pytest.mark.parametrize("eagle", [False, True])
+def test_a_request_with_penalties_is_not_guessed_and_one_with_nan_fails_alone(eagle: bool) -> None:
     model = build()
     expected = alone(model, LENGTH)
     bad = next(token for token in range(20, 61) if not any(token in tokens for tokens in expected))
@@ -115,7 +126,8 @@ def test_a_request_with_penalties_is_not_guessed_and_one_with_nan_fails_alone() 
     plain = DynamicEngine(model, num_blocks=60)
     plain.add([5, 6, 7], max_new_tokens=LENGTH, sampling_params=params)
     penalized = plain.run()[0].tokens
-    engine = DynamicEngine(poisoned(model, bad), num_blocks=60, speculator=Told(expected, 99))
+    speculator = EagleSpeculator(draft_of(model), model) if eagle else Told(expected, 99)
+    engine = DynamicEngine(poisoned(model, bad), num_blocks=60, speculator=speculator)
     for prompt in PROMPTS:
         engine.add(prompt, max_new_tokens=LENGTH, sampling_params=GREEDY)
     engine.add([5, 6, 7], max_new_tokens=LENGTH, sampling_params=params)
@@ -153,7 +165,7 @@ def test_what_followed_before_is_guessed_to_follow() -> None:
 
 
 def test_bad_speculators_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="a speculator needs layers that can forget"):
+    with pytest.raises(ConfigurationError, match="cannot forget a wrong guess"):
         DynamicEngine(build(**MODELS["mamba"]), num_blocks=4, speculator=NGramSpeculator())
     with pytest.raises(ConfigurationError, match="the small model keep one state"):
         DraftSpeculator(build(**MODELS["mamba"]), build())

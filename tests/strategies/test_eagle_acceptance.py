@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from megalight.inference import load_model
 from megalight.inference.acceptance import acceptance_length
-from megalight.inference.speculative import load_draft
+from megalight.inference.speculator import load_draft
 from megalight.models.eagle import DraftModel, EagleConfig, EagleModule
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.module import GPTModule

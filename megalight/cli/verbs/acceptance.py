@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from megalight.inference import TextGenerator
     from megalight.inference.acceptance import Acceptance, Interview, check_rounds
-    from megalight.inference.speculative import load_draft
+    from megalight.inference.speculator import load_draft
 
     writer = TextGenerator.from_checkpoint(
         latest_checkpoint(arguments.base),

@@ -196,7 +196,7 @@ def _complete(
     """Return the completion of each prompt, or the answer. ``source``: a chat template; None: the tokenizer's."""
     draft, guessing = None, dict[str, int]()
     if arguments.draft is not None:
-        from megalight.inference.speculative import load_draft
+        from megalight.inference.speculator import load_draft
 
         draft = load_draft(arguments.draft, writer.model, writer.tokenizer)
         if arguments.guesses is not None:
