@@ -1,6 +1,7 @@
 """Train the same GPT by Adam and by Muon on the demo corpus: how many steps Muon needs for Adam's final loss.
 
     python benchmarks/muon_convergence.py RESULT.json --size 125m --steps 2000   # one GPU, some minutes
+    python benchmarks/muon_convergence.py RESULT.json --size 125m --steps 2000 --resume EARLIER.json --corpus FOLDER
     python benchmarks/muon_convergence.py RESULT.json --size demo --steps 200 --tuning 0.25   # the CPU
     python benchmarks/muon_convergence.py RESULT.json --draw docs/assets/muon.svg
 
@@ -8,6 +9,9 @@ The corpus is Python's own source (for ``125m`` that of torch, too), every twent
 see the same batches from the same initial values. First each rate of each optimizer is tried in a short run of its own;
 the best one is taken. Adam then trains for all steps. Muon trains for all, three quarters and half of them, each time
 with a whole schedule, so that no loss in the middle of a schedule is compared with one at its end.
+
+RESULT.json is written after each run. ``--resume`` takes over the runs of an earlier file that have the same rates and
+steps, and trains only the others, so that a call may be cut off. ``--corpus`` keeps the tokens for the next call.
 """
 
 from __future__ import annotations
@@ -60,7 +64,17 @@ class Size:
 
 
 SIZES = {
-    "125m": Size(12, 768, 12, 2048, 1024, 8, (6e-4, 1.2e-3, 2.4e-3), (6e-4, 1.2e-3, 2.4e-3), torch_source=True),
+    "125m": Size(
+        12,
+        768,
+        12,
+        2048,
+        1024,
+        8,
+        adam=(1.5e-4, 3e-4, 6e-4, 1.2e-3, 2.4e-3),
+        muon=(6e-4, 1.2e-3, 2.4e-3, 4.8e-3, 9.6e-3),
+        torch_source=True,
+    ),
     "demo": Size(4, 128, 4, 352, 128, 8, (1e-3, 2e-3, 4e-3), (4e-3, 8e-3, 1.6e-2)),
     "tiny": Size(1, 32, 2, 64, 32, 4, (4e-3,), (4e-3, 8e-3)),
 }
@@ -82,7 +96,10 @@ class Corpus:
             for path in each.rglob("*.py")
             if not set(OTHERS).intersection(path.relative_to(each).parts)
         )
-        prepare(files, f"{folder}/corpus", train_tokenizer=True, vocab_size=VOCABULARY, progress=False, on_bad="skip")
+        if not Path(f"{folder}/corpus.idx").exists():
+            prepare(
+                files, f"{folder}/corpus", train_tokenizer=True, vocab_size=VOCABULARY, progress=False, on_bad="skip"
+            )
         documents = IndexedDataset(f"{folder}/corpus")
         every = [np.asarray(documents[index], dtype=np.int64) for index in range(len(documents))]
         self.trained = torch.from_numpy(np.concatenate([d for i, d in enumerate(every) if i % HELD_OUT]))
@@ -97,7 +114,7 @@ class Corpus:
 
 
 def train(
-    size: Size, optimizer: AdamConfig, steps: int, corpus: Corpus, device: torch.device, validations: int = VALIDATIONS
+    size: Size, optimizer: AdamConfig, steps: int, corpus: Corpus, device: torch.device, validations: int
 ) -> dict[str, Any]:
     """Return the validation losses, as ``[step, loss]``, and the seconds."""
     config = GPTConfig(
@@ -140,25 +157,43 @@ def measure(options: argparse.Namespace, device: torch.device, note: Callable[[d
         "device": "CPU" if device.type == "cpu" else torch.cuda.get_device_name(),
         "size": options.size,
         "tokens_per_step": size.rows * size.length,
-        "tuning": {"adam": {}, "muon": {}},
+        "trials": [],
         "runs": {},
     }
     with tempfile.TemporaryDirectory() as folder:
-        corpus = Corpus(size, folder)
+        corpus = Corpus(size, options.corpus or folder)
     result["tokens"] = len(corpus.trained)
+    earlier: list[dict[str, Any]] = []
+    if options.resume:
+        found = json.loads(options.resume.read_text(encoding="utf-8"))
+        if (found["size"], found["tokens"]) != (options.size, result["tokens"]):
+            raise SystemExit(
+                f"{options.resume} is of another size or corpus ({found['size']}, {found['tokens']} tokens)"
+            )
+        earlier = [*found["trials"], *found["runs"].values()]
+
+    def trained(steps: int, adam: float, muon: float | None, validations: int) -> dict[str, Any]:
+        """Return a run, that of the earlier file if it is there."""
+        same = {"adam": adam, "muon": muon, "steps": steps}
+        for each in earlier:
+            if same.items() <= each.items() and len(each["curve"]) >= min(steps, validations):
+                return each
+        return same | train(size, configured(size, steps, adam, muon, device), steps, corpus, device, validations)
+
     best: dict[str, float] = {}
     for name, rates in (("adam", size.adam), ("muon", size.muon)):
+        losses = {}
         for rate in rates:
             pair = (rate, None) if name == "adam" else (best["adam"], rate)
-            found = train(size, configured(size, short, *pair, device), short, corpus, device, validations=1)
-            result["tuning"][name][str(rate)] = found["loss"]
+            result["trials"].append(trained(short, *pair, validations=1))
+            losses[rate] = result["trials"][-1]["loss"]
             note(result)
-        best[name] = min(rates, key=lambda rate: result["tuning"][name][str(rate)])
+        best[name] = min(losses, key=losses.__getitem__)
     result["rates"] = best
     for name, fraction in (("adam", 1.0), *(("muon", fraction) for fraction in FRACTIONS)):
+        rate = best["muon"] if name == "muon" else None
         steps = round(options.steps * fraction)
-        how = configured(size, steps, best["adam"], best["muon"] if name == "muon" else None, device)
-        result["runs"][f"{name} {fraction:g}"] = train(size, how, steps, corpus, device)
+        result["runs"][f"{name} {fraction:g}"] = trained(steps, best["adam"], rate, VALIDATIONS)
         note(result)
     aim = result["runs"]["adam 1"]["loss"]
     result["steps_of_muon"] = steps_for(aim, [result["runs"][f"muon {fraction:g}"] for fraction in FRACTIONS])
@@ -207,6 +242,8 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="demo")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--tuning", type=float, default=0.1, help="share of the steps in which each rate is tried")
+    parser.add_argument("--resume", type=Path, help="an earlier result, whose runs are not repeated")
+    parser.add_argument("--corpus", help="folder for the tokens, which a later call reads again")
     parser.add_argument("--draw", type=Path, help="draw the curves of RESULT.json into this file, and train nothing")
     options = parser.parse_args()
     if options.draw:
@@ -216,8 +253,9 @@ def main() -> None:
 
     def note(result: dict[str, Any]) -> None:
         options.result.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        done = {name: run["loss"] for name, run in result["runs"].items()}
-        print(json.dumps({"tuning": result["tuning"], "losses": done}), flush=True)
+        runs = {name: run["loss"] for name, run in result["runs"].items()}
+        trials = [[each["adam"], each["muon"], each["loss"]] for each in result["trials"]]
+        print(json.dumps({"trials": trials, "runs": runs}), flush=True)
 
     measure(options, device, note)
     print(options.result.read_text(encoding="utf-8")[-80:])
