@@ -8,11 +8,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError
 from megalight.imports import require
+
+
+@dataclass(frozen=True)
+class GrammarSource:
+    """A grammar as text.
+
+    Attributes:
+        kind: a JSON schema; a regular expression, which matches the whole completion; or rules in the language of
+            ``lark``, as ``llguidance`` reads them.
+        text: it.
+    """
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: str
 
 
 class Grammar:
@@ -73,6 +88,22 @@ class GrammarCompiler:
         if not isinstance(pattern, str):
             raise ConfigurationError(f"the regular expression is {pattern!r}; it must be a text.")
         return self._grammar("regular expression", self._package.LLMatcher.grammar_from_regex(pattern))
+
+    def lark(self, rules: str) -> Grammar:
+        """Return the grammar of rules in the language of ``lark``, of which ``start`` is the whole.
+
+        Raises:
+            ConfigurationError: they are none, or too large.
+        """
+        return self._grammar("grammar", self._package.LLMatcher.grammar_from_lark(rules))
+
+    def compile(self, source: GrammarSource) -> Grammar:
+        """Return the grammar of a text.
+
+        Raises:
+            ConfigurationError: it is none, or too large.
+        """
+        return {"json_schema": self.json_schema, "regex": self.regex, "lark": self.lark}[source.kind](source.text)
 
     def _grammar(self, what: str, made: str) -> Grammar:
         # Its limits on symbols, states and work hold now, and in each step.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -17,11 +18,14 @@ from megalight.errors import ConfigurationError, MegalightError, integer
 from megalight.inference import DynamicEngine, ParallelGPT, SamplingParams
 from megalight.inference.blocks import BLOCK_SIZE
 from megalight.inference.detokenizer import Detokenizer
+from megalight.inference.grammar import Grammar, GrammarCompiler, GrammarSource
 from megalight.inference.scheduler import Reason
 from megalight.inference.text_requests import is_text
 from megalight.models.gpt import GPT
 
 log = logging.getLogger(__name__)
+KEPT_GRAMMARS = 64
+"""How many compiled grammars a loop keeps, for requests to come."""
 
 
 CACHE_TOKENS = 65_536
@@ -85,6 +89,7 @@ class EngineRequest:
         log_probs: whether the last output has the log-probabilities of all tokens.
         top_log_probs: for how many of the most probable tokens it has them, too, with ``log_probs``.
         prompt_log_probs: whether it has those of the prompt's tokens but the first.
+        grammar: what the completion may be; None: anything.
         generated: tokens of the completion that another engine has given before. Outputs go on from there.
 
     Raises:
@@ -101,6 +106,7 @@ class EngineRequest:
     log_probs: bool = False
     top_log_probs: int = 0
     prompt_log_probs: bool = False
+    grammar: GrammarSource | None = None
     generated: Sequence[int] = ()
 
     def __post_init__(self) -> None:
@@ -180,29 +186,57 @@ class EngineLoop:
     Args:
         engine: the engine, with no requests of others.
         tokenizer: decodes tokens; None: outputs have no text.
+        ends: returns the tokens that end a text of a grammar.
 
     Attributes:
         paused: whether no step is to run.
     """
 
-    def __init__(self, engine: DynamicEngine, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self,
+        engine: DynamicEngine,
+        tokenizer: Tokenizer | None,
+        ends: Callable[[], Collection[int]] = tuple,
+    ) -> None:
         self.engine, self._tokenizer = engine, tokenizer
         self.paused = False
+        self._ends, self._compiling = ends, threading.Lock()
+        self._compiler: GrammarCompiler | None = None
+        self._grammars: OrderedDict[GrammarSource, Grammar] = OrderedDict()
         self._running: dict[int, _Running] = {}
         self._numbers: dict[str, int] = {}
+
+    def grammar(self, source: GrammarSource) -> Grammar:
+        """Return a compiled grammar. Other threads may call this before they add a request, so that no step waits.
+
+        Raises:
+            ConfigurationError: there is no tokenizer; or see :class:`GrammarCompiler`.
+        """
+        with self._compiling:
+            if self._compiler is None:
+                if self._tokenizer is None:
+                    raise ConfigurationError("a grammar needs a tokenizer; give one.")
+                self._compiler = GrammarCompiler(self._tokenizer, self.engine.model.config.vocab_size, self._ends())
+            found = self._grammars.pop(source, None) or self._compiler.compile(source)
+            self._grammars[source] = found
+            if len(self._grammars) > KEPT_GRAMMARS:
+                self._grammars.popitem(last=False)
+            return found
 
     def add(self, request: EngineRequest) -> None:
         """Add a request.
 
         Raises:
             ConfigurationError: there are stop texts and no tokenizer, or a request of this id runs; or see
-                :meth:`DynamicEngine.add`.
+                :meth:`grammar` and :meth:`DynamicEngine.add`.
             DataError: see :meth:`DynamicEngine.add`.
         """
         if request.id in self._numbers:
             raise ConfigurationError(f"a request {request.id!r} runs already; give each an id of its own.")
         if request.stop and self._tokenizer is None:
             raise ConfigurationError("stop needs a tokenizer; give one, or end tokens.")
+        if request.grammar is not None and request.generated:
+            raise ConfigurationError("a request with a grammar cannot go on in another engine; send it again.")
         running = _Running(request, self._tokenizer)
         number = self.engine.add(
             [*request.prompt, *request.generated],
@@ -214,6 +248,7 @@ class EngineLoop:
             log_probs=request.log_probs,
             top_log_probs=request.top_log_probs,
             prompt_log_probs=request.prompt_log_probs,
+            grammar=None if request.grammar is None else self.grammar(request.grammar),
         )
         self._running[number], self._numbers[request.id] = running, number
 

@@ -106,6 +106,10 @@ class ModelText:
         """Tokens that end an answer."""
         return frozenset(self.template.ends(self.words))
 
+    def grammar_ends(self) -> frozenset[int]:
+        """Return the tokens that end a text of a grammar: those of documents, and of answers if there is a template."""
+        return self.ends if self.words.chat_template is None else self.ends | self.template_ends
+
     @property
     def words(self) -> Tokenizer:
         """The tokenizer.
@@ -216,7 +220,8 @@ class ServedModel(ModelText):
     @cached_property
     def loop(self) -> EngineLoop:
         """The engine's loop, which the first caller makes."""
-        return EngineLoop(self.options.engine(self.model, first_rank_only=self.ranks is not None), self.tokenizer)
+        engine = self.options.engine(self.model, first_rank_only=self.ranks is not None)
+        return EngineLoop(engine, self.tokenizer, self.grammar_ends)
 
     def close(self) -> None:
         """End the processes of the other ranks."""

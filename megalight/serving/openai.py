@@ -7,6 +7,7 @@ field. A parameter of OpenAI's that is not served is an error, too, unless it ha
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import MegalightError
 from megalight.inference import SamplingParams
+from megalight.inference.grammar import GrammarSource
 from megalight.serving.engine_loop import EngineOutput
 
 FINISH = {"end": "stop", "stop": "stop", "length": "length"}
@@ -26,7 +28,21 @@ COMPLETION_TOKENS = 16
 
 MOST_LOG_PROBS = 20
 """Of how many of the most probable tokens an answer has log-probabilities at most: OpenAI's."""
-LABELS = ("role", "content", "name", "type", "text", "include_usage")
+LARGEST_GRAMMAR = 2**16
+"""Characters of a JSON schema, a regular expression or rules."""
+LABELS = (
+    "role",
+    "content",
+    "name",
+    "type",
+    "text",
+    "include_usage",
+    "json_schema",
+    "json",
+    "regex",
+    "grammar",
+    "schema",
+)
 """Fields inside of fields."""
 
 B = TypeVar("B", bound="Body")
@@ -99,6 +115,30 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
+class StructuredOutputs(Body):
+    """What a completion may be, beyond OpenAI's API: one of a JSON schema, a regular expression, and rules of lark."""
+
+    json_schema: dict[str, Any] | bool | None = Field(None, alias="json")
+    regex: str | None = None
+    grammar: str | None = None
+
+
+class JSONSchema(Body):
+    """A JSON schema with its name."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """OpenAI's words for what an answer may be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+
 Count = Annotated[int, Field(ge=1, le=2**31)]
 Token = Annotated[int, Field(ge=0, le=2**31)]
 
@@ -126,6 +166,43 @@ class Sampled(Body):
     min_p: float | None = None
     logit_bias: dict[str, float] | None = None
     min_tokens: Annotated[int, Field(ge=0)] = 0
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    @property
+    def grammar(self) -> GrammarSource | None:
+        """What the completion may be, or None.
+
+        Raises:
+            APIError: a request says it twice, or not at all, or at length; or it does not go with another parameter.
+        """
+        field, found = "response_format", list[GrammarSource]()
+        if (asked := self.response_format) is not None:
+            if (asked.type == "json_schema") != (asked.json_schema is not None):
+                raise APIError(400, "response_format: type json_schema and json_schema go together.", field)
+            if asked.type != "text":
+                schema = None if asked.json_schema is None else asked.json_schema.json_schema
+                found.append(GrammarSource("json_schema", json.dumps({"type": "object"} if schema is None else schema)))
+        if (extra := self.structured_outputs) is not None:
+            field = "structured_outputs"
+            if extra.json_schema is not None:
+                found.append(GrammarSource("json_schema", json.dumps(extra.json_schema)))
+            if extra.regex is not None:
+                found.append(GrammarSource("regex", extra.regex))
+            if extra.grammar is not None:
+                found.append(GrammarSource("lark", extra.grammar))
+            if len(found) != 1:
+                raise APIError(
+                    400, f"{field} needs one of json, regex and grammar, and no response_format with a schema.", field
+                )
+        if not found:
+            return None
+        if len(found[0].text) > LARGEST_GRAMMAR:
+            raise APIError(400, f"{field} has more than {LARGEST_GRAMMAR} characters; send fewer.", field)
+        for name in ("ignore_eos", "min_tokens"):
+            if getattr(self, name):
+                raise APIError(400, f"{name} does not go with {field}, which says when a text may end.", name)
+        return found[0]
 
     @property
     def sampling_params(self) -> SamplingParams:
@@ -237,7 +314,6 @@ class ChatBody(Sampled):
         "tools": ([],),
         "tool_choice": ("none",),
         "parallel_tool_calls": (True,),
-        "response_format": ({"type": "text"},),
         "modalities": (["text"],),
         "functions": ([],),
         "function_call": ("none",),
@@ -253,7 +329,6 @@ class ChatBody(Sampled):
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    response_format: Any = None
     modalities: Any = None
     functions: Any = None
     function_call: Any = None
@@ -320,6 +395,8 @@ class CompletionAnswer:
         Raises:
             APIError: its logits hold NaN or infinity.
         """
+        if output.reason == "error" and (grammar := self._body.grammar) is not None:
+            raise APIError(400, f"the {grammar.kind} needs too much work, or the logits hold NaN.", "response_format")
         if output.reason == "error":
             raise APIError(500, "the model's logits hold NaN or infinity, so no token can be sampled.")
         self._texts[choice] += output.text

@@ -28,8 +28,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megalight import __version__
 from megalight.errors import ConfigurationError, DataError, MegalightError, integer
+from megalight.inference.grammar import GrammarSource
 from megalight.serving.asynchronous import Queue
 from megalight.serving.engine_loop import EngineOutput, EngineRequest
+from megalight.serving.grammar_worker import GrammarWorker
 from megalight.serving.llm import AsyncLLM
 from megalight.serving.metrics import Metrics
 from megalight.serving.openai import (
@@ -145,8 +147,8 @@ class Gate:
     """The ASGI layer in front of all routes: keys, sizes and times of bodies, clients that read too slowly."""
 
     app: ASGIApp
+    endpoints: Endpoints
     keys: Keys
-    limits: Limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
@@ -159,7 +161,7 @@ class Gate:
             if scope["path"] not in OPEN:
                 client = self.keys.client(headers.get(b"authorization", b"").decode("latin-1"))
             length = headers.get(b"content-length", b"0")
-            if not length.isdigit() or int(length) > self.limits.body_bytes:
+            if not length.isdigit() or int(length) > self.endpoints.limits.body_bytes:
                 raise self._too_large()
             with self.keys.admitted(client) if scope["path"].startswith("/v1/") else contextlib.nullcontext():
                 await self.app(scope, self._bounded(receive), self._patient(send))
@@ -167,10 +169,11 @@ class Gate:
             await _response(error)(scope, receive, send)
 
     def _too_large(self) -> APIError:
-        return APIError(413, f"the body has more than {self.limits.body_bytes} bytes; send less.")
+        return APIError(413, f"the body has more than {self.endpoints.limits.body_bytes} bytes; send less.")
 
     def _bounded(self, receive: Receive) -> Receive:
-        read, deadline, whole = 0, time.monotonic() + self.limits.body_seconds, False
+        limits = self.endpoints.limits
+        read, deadline, whole = 0, time.monotonic() + limits.body_seconds, False
 
         async def bounded() -> Message:
             nonlocal read, whole
@@ -180,9 +183,11 @@ class Gate:
                 async with asyncio.timeout(deadline - time.monotonic()):
                     message = await receive()
             except TimeoutError as error:
-                raise APIError(408, f"the body has not come within {self.limits.body_seconds:g} seconds.") from error
+                raise APIError(
+                    408, f"the body has not come within {self.endpoints.limits.body_seconds:g} seconds."
+                ) from error
             read += len(message.get("body", b""))
-            if read > self.limits.body_bytes:
+            if read > limits.body_bytes:
                 raise self._too_large()
             whole = not message.get("more_body", False)
             return message
@@ -192,7 +197,7 @@ class Gate:
     def _patient(self, send: Send) -> Send:
         async def patient(message: Message) -> None:
             try:
-                async with asyncio.timeout(self.limits.idle_seconds):
+                async with asyncio.timeout(self.endpoints.limits.idle_seconds):
                     await send(message)
             except TimeoutError as error:
                 # As if it had gone: the request is aborted, and its blocks are free.
@@ -225,6 +230,7 @@ class Endpoints:
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.llm, self.name)
+        self._grammars: GrammarWorker | None = None
 
     async def health(self) -> Response:
         """Say that the process lives."""
@@ -330,6 +336,7 @@ class Endpoints:
         if body.stream and top is not None:
             raise APIError(400, "logprobs are not served in streams; leave out stream or logprobs.", "logprobs")
         name = f"{prefix}-{uuid.uuid4().hex}"
+        grammar = await self._grammar(body)
         with _refusing(body):
             each = body.n or 1
             requests = [
@@ -344,6 +351,7 @@ class Endpoints:
                     log_probs=top is not None,
                     top_log_probs=top or 0,
                     prompt_log_probs=body.prompt_log_probs,
+                    grammar=grammar,
                 )
                 for place in range(each * len(prompts))
             ]
@@ -366,6 +374,27 @@ class Endpoints:
 
             await while_connected(request.receive, rest())
         return JSONResponse(answer.whole())
+
+    async def _grammar(self, body: CompletionBody | ChatBody) -> GrammarSource | None:
+        """Return what the completions may be, once it is compiled."""
+        if (grammar := body.grammar) is None:
+            return None
+        with _refusing(body):
+            served, field = self.llm.served, "structured_outputs" if body.structured_outputs else "response_format"
+            if not served.grammar_ends():
+                raise APIError(400, f"{field} needs a token that ends a text, and this model has none.", field)
+            if self._grammars is None:
+                words, size = served.words.to_json(), served.model.config.vocab_size
+                self._grammars = GrammarWorker(words, size, sorted(served.grammar_ends()))
+            if (fault := await self._grammars.fault(grammar.kind, grammar.text)) is not None:
+                raise APIError(400, f"{field}: the {grammar.kind} is wrong or too large: {fault}.", field)
+            await asyncio.to_thread(served.loop.grammar, grammar)
+        return grammar
+
+    async def close(self) -> None:
+        """End what answers have started."""
+        if self._grammars is not None:
+            await self._grammars.close()
 
     async def _first(self, outputs: AsyncIterator[tuple[int, EngineOutput]], body: Body) -> tuple[int, EngineOutput]:
         with _refusing(body, lost=lambda: self.llm.failure is not None):
@@ -503,7 +532,13 @@ def app_of(llm: AsyncLLM, name: str, *, keys: Sequence[str] = (), limits: Limits
     """
     limits = limits or Limits()
     routes = Endpoints(llm, name, limits)
-    app = fastapi.FastAPI(title="Megalight", version=__version__, docs_url=None, redoc_url=None)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: fastapi.FastAPI) -> AsyncIterator[None]:
+        yield
+        await routes.close()
+
+    app = fastapi.FastAPI(title="Megalight", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     for path, route, body in (
         ("/v1/completions", routes.completions, CompletionBody),
         ("/v1/chat/completions", routes.chat, ChatBody),
@@ -538,7 +573,7 @@ def app_of(llm: AsyncLLM, name: str, *, keys: Sequence[str] = (), limits: Limits
     app.add_exception_handler(APIError, told)
     app.add_exception_handler(HTTPException, unknown)
     app.add_exception_handler(Exception, broken)
-    return Gate(app, Keys(keys, limits), limits)
+    return Gate(app, routes, Keys(keys, limits))
 
 
 def _flat(schema: dict[str, Any]) -> dict[str, Any]:
@@ -616,7 +651,7 @@ def serve(
     integer("port (--port)", port, 0, 65_535)
     config = uvicorn.Config(
         app_of(llm, name, keys=keys, limits=limits),
-        lifespan="off",
+        lifespan="on",
         log_level="warning",
         server_header=False,
         timeout_graceful_shutdown=drain_seconds,

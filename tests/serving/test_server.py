@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -15,7 +16,7 @@ import pytest
 from megalight.errors import ConfigurationError
 from megalight.inference import SamplingParams
 from megalight.serving import LLM, AsyncLLM
-from megalight.serving.server import Limits, app_of, check_host, merged
+from megalight.serving.server import Endpoints, Limits, app_of, check_host, merged
 
 httpx = pytest.importorskip("httpx")
 openai = pytest.importorskip("openai")
@@ -35,6 +36,7 @@ class Served:
     def __init__(self, folder: Path, keys: tuple[str, ...], limits: Limits | None) -> None:
         self.llm = AsyncLLM(folder, device="cpu")
         self.app = app_of(self.llm, "small", keys=keys, limits=limits)
+        self.endpoints: Endpoints = self.app.endpoints  # type: ignore[attr-defined]
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://server")
         self.client = openai.AsyncOpenAI(
             api_key="secret", base_url="http://server/v1", http_client=self.http, max_retries=0
@@ -56,7 +58,9 @@ def run(
     async def main() -> None:
         served = Served(folder, keys, Limits(**limits) if limits else None)
         try:
-            await asyncio.wait_for(test(served), 60)
+            inner = served.app.app  # type: ignore[attr-defined]
+            async with inner.router.lifespan_context(inner):
+                await asyncio.wait_for(test(served), 60)
             for _ in range(100):
                 if served.free():
                     break
@@ -178,6 +182,75 @@ def test_penalties_biases_and_log_probabilities_of_others(folder: Path, llm: LLM
     run(folder, test)
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"age": {"enum": [1, 22]}},
+    "required": ["age"],
+    "additionalProperties": False,
+}
+
+
+def test_answers_keep_to_a_schema_a_regular_expression_and_rules(folder: Path) -> None:
+    pytest.importorskip("llguidance")
+
+    async def test(served: Served) -> None:
+        chat, plain = served.client.chat.completions.create, served.client.completions.create
+        hot: dict[str, Any] = {"model": "small", "temperature": 1.3, "seed": 4, "n": 4, "max_tokens": 40}
+        format = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
+        whole = await chat(messages=HELLO, response_format=format, **hot)
+        for choice in whole.choices:
+            assert choice.finish_reason == "stop"
+            assert json.loads(choice.message.content)["age"] in (1, 22)
+        texts = [""] * 4
+        async for chunk in await chat(messages=HELLO, response_format=format, stream=True, **hot):
+            texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+        assert texts == [choice.message.content for choice in whole.choices]
+        spoken = await chat(messages=HELLO, response_format={"type": "json_object"}, **{**hot, "max_tokens": 60})
+        assert all(choice.message.content.lstrip().startswith("{") for choice in spoken.choices)
+        for extra, pattern in (
+            ({"regex": "[0-9]{3}-(ab|cd)"}, r"[0-9]{3}-(ab|cd)"),
+            ({"grammar": 'start: "yes" | "no" X\nX: /!{1,3}/'}, r"yes|no!{1,3}"),
+            ({"json": {"enum": ["a", "b"]}}, r'"(a|b)"'),
+        ):
+            found = await plain(prompt="user: ", extra_body={"structured_outputs": extra}, **hot)
+            assert all(re.fullmatch(pattern, choice.text) for choice in found.choices), (extra, found)
+
+    run(folder, test)
+
+
+def test_grammars_that_explode_are_refused_and_others_go_on(folder: Path) -> None:
+    pytest.importorskip("llguidance")
+
+    async def test(served: Served) -> None:
+        async def refused(extra: dict[str, Any], word: str) -> None:
+            body = {**GREEDY, "prompt": "a", "structured_outputs": extra}
+            answer = await served.post("/v1/completions", body)
+            assert answer.status_code == 400, answer.text
+            assert word in answer.json()["error"]["message"]
+            assert answer.json()["error"]["param"] == "structured_outputs"
+            assert len(answer.text) < 600
+
+        await refused({"regex": "((a{1000}){1000}){1000}"}, "too")
+        choices = [{"anyOf": [{"properties": {f"{i}{j}": {}}} for j in range(4)]} for i in range(12)]
+        await refused({"json": {"allOf": choices}}, "too large")
+        await refused({"regex": "(a"}, "wrong")
+        await refused({"regex": "a" * 70_000}, "fewer")
+        await refused({"json": {"type": "word"}}, "wrong")
+        await refused({"json": {"type": "string"}, "regex": "a"}, "one of")
+        await refused({}, "one of")
+        body = {**GREEDY, "prompt": "a", "structured_outputs": {"regex": "yes"}}
+        assert (await served.post("/v1/completions", body)).json()["choices"][0]["text"] == "yes"
+        # A grammar that takes too long ends the worker alone, and the next one has another.
+        worker = served.endpoints._grammars
+        assert worker is not None
+        worker._seconds = 0.0
+        await refused({"regex": "no+"}, "seconds")
+        worker._seconds = 5.0
+        assert (await served.post("/v1/completions", body)).json()["choices"][0]["text"] == "yes"
+
+    run(folder, test)
+
+
 BAD: list[tuple[dict[str, Any] | bytes, str, str | None]] = [
     (b"", "JSON", None),
     (b"[" * 100_000, "recursion", None),
@@ -221,7 +294,9 @@ BAD: list[tuple[dict[str, Any] | bytes, str, str | None]] = [
     ({"model": "small", "messages": []}, "at least 1", "messages"),
     ({"model": "small", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "", "messages"),
     ({"model": "small", "messages": HELLO, "tools": [{"type": "function"}]}, "not served", "tools"),
-    ({"model": "small", "messages": HELLO, "response_format": {"type": "json_object"}}, "served", "response_format"),
+    ({"model": "small", "messages": HELLO, "response_format": {"type": "xml"}}, "Input should", "response_format"),
+    ({"model": "small", "messages": HELLO, "response_format": {"type": "json_schema"}}, "together", "response_format"),
+    ({"model": "small", "prompt": "a", "structured_outputs": {"regex": "a"}, "min_tokens": 2}, "not go", "min_tokens"),
     ({"model": "small", "messages": HELLO, "top_logprobs": 5}, "needs logprobs", "top_logprobs"),
 ]
 
