@@ -15,7 +15,7 @@ from megalight.evaluation import Replicas
 from megalight.imports import require
 from megalight.inference import TextGenerator
 from megalight.parallel.trace import span
-from megalight.strategies.inference import InferenceModel
+from megalight.strategies.inference import InferenceModel, model_of
 
 
 class Evaluation(pl.Callback):
@@ -111,7 +111,7 @@ class Evaluation(pl.Callback):
         runs = importlib.import_module("megalight.evaluation.run")
         lm = importlib.import_module("megalight.evaluation.lm")
         assert self._tokenizer is not None
-        found = InferenceModel(getattr(pl_module, "model", None), trainer.strategy)
+        found = InferenceModel(model_of(pl_module), trainer.strategy)
         text = TextGenerator(found.model, self._tokenizer)
         replicas = Replicas.of(found.model)
         with span("evaluation"), found.with_weights(self._whole_weights):

@@ -63,10 +63,9 @@ def rows_of(path: str, degrees: Mapping[str, int] | None = None) -> Iterator[Row
     yield "FusedOps", "yes" if parts else "no", f"{parts} modules, {layers} of them whole layers"
     try:
         family = family_of_transformers(values)
-    except MegalightError:
-        yield "own module", "no", "HFCausalLM trains it, with the layouts above"
-        return
-    try:
+        if family.config is HFConfig:
+            yield "own module", "no", "HFCausalLM trains it, with the layouts above"
+            return
         assert family.weights is not None
         family.weights.config(values)
         yield "own module", "yes", f"{family.module().__name__} has code of ours for it, and every layout"

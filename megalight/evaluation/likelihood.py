@@ -18,8 +18,7 @@ from megalight.errors import DataError, integer
 from megalight.evaluation.replicas import Replicas
 from megalight.inference import Cache, ParallelGPT
 from megalight.inference.generate import another
-from megalight.inference.parallel import device_of, evaluating
-from megalight.models.gpt import GPT
+from megalight.inference.parallel import GenerativeModel, device_of, evaluating, layers_with_state
 from megalight.types import PackedSequences
 
 BATCH_TOKENS = 4096
@@ -54,7 +53,7 @@ class LogLikelihood(NamedTuple):
 
 
 def log_likelihoods(
-    model: GPT | ParallelGPT,
+    model: GenerativeModel,
     continuations: Sequence[Continuation],
     *,
     batch_tokens: int = BATCH_TOKENS,
@@ -130,7 +129,7 @@ class _Pass:
 
 
 def _scores(
-    model: GPT | ParallelGPT,
+    model: GenerativeModel,
     inputs: Sequence[Sequence[int]],
     continuations: Sequence[Sequence[Sequence[int]]],
     batch_tokens: int,
@@ -156,7 +155,7 @@ def _scores(
 
 
 def _passes(
-    model: GPT | ParallelGPT,
+    model: GenerativeModel,
     inputs: Sequence[Sequence[int]],
     continuations: Sequence[Sequence[Sequence[int]]],
     batch_tokens: int,
@@ -170,7 +169,7 @@ def _passes(
             for k, token in enumerate(tokens)
         ]
         if len(ids) > batch_tokens:
-            cache = Cache(model.layers, 1, len(ids))
+            cache = Cache(layers_with_state(model), 1, len(ids))
             for first in range(0, len(ids), batch_tokens):
                 inside = [(i, j, at - first, t) for _, j, at, t in targets if first <= at < first + batch_tokens]
                 yield _Pass([ids[first : first + batch_tokens]], inside, cache)
@@ -186,7 +185,7 @@ def _passes(
 
 
 @torch.no_grad()
-def _run(model: GPT | ParallelGPT, work: _Pass) -> tuple[list[float], list[bool]]:
+def _run(model: GenerativeModel, work: _Pass) -> tuple[list[float], list[bool]]:
     """Return for each target its log-probability, and whether it is the most likely token."""
     device, lengths = device_of(model), [*map(len, work.inputs)]
     # A part without targets still needs a row: stages send the logits of at least one.

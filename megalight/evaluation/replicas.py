@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megalight.inference import ParallelGPT
-from megalight.models.gpt import GPT
+from megalight.inference.parallel import GenerativeModel
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -27,7 +27,7 @@ class Replicas:
     group: ProcessGroup | None = None
 
     @classmethod
-    def of(cls, model: GPT | ParallelGPT) -> Replicas:
+    def of(cls, model: GenerativeModel) -> Replicas:
         """Return the replicas of a model: the data-parallel ranks, or all ranks if each holds a whole model."""
         if isinstance(model, ParallelGPT):
             return cls(model.mesh.group("dp"))

@@ -72,7 +72,7 @@ class Cache:
     Every layer makes its state with ``layer.make_state(slots)``. The cache is passed as ``slots``.
 
     Args:
-        layers: the model's layers, by name.
+        layers: what makes the states, by name: the model's layers, or its attention modules.
         num_slots: maximum number of sequences.
         capacity: maximum number of tokens in each slot.
         blocks: the pool of blocks that hold the tokens of all slots. None: every slot has one block of ``capacity``
@@ -90,7 +90,7 @@ class Cache:
 
     def __init__(
         self,
-        layers: Mapping[str, nn.Module] | nn.ModuleDict,
+        layers: Mapping[str, Any] | nn.ModuleDict,
         num_slots: int,
         capacity: int,
         blocks: BlockPool | None = None,

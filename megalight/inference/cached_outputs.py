@@ -38,6 +38,7 @@ from megalight.models.distillation import OUTPUT, SAVED
 from megalight.models.eagle import EagleConfig
 from megalight.models.eagle.base import BASE, BaseModel
 from megalight.models.gpt import GPT
+from megalight.models.hf import HFModel
 from megalight.models.saved import BASE as WHOLE
 from megalight.models.saved import widest
 from megalight.models.stored import open_model
@@ -292,7 +293,7 @@ def check_logits_cache(vocab_size: int, longest: int, data: RunData, top_k: int,
 
 @torch.inference_mode()
 def cache_logits(
-    model: GPT,
+    model: GPT | HFModel,
     data: RunData,
     output: Path,
     *,

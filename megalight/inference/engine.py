@@ -16,14 +16,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Generator
+from torch import Generator, nn
 
 from megalight.errors import ConfigurationError, DataError, integer
 from megalight.inference.blocks import BlockPool
 from megalight.inference.cache import Cache
 from megalight.inference.engine_memory import CacheForms, HostWeights, ManagedPages, Memory, check_memory, layers_of
 from megalight.inference.grammar import Grammar
-from megalight.inference.parallel import ParallelGPT, device_of, evaluating
+from megalight.inference.parallel import GenerativeModel, ParallelGPT, device_of, evaluating, generative
 from megalight.inference.passes import NOT_FINITE, EngineStep, OpenStep, PassesInFlight
 from megalight.inference.prompts import check_prompts, end_ids, new_seed
 from megalight.inference.request_record import (
@@ -36,7 +36,8 @@ from megalight.inference.request_record import (
 from megalight.inference.sampling import LARGEST_SEED, SamplingParams, check_seed
 from megalight.inference.scheduler import Completion, Request, Scheduler, Stop
 from megalight.inference.speculator import DraftRounds, EagleSpeculator, Speculator
-from megalight.models.gpt import GPT, GPTConfig
+from megalight.models.gpt import GPTConfig
+from megalight.models.hf import HFConfig
 
 _Call = tuple[str, tuple[Any, ...]]
 """A method, and its arguments."""
@@ -52,7 +53,8 @@ class DynamicEngine:
     calls, and the others call :meth:`follow`.
 
     Args:
-        model: a whole model on any device, or this rank's part of a model. Its weights may change while the engine is
+        model: a whole model on any device, or this rank's part of a model; or a causal language model of
+            ``transformers`` whose layers use the attention interface. Its weights may change while the engine is
             suspended.
         num_blocks: blocks of the cache. Each layer has ``num_blocks * block_size`` rows. Or give ``cache_memory``.
         cache_memory: the memory of the cache on this rank: a number of bytes; or, between 0 and 1, a share of the
@@ -81,7 +83,7 @@ class DynamicEngine:
 
     def __init__(
         self,
-        model: GPT | ParallelGPT,
+        model: GenerativeModel | nn.Module,
         *,
         num_blocks: int | None = None,
         cache_memory: Memory | None = None,
@@ -94,6 +96,7 @@ class DynamicEngine:
         first_rank_only: bool = False,
         sampling_params: SamplingParams | None = None,
     ) -> None:
+        model = generative(model)
         _check_model(model)
         if (num_blocks is None) == (cache_memory is None):
             raise ConfigurationError("an engine needs either num_blocks or cache_memory, not both.")
@@ -125,6 +128,8 @@ class DynamicEngine:
             # Stages may have other layers, and must plan the same.
             num_blocks = num_blocks if self._parallel is None else self._parallel.least(num_blocks)
         self.blocks = BlockPool(max_sequences, num_blocks, block_size, snapshots=snapshots)
+        # Models of transformers may have no bound.
+        capacity = min(capacity, num_blocks * block_size)
         cache = Cache(layers_of(model, eagle), max_sequences, capacity, self.blocks)
         self._forms = forms.forms
         self._released: HostWeights | None = None
@@ -370,7 +375,7 @@ class DynamicEngine:
             self._passes.flights.clear()
 
     @property
-    def model(self) -> GPT | ParallelGPT:
+    def model(self) -> GenerativeModel:
         """The model."""
         return self._model
 
@@ -612,9 +617,11 @@ def _ended(request: Request, completion: Completion) -> RequestRecord:
     return request.record(RequestStatus.COMPLETED)
 
 
-def _check_model(model: GPT | ParallelGPT) -> None:
+def _check_model(model: GenerativeModel) -> None:
     # VLM keeps its own configuration in the place of the language model's.
     config: object = model.config
+    if isinstance(config, HFConfig):
+        return
     if not isinstance(config, GPTConfig):
         raise ConfigurationError("the engine completes text alone, and this model reads images; use generate.")
     if config.moe is not None and (config.moe.capacity is not None or config.moe.router.force_balance):

@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -17,12 +18,11 @@ from torch import Tensor, UntypedStorage, nn
 from megalight.errors import ConfigurationError, MegalightError, as_float, integer
 from megalight.inference.blocks import BlockPool
 from megalight.inference.cache import Cache, Form
-from megalight.inference.parallel import ParallelGPT, device_of
+from megalight.inference.parallel import GenerativeModel, device_of, layers_with_state
 from megalight.inference.passes import run_pass
 from megalight.inference.sampler import PassSampling, TokenCounts
 from megalight.inference.scheduler import Request
 from megalight.inference.speculator import EagleSpeculator
-from megalight.models.gpt import GPT
 from megalight.parallel.host_memory import ManagedMemory, host_memory, prefetch
 
 Memory = int | float
@@ -46,9 +46,9 @@ def check_memory(memory: Memory) -> Memory:
     return integer("cache_memory", memory)
 
 
-def layers_of(model: GPT | ParallelGPT, eagle: EagleSpeculator | None) -> dict[str, nn.Module]:
+def layers_of(model: GenerativeModel, eagle: EagleSpeculator | None) -> dict[str, Any]:
     """Return the layers that keep something of a token: those of the model on this rank, and of its draft."""
-    return {**dict(model.layers.items()), **({} if eagle is None else eagle.layers)}
+    return {**layers_with_state(model), **({} if eagle is None else eagle.layers)}
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class CacheForms:
 
     @classmethod
     def of(
-        cls, model: GPT | ParallelGPT, tokens: int, block_size: int, eagle: EagleSpeculator | None = None
+        cls, model: GenerativeModel, tokens: int, block_size: int, eagle: EagleSpeculator | None = None
     ) -> CacheForms:
         """Run a pass of a sequence of so many tokens; ranks of a replica, and replicas that share experts, together."""
         cache = Cache(layers_of(model, eagle), 1, tokens, BlockPool(1, -(-tokens // block_size), block_size))

@@ -6,14 +6,21 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError, DataError
 from megalight.inference.blocks import BLOCK_SIZE, blocks_at_once
 from megalight.inference.cache import Cache
 from megalight.inference.engine import DynamicEngine
 from megalight.inference.graphs import DecodeGraphs
-from megalight.inference.parallel import ParallelGPT, device_of, evaluating
+from megalight.inference.parallel import (
+    GenerativeModel,
+    ParallelGPT,
+    device_of,
+    evaluating,
+    generative,
+    layers_with_state,
+)
 from megalight.inference.passes import run_pass
 from megalight.inference.prompts import check_prompts, end_ids, new_seed
 from megalight.inference.sampler import PassSampling, TokenCounts
@@ -21,7 +28,6 @@ from megalight.inference.sampling import FAILED, LARGEST_SEED, SamplingParams, c
 from megalight.inference.scheduler import Request
 from megalight.inference.speculator import EagleSpeculator
 from megalight.models.eagle import DraftModel
-from megalight.models.gpt import GPT
 from megalight.models.vision import PackedImages
 from megalight.models.vlm.config import VLMConfig
 
@@ -30,7 +36,7 @@ RECORDED = 16
 
 
 def generate(
-    model: GPT | ParallelGPT,
+    model: GenerativeModel | nn.Module,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -45,8 +51,9 @@ def generate(
     """Generate the tokens that follow each prompt.
 
     Args:
-        model: a whole model on any device, or this rank's part of a model. All ranks of a replica generate together.
-            If experts are on ranks of several replicas, all these replicas generate at the same time.
+        model: a whole model on any device, or this rank's part of a model; or a causal language model of
+            ``transformers``. All ranks of a replica generate together. If experts are on ranks of several replicas, all
+            these replicas generate at the same time.
         prompts: token ids, at least one for each prompt. Lengths may differ.
         max_new_tokens: maximum length of a completion.
         eos_id: a completion ends with this token, or with one of these.
@@ -91,7 +98,7 @@ def generate(
 
 
 def stream(
-    model: GPT | ParallelGPT,
+    model: GenerativeModel | nn.Module,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -107,6 +114,7 @@ def stream(
 
     Replicas that share experts must iterate to the end, because they take part in the steps of the other replicas.
     """
+    model = generative(model)
     # Here, not in `_steps`: a generator function runs nothing before its first item is asked for.
     prompts, max_new_tokens = check_prompts(model, prompts, max_new_tokens, axis_positions)
     _check_images(model, prompts, packed_images)
@@ -125,7 +133,7 @@ def stream(
 
 
 def drafted_engine(
-    model: GPT | ParallelGPT, draft: DraftModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, guesses: int
+    model: GenerativeModel, draft: DraftModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, guesses: int
 ) -> DynamicEngine:
     """Return an engine with a draft that completes all of these prompts at once."""
     speculator = EagleSpeculator(draft, model, guesses)
@@ -141,7 +149,7 @@ def drafted_engine(
 
 
 def _steps(
-    model: GPT | ParallelGPT,
+    model: GenerativeModel,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     sampling_params: SamplingParams,
@@ -152,7 +160,7 @@ def _steps(
 ) -> Iterator[dict[int, int]]:
     # Room for the longest prompt and its completion, in every slot.
     # Slots belong to prompts, not to places in the batch: a prompt that ends leaves the others where they are.
-    cache = Cache(model.layers, len(prompts), max(map(len, prompts)) + max_new_tokens)
+    cache = Cache(layers_with_state(model), len(prompts), max(map(len, prompts)) + max_new_tokens)
     requests = [
         Request(slot, list(prompt), len(prompt), max_new_tokens, sampling_params, ends, None, seed, slot=slot)
         for slot, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
@@ -202,14 +210,12 @@ def _drafted(engine: DynamicEngine) -> Iterator[dict[int, int]]:
             yield step.tokens
 
 
-def another(model: GPT | ParallelGPT, wanted: bool) -> bool:
+def another(model: GenerativeModel, wanted: bool) -> bool:
     """Return whether another forward pass follows, here or in a replica that shares experts."""
     return model.any_replica(wanted) if isinstance(model, ParallelGPT) else wanted
 
 
-def _check_images(
-    model: GPT | ParallelGPT, prompts: Sequence[Sequence[int]], packed_images: PackedImages | None
-) -> None:
+def _check_images(model: GenerativeModel, prompts: Sequence[Sequence[int]], packed_images: PackedImages | None) -> None:
     # VLM keeps its own configuration in the place of the language model's.
     config: object = model.config
     if not isinstance(config, VLMConfig):

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from megalight.errors import integer
 from megalight.inference.cache import Cache, places_of
-from megalight.inference.parallel import ParallelGPT, evaluating
+from megalight.inference.parallel import GenerativeModel, ParallelGPT, evaluating
 from megalight.models.gpt import GPT, GPTConfig
+from megalight.models.hf import HFConfig, HFModel
 from megalight.ops.common import HALF
 from megalight.ops.jit import overlapping
 from megalight.parallel.graphs.recorder import CUDARecorder, Recorder, Recording
@@ -53,7 +54,9 @@ class DecodeGraphs:
         uses: how often each size was replayed.
     """
 
-    def __init__(self, model: GPT, cache: Cache, newest: Tensor, sizes: Sequence[int], recorder: Recorder) -> None:
+    def __init__(
+        self, model: GPT | HFModel, cache: Cache, newest: Tensor, sizes: Sequence[int], recorder: Recorder
+    ) -> None:
         self._model, self._cache, self._newest, self._recorder = model, cache, newest, recorder
         self.sizes = sorted(sizes, reverse=True)
         self.uses: Counter[int] = Counter()
@@ -61,7 +64,7 @@ class DecodeGraphs:
         self._failed = False
 
     @classmethod
-    def of(cls, model: GPT | ParallelGPT, cache: Cache, newest: Tensor, count: int) -> DecodeGraphs | None:
+    def of(cls, model: GenerativeModel, cache: Cache, newest: Tensor, count: int) -> DecodeGraphs | None:
         """Return the graphs of a model; None: its steps are not recorded.
 
         Recorded are whole models of text on a GPU in half precision: otherwise attention reads all that a cache has
@@ -70,10 +73,12 @@ class DecodeGraphs:
         Raises:
             ConfigurationError: ``count`` is no integer of at least 0.
         """
-        if not integer("cuda_graphs", count, 0) or newest.device.type != "cuda" or not isinstance(model, GPT):
+        if not integer("cuda_graphs", count, 0) or newest.device.type != "cuda" or isinstance(model, ParallelGPT):
             return None
         config: object = model.config
-        if not isinstance(config, GPTConfig) or config.moe is not None or next(model.parameters()).dtype not in HALF:
+        # Steps of a model of transformers whose code waits for the device (experts) fail to record, and run without.
+        text = isinstance(config, HFConfig) or (isinstance(config, GPTConfig) and config.moe is None)
+        if not text or next(model.parameters()).dtype not in HALF:
             return None
         return cls(model, cache, newest, graph_sizes(cache.num_slots, count), CUDARecorder(newest.device))
 
@@ -126,7 +131,7 @@ class _Step:
 
     recording: Recording[Tensor]
 
-    def __init__(self, model: GPT, cache: Cache, newest: Tensor, size: int, recorder: Recorder) -> None:
+    def __init__(self, model: GPT | HFModel, cache: Cache, newest: Tensor, size: int, recorder: Recorder) -> None:
         self.size = size
         counts = [*[size] * 4, size + 1, size, size * cache.blocks.holding(cache.capacity)]
         self.bytes = [count * (8 if place < 4 else 4) for place, count in enumerate(counts)]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,12 +17,14 @@ from megalight.attachments import APPLIED
 from megalight.errors import ConfigurationError
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.gpt.model import GPTOutput
+from megalight.models.hf import HFConfig, HFModel, HFOutput
 from megalight.models.hidden import KEPT, keeping
 from megalight.models.vision import PackedImages
 from megalight.models.vlm.config import VLMConfig
 from megalight.models.vlm.model import VLM, TowerPart
 from megalight.ops.sample_tokens import VocabularyRanks
 from megalight.parallel.apply import whole_tokens
+from megalight.parallel.context.divided_calls import interfaces_of
 from megalight.parallel.groups import new_group, shared_group, uses_backend
 from megalight.parallel.layers import layers_of
 from megalight.parallel.model import ParallelModel
@@ -67,7 +69,7 @@ class Choice(Protocol):
 
 
 class ParallelGPT(nn.Module):
-    """This rank's part of a GPT with tensor, pipeline or context parallelism. Every rank gets the logits.
+    """This rank's part of a language model with tensor, pipeline or context parallelism. Every rank gets the logits.
 
     All ranks of a replica construct and call it together, with equal arguments. Sequences are not divided: with context
     parallelism every rank computes all tokens, and sequence parallelism is off during the call.
@@ -80,16 +82,24 @@ class ParallelGPT(nn.Module):
         model: this rank's part of the model (a strategy's ``parallel_model``).
 
     Raises:
-        ConfigurationError: this rank has a vision tower alone.
+        ConfigurationError: this rank has a vision tower alone, or stages of a model of ``transformers``.
     """
 
     def __init__(self, model: ParallelModel) -> None:
         super().__init__()
+        # A model of transformers is the root's, or inside of a plain module.
+        root = model.root if isinstance(model.root, GPT | TowerPart) else generative(model.root)
+        if isinstance(root, HFModel) and model.mesh.pp > 1:
+            raise ConfigurationError(
+                f"{type(root.net).__name__} is cut into {model.mesh.pp} stages, and its own code generates with all "
+                f"layers; {FROM_CHECKPOINT}"
+            )
+        chunks: list[nn.Module] = [root] if isinstance(root, HFModel) else model.chunks
         if isinstance(model.root, TowerPart):
             raise ConfigurationError(f"this rank has the vision tower alone, and no language model; {FROM_CHECKPOINT}")
         self._blind = _why_blind(model)
         # In a list of modules, so that modes and `.to` reach the chunks.
-        self.chunks = nn.ModuleList(model.chunks)
+        self.chunks = nn.ModuleList(chunks)
         self.mesh = model.mesh
         self.device = model.device
         # Which adapters the whole model has, also where this rank's layers have none.
@@ -97,7 +107,7 @@ class ParallelGPT(nn.Module):
         layout = model.pipeline_layout
         self._coupling = model.coupling
         messages = model.layout.pipeline.messages
-        self._executor = Executor(model.chunks, layout, model.mesh, model.device, messages=messages)
+        self._executor = Executor(chunks, layout, model.mesh, model.device, messages=messages)
         # One micro-batch, through all stages.
         self._rank_schedule = rank_schedule_of(
             model.mesh.rank("pp"), schedules.build("forward_only", layout.pp, layout.vpp)
@@ -106,10 +116,10 @@ class ParallelGPT(nn.Module):
         self._calls: ProcessGroup | None = None
 
     @property
-    def config(self) -> GPTConfig | VLMConfig:
+    def config(self) -> GPTConfig | VLMConfig | HFConfig:
         """Configuration of the whole model."""
         config = self.chunks[0].config
-        assert isinstance(config, GPTConfig | VLMConfig)
+        assert isinstance(config, GPTConfig | VLMConfig | HFConfig)
         return config
 
     @property
@@ -267,18 +277,17 @@ class ParallelGPT(nn.Module):
         """Return the last chunk's carry on the last stage."""
 
         def step(chunk: nn.Module, batch: Mapping[str, Any], carry: Carry | None) -> Carry:
-            hidden = None if carry is None else carry["hidden"]
             # Only the stage with the embedding reads images.
             seen: dict[str, Any] = (
                 {} if packed_images is None or chunk.embed is None else {"packed_images": packed_images}
             )
-            if carry is not None and "memory" in carry:
-                seen["memory"] = carry["memory"]
+            if carry is not None:
+                seen |= {name: carry[name] for name in ("hidden", "memory") if name in carry}
             if scored is not None:
                 seen["scored"] = scored
             with keeping(chunk, places, carry) as kept:
-                output = chunk(batch["tokens"], sequences, hidden=hidden, states=states, rows=rows, **seen)
-            if output.hidden is None:
+                output = chunk(batch["tokens"], sequences, states=states, rows=rows, **seen)
+            if isinstance(output, HFOutput) or output.hidden is None:
                 losses = {} if output.losses is None else {"losses": output.losses}
                 return {**kept, "logits": output.logits, **losses}
             memory = {} if output.memory is None else {"memory": output.memory}
@@ -408,9 +417,42 @@ def _why_blind(model: ParallelModel) -> str | None:
     return None
 
 
-def device_of(model: GPT | ParallelGPT) -> torch.device:
+def device_of(model: nn.Module) -> torch.device:
     """Return the device of a model, or of this rank's part of it."""
     return model.device if isinstance(model, ParallelGPT) else next(model.parameters()).device
+
+
+# Models that generate
+
+
+GenerativeModel: TypeAlias = GPT | HFModel | ParallelGPT
+"""A whole model, or this rank's part of one."""
+
+
+def generative(model: nn.Module) -> GenerativeModel:
+    """Return a model as one that generates. One of ``transformers``, or inside of a module, shares its weights with it.
+
+    Raises:
+        ConfigurationError: it does not generate text.
+    """
+    if isinstance(model, GPT | HFModel | ParallelGPT):
+        return model
+    if len(found := interfaces_of(model)) == 1:
+        return HFModel.around(model.get_submodule(found[0]))
+    raise ConfigurationError(
+        f"{type(model).__name__} does not generate text; use GPTModule, or a causal language model of transformers."
+    )
+
+
+def layers_with_state(model: GenerativeModel) -> Mapping[str, Any]:
+    """Return what makes the states for a cache, by name.
+
+    Raises:
+        ConfigurationError: see :meth:`HFModel.caches`.
+    """
+    if isinstance(model, ParallelGPT) and isinstance(model.chunks[0], HFModel):
+        return model.chunks[0].caches()
+    return model.caches() if isinstance(model, HFModel) else model.layers  # type: ignore[return-value]
 
 
 # Evaluation mode

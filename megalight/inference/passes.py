@@ -16,13 +16,12 @@ from torch import Tensor
 
 from megalight.inference.cache import Cache
 from megalight.inference.graphs import PENDING, DecodeGraphs
-from megalight.inference.parallel import ParallelGPT, device_of, evaluating
+from megalight.inference.parallel import GenerativeModel, ParallelGPT, device_of, evaluating
 from megalight.inference.request_record import RequestError, RequestEvent, RequestEventKind
 from megalight.inference.sampler import PassSampling, TokenCounts
 from megalight.inference.sampling import FAILED
 from megalight.inference.scheduler import Completion, Request, Scheduler
 from megalight.inference.speculator import DraftRound, DraftRounds, EagleSpeculator, Speculator
-from megalight.models.gpt import GPT
 from megalight.models.hidden import KEPT, keeping
 from megalight.models.vision import PackedImages
 from megalight.types import PackedSequences, to_device
@@ -144,7 +143,7 @@ class PassesInFlight:
 
     def __init__(
         self,
-        model: GPT | ParallelGPT,
+        model: GenerativeModel,
         scheduler: Scheduler,
         requests: Mapping[int, Request],
         cuda_graphs: int,
@@ -482,7 +481,7 @@ def _to_host(results: Tensor) -> _Results:
 
 
 def run_pass(
-    model: GPT | ParallelGPT,
+    model: GenerativeModel,
     cache: Cache,
     slots: Sequence[int],
     fresh: Sequence[Sequence[int]],

@@ -11,13 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from megalight.errors import DataError, integer
-from megalight.inference.parallel import ParallelGPT
+from megalight.inference.parallel import GenerativeModel, ParallelGPT
 from megalight.inference.sampling import LARGEST_SEED
-from megalight.models.gpt import GPT
+from megalight.models.hf import HFConfig
 
 
 def check_prompts(
-    model: GPT | ParallelGPT,
+    model: GenerativeModel,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     axis_positions: Sequence[Tensor] | None = None,
@@ -40,7 +40,7 @@ def check_prompts(
             f"token {strange[0]} is outside the model's vocabulary of {config.vocab_size}; "
             "use the tokenizer that the model was trained with."
         )
-    axes = config.position.axes
+    axes = None if isinstance(config, HFConfig) else config.position.axes
     if axis_positions is not None:
         if axes is None:
             raise DataError("axis_positions are given, but position.axes of the model is null; leave them out.")
@@ -65,7 +65,7 @@ def _token_ids(prompt: Sequence[int]) -> list[int]:
     return found
 
 
-def end_ids(model: GPT | ParallelGPT, eos_id: int | Collection[int] | None) -> frozenset[int]:
+def end_ids(model: GenerativeModel, eos_id: int | Collection[int] | None) -> frozenset[int]:
     """Return the tokens that end a completion.
 
     Raises:
@@ -79,7 +79,7 @@ def end_ids(model: GPT | ParallelGPT, eos_id: int | Collection[int] | None) -> f
     return frozenset(integer("eos_id", token, 0, model.config.vocab_size - 1) for token in each)
 
 
-def new_seed(model: GPT | ParallelGPT) -> int:
+def new_seed(model: GenerativeModel) -> int:
     """Return a new seed, the same on all ranks of a replica, which must sample the same tokens."""
     seed = secrets.randbelow(LARGEST_SEED + 1)
     return model.agree(seed) if isinstance(model, ParallelGPT) else seed

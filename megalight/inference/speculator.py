@@ -26,11 +26,12 @@ from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError, integer
 from megalight.inference.blocks import BlockPool
 from megalight.inference.cache import Cache
-from megalight.inference.parallel import ParallelGPT, device_of, evaluating
+from megalight.inference.parallel import GenerativeModel, ParallelGPT, device_of, evaluating
 from megalight.inference.scheduler import Request
 from megalight.models.eagle import DraftModel
 from megalight.models.eagle.serving_format import is_draft
 from megalight.models.gpt import GPT, GPTConfig
+from megalight.models.hf import HFModel
 from megalight.models.saved import companions_of, description, saved_model
 from megalight.types import PackedSequences, to_device
 
@@ -142,7 +143,7 @@ class DraftSpeculator:
             its layers cannot forget wrong guesses.
     """
 
-    def __init__(self, model: GPT, base: GPT | ParallelGPT, guesses: int = 4, *, max_sequences: int = 64) -> None:
+    def __init__(self, model: GPT, base: GenerativeModel, guesses: int = 4, *, max_sequences: int = 64) -> None:
         config: object = model.config
         if not isinstance(config, GPTConfig) or config.vocab_size != base.config.vocab_size:
             raise ConfigurationError(
@@ -230,8 +231,9 @@ class EagleSpeculator:
         ConfigurationError: see :func:`check_draft`.
     """
 
-    def __init__(self, draft: DraftModel, base: GPT | ParallelGPT, guesses: int = 4) -> None:
+    def __init__(self, draft: DraftModel, base: GenerativeModel, guesses: int = 4) -> None:
         check_draft(base, draft, guesses)
+        assert not isinstance(base, HFModel)
         self.guesses, self._draft, self._base = guesses, draft, base
         self.layers: Mapping[str, nn.Module] = {"draft": draft.layer}
         self.places = [f"layers.{after - 1}" for after in draft.config.auxiliary_layers]
@@ -326,16 +328,18 @@ class EagleSpeculator:
         self._hidden.clear()
 
 
-def check_draft(base: GPT | ParallelGPT, draft: DraftModel, guesses: int = 1) -> None:
+def check_draft(base: GenerativeModel, draft: DraftModel, guesses: int = 1) -> None:
     """Refuse a draft that was made for another base, bases that drafts cannot serve, and rounds without a guess.
 
     Raises:
-        ConfigurationError: sizes differ, the base lacks a layer that the draft reads, reads images, or has experts that
+        ConfigurationError: sizes differ, the base lacks a layer that the draft reads, is no GPT, or has experts that
             several replicas share, or ``guesses`` is no integer of at least 1.
     """
     config: object = base.config
     if not isinstance(config, GPTConfig):
-        raise ConfigurationError("the base reads images, and drafts serve models of text; leave the draft out.")
+        raise ConfigurationError(
+            "the base reads images, or is a model of transformers, and drafts serve GPTs; leave the draft out."
+        )
     if isinstance(base, ParallelGPT) and base.shares_experts:
         raise ConfigurationError(
             "experts of the base are on ranks of several replicas, which must run equally often, and rounds of a draft "
@@ -346,7 +350,7 @@ def check_draft(base: GPT | ParallelGPT, draft: DraftModel, guesses: int = 1) ->
         raise ConfigurationError("the draft has no sizes yet; build it of EagleConfig.beside(base).")
 
 
-def load_draft(path: str | os.PathLike[str], base: GPT | ParallelGPT, tokenizer: Tokenizer | None = None) -> DraftModel:
+def load_draft(path: str | os.PathLike[str], base: GenerativeModel, tokenizer: Tokenizer | None = None) -> DraftModel:
     """Load a draft for a model in memory, on its device and in its dtype. Each rank of a divided base loads it whole.
 
     Args:

@@ -24,13 +24,14 @@ from megalight.inference.detokenizer import Detokenizer
 from megalight.inference.engine import DynamicEngine
 from megalight.inference.generate import generate, stream
 from megalight.inference.images import ImageFile, prepare_images
-from megalight.inference.parallel import ParallelGPT
+from megalight.inference.parallel import GenerativeModel, ParallelGPT
 from megalight.inference.sampling import SamplingParams
 from megalight.inference.scheduler import Completion
 from megalight.inference.text_requests import TextCompletion, TextRequest, before, stop_at
 from megalight.models.eagle import DraftModel
 from megalight.models.family import Family, family, family_of_transformers
 from megalight.models.gpt import GPT
+from megalight.models.hf import HFModel
 from megalight.models.hugging_face.folder import GENERATION
 from megalight.models.saved import (
     Keys,
@@ -60,7 +61,7 @@ def load_model(
     base: str | os.PathLike[str] | None = None,
     keys: Keys = "strict",
     adapter: str | None = None,
-) -> GPT:
+) -> GPT | HFModel:
     """Load the whole model of a checkpoint, saved in any layout, in evaluation mode.
 
     Args:
@@ -85,8 +86,8 @@ def load_model(
         _check_generates(known, path)
         if adapter is not None:
             activate(model, adapter)
-        return cast(GPT, model.eval())
-    return cast(GPT, _found(path, device, dtype, base, None, keys, adapter).root.eval())
+        return cast(GPT | HFModel, model.eval())
+    return cast(GPT | HFModel, _found(path, device, dtype, base, None, keys, adapter).root.eval())
 
 
 def load_divided(
@@ -156,7 +157,7 @@ class TextGenerator:
         start: tokens that are put before prompts that do not begin with them.
     """
 
-    model: GPT | ParallelGPT
+    model: GenerativeModel
     tokenizer: Tokenizer
     ends: frozenset[int] = frozenset()
     start: tuple[int, ...] = ()
@@ -211,13 +212,17 @@ class TextGenerator:
 
     @property
     def whole(self) -> GPT:
-        """The model, which this process holds whole.
+        """The GPT, which this process holds whole.
 
         Raises:
-            ConfigurationError: it is divided over ranks.
+            ConfigurationError: it is divided over ranks, or is a model of ``transformers``.
         """
         if isinstance(self.model, ParallelGPT):
             raise ConfigurationError("the model is divided over processes, and this needs it whole; use one process.")
+        if isinstance(self.model, HFModel):
+            raise ConfigurationError(
+                f"{type(self.model.net).__name__} is a model of transformers with its own code, and this needs a GPT."
+            )
         return self.model
 
     @property

@@ -26,6 +26,10 @@ from megalight.types import PackedSequences
 
 NAME = "megalight"
 """Name of our attention in a configuration (``attn_implementation``)."""
+MIXERS = ("full_attention", "sliding_attention", "chunked_attention")
+"""Types of layers that mix tokens by attention alone."""
+STRETCHED = ("dynamic", "longrope")
+"""Rotary embeddings whose angles follow from the longest position of a call."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,26 @@ def calling(sequences: PackedSequences, core: Core = plain) -> Iterator[Call]:
         yield call
     finally:
         CALL.reset(token)
+
+
+def why_not_packed(model: nn.Module) -> str | None:
+    """Return why tokens of several sequences, or a part of one, cannot go through a model; None: they can."""
+    config = getattr(model, "config").get_text_config()  # noqa: B009
+    if other := sorted(set(getattr(config, "layer_types", None) or ()) - set(MIXERS)):
+        return f"has layers of type {', '.join(other)}, which mix tokens of a sequence outside of attention"
+    if not getattr(model, "_supports_attention_backend", False):
+        return "does not use the attention interface of transformers"
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return "takes no position_ids, which say where tokens are"
+    if mixing := next((n for n, m in model.named_modules() if isinstance(m, nn.Conv1d | nn.RNNBase)), None):
+        return f"mixes tokens of a sequence in {mixing}, outside of attention"
+    if own := next((n for n, m in model.named_modules() if hasattr(m, "create_position_ids_from_input_ids")), None):
+        return f"counts positions from padding in {own}, in a way of its own"
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)]
+    if stretched := next((kind for kind in kinds if kind in STRETCHED), None):
+        return f"has rotary embedding of type {stretched!r}, whose angles follow from the longest position of a call"
+    return None
 
 
 def pattern_of(function: Callable[..., Any]) -> MaskPattern | None:

@@ -15,13 +15,14 @@ from queue import SimpleQueue
 
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, MegalightError, integer
-from megalight.inference import DynamicEngine, ParallelGPT, SamplingParams
+from megalight.inference import DynamicEngine, SamplingParams
 from megalight.inference.blocks import BLOCK_SIZE
 from megalight.inference.detokenizer import Detokenizer
 from megalight.inference.grammar import Grammar, GrammarCompiler, GrammarSource
+from megalight.inference.parallel import GenerativeModel
 from megalight.inference.scheduler import Reason
 from megalight.inference.text_requests import is_text
-from megalight.models.gpt import GPT
+from megalight.models.hf.config import UNBOUNDED
 
 log = logging.getLogger(__name__)
 KEPT_GRAMMARS = 64
@@ -55,10 +56,11 @@ class EngineOptions:
         """
         tokens = self.cache_tokens
         if tokens is None:
+            longest = CACHE_TOKENS if longest == UNBOUNDED else longest
             tokens = max(longest, min(CACHE_TOKENS, integer("max_sequences", self.max_sequences) * longest))
         return -(-integer("cache_tokens", tokens) // BLOCK_SIZE)
 
-    def engine(self, model: GPT | ParallelGPT, *, first_rank_only: bool = False) -> DynamicEngine:
+    def engine(self, model: GenerativeModel, *, first_rank_only: bool = False) -> DynamicEngine:
         """Return a new engine.
 
         Raises:

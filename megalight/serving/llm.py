@@ -18,11 +18,11 @@ from megalight.data.chat.template import ChatTemplate
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError, LayoutError, MegalightError, integer
 from megalight.evaluation import Continuation, LogLikelihood, log_likelihoods
-from megalight.inference import ParallelGPT, SamplingParams, TextGenerator
+from megalight.inference import SamplingParams, TextGenerator
 from megalight.inference.blocks import BLOCK_SIZE
+from megalight.inference.parallel import GenerativeModel
 from megalight.inference.scheduler import Reason
 from megalight.inference.text import NEW_TOKENS, begun
-from megalight.models.gpt import GPT
 from megalight.parallel.mesh import ParallelMesh, join_ranks
 from megalight.serving.asynchronous import Queue, QueueShutDown, get_asyncio_loop
 from megalight.serving.engine_loop import (
@@ -34,7 +34,7 @@ from megalight.serving.engine_loop import (
     EngineThread,
 )
 from megalight.serving.rank_processes import RankProcesses
-from megalight.strategies.inference import InferenceModel
+from megalight.strategies.inference import InferenceModel, model_of
 
 Prompt: TypeAlias = str | Sequence[int]
 """A text, or token ids."""
@@ -156,14 +156,14 @@ class ServedModel(ModelText):
         ranks: the processes that this one has started for other parts of the model.
     """
 
-    model: GPT | ParallelGPT
+    model: GenerativeModel
     options: EngineOptions
     ranks: RankProcesses | None = None
 
     @classmethod
     def of(
         cls,
-        model: GPT | ParallelGPT,
+        model: GenerativeModel,
         tokenizer: Tokenizer | None,
         ends: frozenset[int],
         start: tuple[int, ...] = (),
@@ -289,7 +289,8 @@ class LLM:
         the same calls. Each call reads the weights that the module has then, and gives the cache's memory back.
 
         Args:
-            module: a module with a GPT as ``model``, such as ``GPTModule``.
+            module: a module with a GPT as ``model``, such as ``GPTModule``, or with a causal language model of
+                ``transformers``, such as ``HFCausalLM`` or one of your own.
             tokenizer: the tokenizer, a ``tokenizer.json``, its folder, or its name. None: prompts are token ids, and
                 completions have no text.
             cache_tokens, max_sequences, step_tokens: see :class:`EngineOptions`.
@@ -298,7 +299,7 @@ class LLM:
             ConfigurationError: the model does not generate text, or is sharded by a strategy of Lightning's.
         """
         strategy = None if module._trainer is None else module._trainer.strategy
-        trained = InferenceModel(getattr(module, "model", None), strategy)
+        trained = InferenceModel(model_of(module), strategy)
         words = tokenizer if tokenizer is None or isinstance(tokenizer, Tokenizer) else Tokenizer.load(tokenizer)
         ends = frozenset[int]() if words is None or words.eod_id is None else frozenset([words.eod_id])
         options = EngineOptions(cache_tokens=cache_tokens, max_sequences=max_sequences, step_tokens=step_tokens)

@@ -6,13 +6,20 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import lightning.pytorch as pl
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import nn
 
 from megalight.errors import ConfigurationError
 from megalight.inference import ParallelGPT
-from megalight.models.gpt import GPT
+from megalight.inference.parallel import GenerativeModel, generative
 from megalight.strategies.megatron import MegatronStrategy
+
+
+def model_of(module: pl.LightningModule) -> nn.Module | None:
+    """Return the model of a module: its ``model``, or itself if another attribute holds one. None: it is not built."""
+    found: nn.Module | None = getattr(module, "model", module)
+    return found
 
 
 class InferenceModel:
@@ -38,10 +45,9 @@ class InferenceModel:
         self._strategy = strategy
         self._whole, self._parts = model, _parts(strategy)
         parts = self._parts
-        found = model if parts is None else ParallelGPT(parts)
-        if not isinstance(found, GPT | ParallelGPT):
-            raise ConfigurationError(f"{type(found).__name__} does not generate text; use GPTModule.")
-        self.model = found
+        if model is None and parts is None:
+            raise ConfigurationError("the model is not built; call configure_model() of the module first.")
+        self.model: GenerativeModel = generative(model) if parts is None else ParallelGPT(parts)  # type: ignore[arg-type]
 
     def serves(self, model: nn.Module | None, strategy: Any) -> bool:
         """Whether it would be made of the same model now."""

@@ -81,6 +81,10 @@ class WeightConversion:
     processors: Callable[[Any, Mapping[str, Any], Collection[str]], dict[str, dict[str, Any]]] | None = None
     with_unread: Callable[[dict[str, Any], Collection[str]], dict[str, Any]] | None = None
 
+    def reads(self, kind: str) -> bool:
+        """Return whether models of this ``model_type`` are read. :attr:`kinds` of other families go first."""
+        return kind in self.kinds
+
     def config_of(self, folder: str | os.PathLike[str]) -> Any:
         """Return the configuration of the model in a folder that ``save_pretrained`` wrote.
 
@@ -196,9 +200,13 @@ def family_of_transformers(values: Mapping[str, Any]) -> Family:
     kind = values.get("model_type")
     # All families are imported here, as any of them may know the type.
     readers = {known: found for found in families() if found.weights for known in found.weights.kinds}
-    if not isinstance(kind, str) or kind not in readers:
-        raise ConfigurationError(f"model_type is {kind!r}; weights of {', '.join(sorted(readers))} can be read.")
-    return readers[kind]
+    if isinstance(kind, str):
+        if kind in readers:
+            return readers[kind]
+        for found in families():
+            if found.weights is not None and found.weights.reads(kind):
+                return found
+    raise ConfigurationError(f"model_type is {kind!r}; weights of {', '.join(sorted(readers))} can be read.")
 
 
 PACKAGE = __name__.rpartition(".")[0]

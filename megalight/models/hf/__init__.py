@@ -23,6 +23,7 @@ register(
         presets=PRESETS,
         module=lambda: import_module("megalight.models.hf.module").HFCausalLM,
         # No type: those that another family reads are read by that one where no family is named.
+        generates=True,
         weights=HFConversion((), lambda values: HFConfig(dict(values)), weight_map, write_config),
     )
 )

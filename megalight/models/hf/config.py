@@ -14,6 +14,10 @@ LEFT_OUT = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "us
 """Entries of ``config.json`` that say nothing of the model."""
 
 
+UNBOUNDED = 1 << 40
+"""Length of the longest sequence of a model without a bound."""
+
+
 @dataclass(frozen=True)
 class HFConfig:
     """A causal language model of ``transformers``.
@@ -71,8 +75,8 @@ class HFConfig:
 
     @property
     def max_sequence_length(self) -> int:
-        """Length of the longest sequence of the model, in tokens. Models without a bound have a very large one."""
-        return int(getattr(self.read.get_text_config(), "max_position_embeddings", None) or 1 << 40)
+        """Length of the longest sequence of the model, in tokens; :data:`UNBOUNDED` if there is no bound."""
+        return int(getattr(self.read.get_text_config(), "max_position_embeddings", None) or UNBOUNDED)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain nested values."""

@@ -53,6 +53,14 @@ def _saved(net: nn.Module) -> Iterator[tuple[str, Tensor]]:
 class HFConversion(WeightConversion):
     """Reads and writes folders of every causal language model that ``transformers`` has."""
 
+    def reads(self, kind: str) -> bool:
+        """Return whether ``transformers`` has a causal language model of this type."""
+        try:
+            from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        except ImportError:
+            return False
+        return kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     def config_of(self, folder: str | os.PathLike[str]) -> HFConfig:
         """Return the configuration of the model in a folder that ``save_pretrained`` wrote."""
         return HFConfig(dict(read_config(folder)))

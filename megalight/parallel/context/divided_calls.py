@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from megalight.attachments import CORE
 from megalight.errors import LayoutError
 from megalight.nn import InnerAttention
-from megalight.nn.transformers_attention import Call, MaskPattern, calling, plain
+from megalight.nn.transformers_attention import Call, MaskPattern, calling, plain, why_not_packed
 from megalight.parallel.context.attention import ContextAttention, ContextOptions
 from megalight.parallel.context.spec import ContextGroups
 from megalight.types import PackedSequences
@@ -32,10 +32,6 @@ IGNORED = -100
 """Label without a loss, unless ``ignore_index`` names another."""
 PRETRAINED = "transformers.modeling_utils.PreTrainedModel"
 """The base class of models of ``transformers``, by name: this needs no package."""
-MIXERS = ("full_attention", "sliding_attention", "chunked_attention")
-"""Types of layers that mix tokens by attention alone."""
-STRETCHED = ("dynamic", "longrope")
-"""Rotary embeddings whose angles follow from the longest position, which a share may not have."""
 REFUSED = ("past_key_values", "output_hidden_states", "output_attentions", "output_router_logits", "inputs_embeds")
 """Arguments of a call for which a share is not enough."""
 
@@ -138,21 +134,9 @@ def interfaces_of(root: nn.Module) -> list[str]:
 
 def why_not(model: nn.Module) -> str | None:
     """Return why a model of ``transformers`` cannot run on shares of sequences; None: it can."""
+    if reason := why_not_packed(model):
+        return reason
     config = getattr(model, "config").get_text_config()  # noqa: B009
-    if not getattr(model, "_supports_attention_backend", False):
-        return "does not use the attention interface of transformers, through which tokens see other shares"
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        return "takes no position_ids, so that a share cannot say where its tokens are"
-    if other := sorted(set(getattr(config, "layer_types", None) or ()) - set(MIXERS)):
-        return f"has layers of type {', '.join(other)}, which mix tokens of a sequence outside of attention"
-    if mixing := next((n for n, m in model.named_modules() if isinstance(m, nn.Conv1d | nn.RNNBase)), None):
-        return f"mixes tokens of a sequence in {mixing}, outside of attention"
-    if own := next((n for n, m in model.named_modules() if hasattr(m, "create_position_ids_from_input_ids")), None):
-        return f"counts positions from padding in {own}, in a way of its own, and a share begins anywhere"
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)]
-    if stretched := next((kind for kind in kinds if kind in STRETCHED), None):
-        return f"has rotary embedding of type {stretched!r}, whose angles follow from the longest position of a row"
     if getattr(config, "output_router_logits", False):
         return "has a loss of its routers (output_router_logits), which is no sum over tokens"
     if dropout := getattr(config, "attention_dropout", 0.0):
