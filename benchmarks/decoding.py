@@ -278,10 +278,12 @@ def steady(engine: Any, prompt: list[int], greedy: Any, count: int = 1) -> Row:
     seconds = (time.perf_counter() - begin) / 48
     torch.cuda.set_sync_debug_mode("default")
     engine.run()
-    recorded = engine._passes.graphs._steps[count].recording
+    steps = engine._passes.graphs._steps
+    graph = next(each for size, each in steps.items() if size.token_count == size.decode_req_count == count)
+    recorded = graph.recording
     torch.cuda.synchronize()
     begin = time.perf_counter()
-    engine._passes.graphs._steps[count].fill(engine._scheduler.cache, [], [], [])
+    graph.fill(engine._scheduler.cache, [], [], [], None)
     host = time.perf_counter() - begin
     replay = median(recorded.replay)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

@@ -19,6 +19,7 @@ import torch
 from torch import Generator, nn
 
 from megalight.errors import ConfigurationError, DataError, integer
+from megalight.inference.batch_dimensions import InferenceBatchDimensions
 from megalight.inference.blocks import BlockPool
 from megalight.inference.cache import Cache
 from megalight.inference.engine_memory import CacheForms, HostWeights, ManagedPages, Memory, check_memory, layers_of
@@ -62,8 +63,10 @@ class DynamicEngine:
         block_size: tokens of a block.
         max_sequences: maximum number of sequences in a step.
         step_tokens: maximum number of tokens in a step. Longer prompts run in parts.
-        cuda_graphs: for about how many numbers of sequences decode steps are recorded, where they can be
-            (:class:`~megalight.inference.graphs.DecodeGraphs`). 0: for none.
+        cuda_graphs: for about how many numbers of tokens steps are recorded, where they can be
+            (:class:`~megalight.inference.graphs.StepGraphs`). 0: for none.
+        cuda_graph_mixed_prefill_count: for how many prompts recorded steps have room beside sequences that decode. 0:
+            steps with prompts are not recorded.
         speculator: guesses tokens, which a pass checks together; see :mod:`megalight.inference.speculator`. A step
             still gives one token of each request; those that were guessed come without a pass.
         memory_level: 0: the cache is in the device's own memory. 1: it is in managed memory, so that graphs survive a
@@ -91,6 +94,7 @@ class DynamicEngine:
         max_sequences: int = 64,
         step_tokens: int = 512,
         cuda_graphs: int = 16,
+        cuda_graph_mixed_prefill_count: int = 16,
         speculator: Speculator | None = None,
         memory_level: int = 0,
         first_rank_only: bool = False,
@@ -148,7 +152,9 @@ class DynamicEngine:
         # Ranks of a replica may hold different layers, and must plan the same.
         self._scheduler = Scheduler(cache, step_tokens, states=not self._every(cache.reversible))
         self._requests: dict[int, Request] = {}
-        self._passes = PassesInFlight(model, self._scheduler, self._requests, cuda_graphs, speculator)
+        self._passes = PassesInFlight(
+            model, self._scheduler, self._requests, cuda_graphs, cuda_graph_mixed_prefill_count, speculator
+        )
         self._speculator = speculator
         if speculator is not None and (self._shares_experts or self._scheduler.states):
             raise ConfigurationError(
@@ -584,10 +590,20 @@ class DynamicEngine:
         """Return whether a flag is set on all ranks of the replica."""
         return flag if self._parallel is None else bool(self._parallel.least(int(flag)))
 
-    def create_cuda_graphs(self) -> None:
-        """Record all decode steps now. Otherwise each is recorded when it is first needed; so it is after a suspend."""
-        if self._passes.graphs is not None:
-            self._passes.graphs.create()
+    def create_cuda_graphs(self, reset_context: bool = True) -> None:
+        """Record all steps now. Otherwise decode steps are recorded when they are first needed, and steps with prompts
+        the second time; so they are after a suspend.
+
+        Args:
+            reset_context: whether running requests start again, and no prefix is found. Recording needs neither.
+        """
+        if self._passes.graphs is None:
+            return
+        if reset_context:
+            self._passes.abandon()
+            self._scheduler.preempt_all()
+            self._scheduler.cache.clear()
+        self._passes.graphs.create()
 
     @property
     def draft_rounds(self) -> DraftRounds:
@@ -595,8 +611,8 @@ class DynamicEngine:
         return self._passes.rounds
 
     @property
-    def graph_uses(self) -> dict[int, int]:
-        """How often the recorded step of each number of sequences was used."""
+    def graph_uses(self) -> dict[InferenceBatchDimensions, int]:
+        """How often the graph of each dimensions was used."""
         return {} if self._passes.graphs is None else dict(self._passes.graphs.uses)
 
     def _new_seed(self) -> int:

@@ -12,7 +12,7 @@ from megalight.errors import ConfigurationError, DataError
 from megalight.inference.blocks import BLOCK_SIZE, blocks_at_once
 from megalight.inference.cache import Cache
 from megalight.inference.engine import DynamicEngine
-from megalight.inference.graphs import DecodeGraphs
+from megalight.inference.graphs import StepGraphs
 from megalight.inference.parallel import (
     GenerativeModel,
     ParallelGPT,
@@ -170,7 +170,7 @@ def _steps(
     left = max_new_tokens
     newest = torch.zeros(cache.dummy_slot + 1, dtype=torch.int64, device=device_of(model))
     # To record a step takes as long as a few of them.
-    graphs = DecodeGraphs.of(model, cache, newest, 1) if max_new_tokens >= RECORDED and axis_positions is None else None
+    graphs = StepGraphs.of(model, cache, newest, 1) if max_new_tokens >= RECORDED and axis_positions is None else None
     prefilled = False
     while another(model, bool(active)):
         # This replica has finished, but holds experts that others still need: their forward passes need its
@@ -181,10 +181,8 @@ def _steps(
                 model.accompany()
             continue
         sampling = PassSampling(counts, [requests[prompt] for prompt in active])
-        logits = graphs.run(active, [ids[0] for ids in fresh]) if graphs is not None and prefilled else None
-        if logits is not None:
-            results = sampling(logits)
-        else:
+        results = graphs.run(active, fresh, sampling) if graphs is not None and prefilled else None
+        if results is None:
             results = run_pass(model, cache, active, fresh, sampling, axis_positions, packed_images)
         prefilled = True
         # Those of prompts; the cache knows what follows them.

@@ -1,181 +1,376 @@
-"""CUDA graphs of decode steps: one for each of several numbers of sequences, all in one memory pool.
+"""CUDA graphs of steps: one for each of several dimensions, all in one memory pool.
 
-A decode step runs the newest token of each sequence. Its launches depend on the number of sequences alone: tokens,
-positions, lengths and block tables lie in one buffer on the device, which one copy fills before each replay. Sequences
-that a graph has room for beyond those of the step read and write a dummy block.
+Launches of a graph depend on its dimensions alone: tokens, positions, lengths, block tables and how tokens are sampled
+lie in one buffer on the device, which one copy fills before each replay. What a graph has room for beyond a step is
+padding: tokens are written to a dummy block and rows of padding are sampled for a dummy slot, which no one reads.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from megalight.errors import integer
+from megalight.errors import MegalightError, integer
+from megalight.inference.batch_dimensions import (
+    CUDAGraphBatchDimensionBuilder,
+    InferenceBatchDimensions,
+    match_graph_config,
+)
 from megalight.inference.cache import Cache, places_of
 from megalight.inference.parallel import GenerativeModel, ParallelGPT, evaluating
+from megalight.inference.sampler import PassSampling, rows_of
+from megalight.inference.sampling import ALL
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.hf import HFConfig, HFModel
+from megalight.nn.moe import MoE
 from megalight.ops.common import HALF
 from megalight.ops.jit import overlapping
+from megalight.ops.sample_tokens import sample_tokens
 from megalight.parallel.graphs.recorder import CUDARecorder, Recorder, Recording
-from megalight.types import PackedSequences, Pages
+from megalight.types import PackedSequences, Pages, to_device
 
 log = logging.getLogger(__name__)
 
 PENDING = -1
 """Stands for a token that only the device knows yet."""
 
+MAX_TOKENS = 512
+"""Tokens of the largest recorded step with prompts: the device takes longer for more of them than the host."""
 
-def graph_sizes(largest: int, count: int) -> list[int]:
-    """Return for how many sequences steps are recorded, the largest first: about ``count`` sizes, and three small ones.
-
-    The list is that of Megatron's dynamic engine, multiples of a multiple of 8; it has none of less than 8 sequences.
-    """
-    step = -(-max(1, largest // count) // 8) * 8
-    return sorted({*range(step, largest, step), largest, *(size for size in (1, 2, 4) if size < largest)}, reverse=True)
+BOUNDED = 64
+"""Tokens of a step for all of which each expert may get room, where products need sizes on the host."""
 
 
-class DecodeGraphs:
-    """The recorded decode steps of a model.
+def dimensions_of(fresh: Sequence[Sequence[int]]) -> InferenceBatchDimensions:
+    """Return the dimensions of a step, given the new tokens of its sequences."""
+    decodes = next((place for place, ids in enumerate(fresh) if len(ids) != 1), len(fresh))
+    return InferenceBatchDimensions(sum(map(len, fresh)), len(fresh) - decodes, decodes)
+
+
+class StepGraphs:
+    """The recorded steps of a model.
 
     Args:
         model: a whole model.
         cache: its cache. Its pools must keep their addresses until :meth:`drop`.
-        newest: ``[num_slots]`` int64: the token of each slot that the host gives as :data:`PENDING`.
-        sizes: numbers of sequences.
+        newest: ``[num_slots]`` int64: the token of each slot that the host gives as :data:`PENDING`. Steps write what
+            they sample there.
+        dimensions: those of graphs, in the order of recording.
         recorder: makes the recordings.
 
     Attributes:
-        uses: how often each size was replayed.
+        uses: how often each graph was replayed.
+        last: the graph of the last step; None: it had none.
     """
 
     def __init__(
-        self, model: GPT | HFModel, cache: Cache, newest: Tensor, sizes: Sequence[int], recorder: Recorder
+        self,
+        model: GPT | HFModel,
+        cache: Cache,
+        newest: Tensor,
+        dimensions: Sequence[InferenceBatchDimensions],
+        recorder: Recorder,
     ) -> None:
         self._model, self._cache, self._newest, self._recorder = model, cache, newest, recorder
-        self.sizes = sorted(sizes, reverse=True)
-        self.uses: Counter[int] = Counter()
-        self._steps: dict[int, _Step] = {}
-        self._failed = False
+        self._dtype = next(model.parameters()).dtype
+        self._experts = [module for module in model.modules() if isinstance(module, MoE)]
+        # Recurrent layers read the numbers of new tokens on the host, unless all are 1.
+        self.dimensions = [each for each in dimensions if cache.reversible or not each.prefill_req_count]
+        self.uses: Counter[InferenceBatchDimensions] = Counter()
+        self.last: InferenceBatchDimensions | None = None
+        self._steps: dict[InferenceBatchDimensions, _Step] = {}
+        self._met: set[InferenceBatchDimensions] = set()
+        # Whether steps with prefill, or without, cannot be recorded.
+        self._failed: set[bool] = set()
+        # Shared by all graphs: logits, and samples.
+        self._outputs: tuple[Tensor, Tensor] | None = None
 
     @classmethod
-    def of(cls, model: GenerativeModel, cache: Cache, newest: Tensor, count: int) -> DecodeGraphs | None:
+    def of(
+        cls,
+        model: GenerativeModel,
+        cache: Cache,
+        newest: Tensor,
+        count: int,
+        max_tokens: int = 0,
+        mixed_prefill_count: int = 0,
+    ) -> StepGraphs | None:
         """Return the graphs of a model; None: its steps are not recorded.
 
         Recorded are whole models of text on a GPU in half precision: otherwise attention reads all that a cache has
-        room for. Experts get other numbers of tokens in each step.
+        room for. Experts that drop tokens are left out: padding would take the place of tokens.
+
+        Args:
+            model: a model.
+            cache: its cache.
+            newest: see :class:`StepGraphs`.
+            count: about how many numbers of tokens are recorded.
+            max_tokens: of a step with prompts, at most :data:`MAX_TOKENS`.
+            mixed_prefill_count: sequences of such a step beside those that decode. 0: none is recorded.
 
         Raises:
-            ConfigurationError: ``count`` is no integer of at least 0.
+            ConfigurationError: ``count`` or ``mixed_prefill_count`` is no integer of at least 0.
         """
+        mixed_prefill_count = integer("cuda_graph_mixed_prefill_count", mixed_prefill_count, 0)
         if not integer("cuda_graphs", count, 0) or newest.device.type != "cuda" or isinstance(model, ParallelGPT):
             return None
         config: object = model.config
         # Steps of a model of transformers whose code waits for the device (experts) fail to record, and run without.
-        text = isinstance(config, HFConfig) or (isinstance(config, GPTConfig) and config.moe is None)
-        if not text or next(model.parameters()).dtype not in HALF:
+        if not isinstance(config, HFConfig | GPTConfig) or next(model.parameters()).dtype not in HALF:
             return None
-        return cls(model, cache, newest, graph_sizes(cache.num_slots, count), CUDARecorder(newest.device))
+        moe = config.moe if isinstance(config, GPTConfig) else None
+        if moe is not None and (moe.capacity is not None or moe.router.force_balance):
+            return None
+        max_tokens = min(max_tokens, MAX_TOKENS)
+        builder = CUDAGraphBatchDimensionBuilder(
+            count, cache.num_slots, cache.capacity, max_tokens, mixed_prefill_count
+        )
+        return cls(model, cache, newest, builder.build(), CUDARecorder(newest.device))
 
     def create(self) -> None:
-        """Record all steps now, the largest first; otherwise each is recorded when it is first needed."""
-        for size in self.sizes:
-            self._step(size)
+        """Record all steps now.
+
+        Otherwise one without prompts is recorded when it is first needed, and one with prompts the second time: there
+        are many of them.
+        """
+        for dimensions in self.dimensions:
+            self._step(dimensions)
 
     def drop(self) -> None:
         """Free the graphs, whose pools are given back."""
         for step in self._steps.values():
             step.recording.drop()
         self._steps.clear()
+        self._outputs = None
 
-    def run(self, slots: Sequence[int], tokens: Sequence[int]) -> Tensor | None:
-        """Run a token of each slot; return logits ``[n, V]`` until the next step; None: there is no graph for it.
+    def run(self, slots: Sequence[int], fresh: Sequence[Sequence[int]], sampling: PassSampling) -> Tensor | None:
+        """Run the new tokens of each slot, and sample; return the results until the next step.
+
+        None: there is no graph for it.
 
         Raises:
             DataError: see :meth:`Cache.extend`.
         """
-        size = next((size for size in self.sizes[::-1] if size >= len(slots)), None)
-        if size is None or (step := self._step(size)) is None:
+        self.last, real = None, dimensions_of(fresh)
+        dimensions = match_graph_config(real, self.dimensions)
+        if dimensions is None:
             return None
-        totals = self._cache.reserve(slots, [1] * len(slots))
-        step.fill(self._cache, slots, totals, tokens)
+        if dimensions.prefill_req_count and dimensions not in self._steps and dimensions not in self._met:
+            self._met.add(dimensions)
+            return None
+        step = self._step(dimensions)
+        if step is None or self._outputs is None:
+            return None
+        totals = self._cache.reserve(slots, [*map(len, fresh)])
+        recorded = sampling.recordable
+        step.fill(self._cache, slots, totals, fresh, sampling if recorded else None)
         step.recording.replay()
-        self.uses[size] += 1
-        return step.recording.result[: len(slots)]
+        self.uses[dimensions] += 1
+        self.last = dimensions
+        logits, samples = self._outputs
+        places = sampling.places
+        if not recorded:
+            results = sampling(logits[: len(slots)])
+            own = to_device([slots[place] for place in places], torch.int64, samples.device)
+            self._newest[own] = results[:, 0].long()
+            return results
+        if [*places] == [*range(len(places))]:
+            return samples[: len(places)]
+        return samples[to_device(places, torch.int64, samples.device)]
 
-    def _step(self, size: int) -> _Step | None:
-        if size not in self._steps and not self._failed:
+    def _step(self, dimensions: InferenceBatchDimensions) -> _Step | None:
+        prefill = dimensions.prefill_req_count > 0
+        if dimensions not in self._steps and prefill not in self._failed:
             self._recorder.enter()
             try:
-                self._steps[size] = _Step(self._model, self._cache, self._newest, size, self._recorder)
+                with torch.no_grad(), evaluating(self._model), self._known_sizes(dimensions):
+                    self._steps[dimensions] = self._record(dimensions)
             except Exception:
-                self._failed = True
-                log.warning(
-                    "a decode step of %d sequences cannot be recorded; steps run without graphs", size, exc_info=True
-                )
+                self._failed.add(prefill)
+                kind = "steps with prompts" if prefill else "decode steps"
+                log.warning("%s cannot be recorded and run without graphs (%s)", kind, dimensions, exc_info=True)
             finally:
                 self._recorder.leave()
-        return self._steps.get(size)
+        return self._steps.get(dimensions)
 
+    @contextmanager
+    def _known_sizes(self, dimensions: InferenceBatchDimensions) -> Iterator[None]:
+        """Let the host know how many rows each expert has, where products need that: as many as there are tokens."""
+        waiting = [each.experts.dispatcher for each in self._experts if each.experts.needs_sizes(self._dtype)]
+        if waiting and dimensions.token_count > BOUNDED:
+            raise MegalightError(f"each expert would get {dimensions.token_count} rows, more than {BOUNDED}.")
+        for dispatcher in waiting:
+            dispatcher.bounded = True
+        try:
+            yield
+        finally:
+            for dispatcher in waiting:
+                dispatcher.bounded = False
 
-class _Step:
-    """One recorded step, with the buffer of its inputs.
-
-    It holds positions, rows to write, slots and tokens in 64 bits, then offsets, lengths and the block table in 32.
-    """
-
-    recording: Recording[Tensor]
-
-    def __init__(self, model: GPT | HFModel, cache: Cache, newest: Tensor, size: int, recorder: Recorder) -> None:
-        self.size = size
-        counts = [*[size] * 4, size + 1, size, size * cache.blocks.holding(cache.capacity)]
-        self.bytes = [count * (8 if place < 4 else 4) for place, count in enumerate(counts)]
-        self.places = places_of(self.bytes)
-        self.buffer = torch.zeros(self.places[-1], dtype=torch.uint8, device=newest.device)
-        self.fill(cache, [], [], [])
-        positions, write, slots, tokens, offsets, lengths, table = (
-            self.buffer[place : place + count].view(torch.int64 if number < 4 else torch.int32)
-            for number, (place, count) in enumerate(zip(self.places, self.bytes, strict=False))
-        )
-        ones, bounds = (1,) * size, (cache.capacity,) * size
+    def _record(self, dimensions: InferenceBatchDimensions) -> _Step:
+        step = _Step(self._cache, self._newest, dimensions)
 
         def run() -> Tensor:
-            # Where sampling failed there is no token, and the host will drop what follows.
-            ids = torch.where(tokens == PENDING, newest[slots].clamp(min=0), tokens)
-            # Anew for each run, as they remember what follows from them.
-            pages = Pages(table.view(size, -1), lengths, offsets, write, slots, cache.blocks.size, ones, bounds, True)
-            sequences = PackedSequences(ones, offsets, positions, (size, 1), pages=pages)
-            logits = model(ids, sequences, states=cache.states).logits
+            logits = self._model(*step.inputs(), states=self._cache.states, rows=step.rows).logits
             assert isinstance(logits, Tensor)
             return logits
 
-        with torch.no_grad(), evaluating(model), overlapping(newest.device):
-            run()  # kernels are compiled, and pools allocated
-            self.recording = recorder.record(run, pool="decode", settle=False)
+        def write() -> None:
+            assert self._outputs is not None
+            logits = run()
+            # One kernel for all temperatures, with top-k and top-p: rows without them are done at once.
+            tokens = sample_tokens(logits, rows_of(step.draws, greedy=False, filtered=True))
+            self._newest.index_copy_(0, step.slots, tokens)
+            for output, found in zip(self._outputs, (logits, tokens[:, None]), strict=True):
+                output[: len(found)].copy_(found)
 
-    def fill(self, cache: Cache, slots: Sequence[int], totals: Sequence[int], tokens: Sequence[int]) -> None:
-        """Copy a step's sequences to the device; the others are one token each, in the dummy block."""
-        count, blocks = len(slots), cache.blocks
-        host = torch.empty(self.buffer.shape, dtype=torch.uint8, pin_memory=self.buffer.device.type == "cuda")
-        array = host.numpy()
-        positions, write, own, ids, offsets, lengths, table = (
-            array[place : place + size].view(np.int64 if number < 4 else np.int32)
-            for number, (place, size) in enumerate(zip(self.places, self.bytes, strict=False))
+        with overlapping(self._newest.device):
+            logits = run()  # pools are allocated
+            if self._outputs is None:
+                # Not in the pool of the graphs, each of which would keep its own.
+                most = max(each.req_count for each in self.dimensions)
+                samples = torch.empty(most, 1, dtype=torch.float64, device=logits.device)
+                self._outputs = logits.new_empty(most, logits.shape[1]), samples
+            write()  # kernels are compiled
+            step.recording = self._recorder.record(write, pool="steps", settle=False)
+        return step
+
+
+class _Step:
+    """The buffer of the inputs of a recorded step: integers of 64 bits, then of 32.
+
+    Attributes:
+        slots: ``[R]``, the slot of each sequence.
+        draws: ``[6 R]``, how each is sampled; see :meth:`PassSampling.host_rows`.
+        rows: ``[R]``, the last token of each sequence; None: the token.
+        recording: the step.
+    """
+
+    recording: Recording[None]
+
+    def __init__(self, cache: Cache, newest: Tensor, dimensions: InferenceBatchDimensions) -> None:
+        tokens, decodes = dimensions.token_count, dimensions.decode_req_count
+        self._dimensions, self._cache, self._newest = dimensions, cache, newest
+        requests = dimensions.req_count
+        # With prefill, padding is a sequence of its own, without stored tokens; otherwise there is one for each token.
+        prefills = dimensions.prefill_req_count
+        self._sequences = requests + (prefills > 0)
+        width = min(cache.blocks.holding(cache.capacity), cache.blocks.count)
+        counts = [*[tokens] * 3, requests, requests, 6 * requests, self._sequences + 1, self._sequences]
+        counts.append(self._sequences * width)
+        self._bytes = [count * (8 if place < 6 else 4) for place, count in enumerate(counts)]
+        self._places = places_of(self._bytes)
+        self._buffer = torch.empty(self._places[-1], dtype=torch.uint8, device=newest.device)
+        parts = [
+            self._buffer[place : place + count].view(torch.int64 if number < 6 else torch.int32)
+            for number, (place, count) in enumerate(zip(self._places, self._bytes, strict=False))
+        ]
+        self._positions, self._write, self._ids, self.slots, last, self.draws, self._offsets, self._lengths = parts[:8]
+        self._table = parts[8].view(self._sequences, width)
+        self.rows = last if prefills else None
+        # On the host bounds alone.
+        most = min(tokens, cache.capacity)
+        self._most = (1,) * decodes + (most,) * (self._sequences - decodes)
+        self._bounds = (min(cache.capacity, width * cache.blocks.size),) * self._sequences
+        self.fill(cache, [], [], [], None)
+
+    def inputs(self) -> tuple[Tensor, PackedSequences]:
+        """Return tokens and sequences, anew for each run, as they remember what follows from them."""
+        # Where sampling failed there is no token, and the host will drop what follows.
+        pending = self._newest[(PENDING - self._ids).clamp(min=0)].clamp(min=0)
+        ids = torch.where(self._ids < 0, pending, self._ids)
+        pages = Pages(
+            self._table,
+            self._lengths,
+            self._offsets,
+            self._write,
+            self.slots,
+            self._cache.blocks.size,
+            self._most,
+            self._bounds,
+            continued=True,
+            recorded=True,
         )
-        table = table.reshape(self.size, -1)
-        offsets[:] = np.arange(self.size + 1)
-        positions[count:], write[count:], own[count:], ids[count:] = 0, blocks.count * blocks.size, cache.dummy_slot, 0
-        lengths[count:], table[:] = 1, blocks.count
+        size = self._dimensions
+        nominal, uniform = self._most, (size.token_count, 1)
+        if not size.prefill_req_count:
+            return ids, PackedSequences(nominal, self._offsets, self._positions, uniform, pages=pages)
+        nominal = (1,) * size.decode_req_count + (0,) * size.prefill_req_count
+        nominal += (size.token_count - size.decode_req_count,)
+        return ids, PackedSequences(nominal, self._offsets, self._positions, pages=pages)
+
+    def fill(
+        self,
+        cache: Cache,
+        slots: Sequence[int],
+        totals: Sequence[int],
+        fresh: Sequence[Sequence[int]],
+        sampling: PassSampling | None,
+    ) -> None:
+        """Copy a step's sequences to the device.
+
+        Args:
+            cache: where they lie.
+            slots: their slots.
+            totals: their numbers of stored tokens, with the new ones.
+            fresh: their new tokens.
+            sampling: how they are sampled. None: it does not matter.
+        """
+        size, blocks = self._dimensions, cache.blocks
+        host = torch.empty(self._buffer.shape, dtype=torch.uint8, pin_memory=self._buffer.device.type == "cuda")
+        array = host.numpy()
+        parts: list[NDArray[Any]] = [
+            array[place : place + count].view(np.int64 if number < 6 else np.int32)
+            for number, (place, count) in enumerate(zip(self._places, self._bytes, strict=False))
+        ]
+        positions, write, ids, own, last, draws, offsets, lengths, table = parts
+        counts, rows = np.array([*map(len, fresh)], np.int64), np.asarray(slots, np.int64)
+        count, tokens = len(counts), int(counts.sum())
+        own[count:], last[count:] = cache.dummy_slot, 0
+        positions[tokens:], write[tokens:], ids[tokens:] = 0, blocks.count * blocks.size, 0
+        table = table.reshape(self._sequences, -1)
+        table[:] = blocks.count
+        # Where each sequence is among those of the graph: places that decode, then those for prefill.
+        decodes = int((counts == 1).cumprod().sum())
+        decodes = min(decodes, size.decode_req_count)
+        place = np.arange(count)
+        place[decodes:] += size.decode_req_count - decodes
+        if size.prefill_req_count:
+            queries = np.zeros(self._sequences, np.int64)
+            queries[-1] = size.token_count - tokens
+            lengths[:] = 0
+        else:
+            queries = np.ones(self._sequences, np.int64)
+            lengths[:] = 1
+        queries[place] = counts
+        offsets[0] = 0
+        offsets[1:] = np.cumsum(queries)
         if count:
-            rows, lengths[:count] = np.asarray(slots), totals
-            positions[:count] = at = np.asarray(totals) - 1
-            write[:count] = blocks.table[rows, at // blocks.size].astype(np.int64) * blocks.size + at % blocks.size
-            own[:count], ids[:count] = rows, tokens
+            lengths[place] = totals
+            ends = np.cumsum(counts)
+            own[:count], last[:count] = rows, ends - 1
+            sequence = np.repeat(np.arange(count), counts)
+            positions[:tokens] = at = np.arange(tokens) + (np.asarray(totals) - ends)[sequence]
+            write[:tokens] = blocks.table[rows[sequence], at // blocks.size].astype(np.int64) * blocks.size
+            write[:tokens] += at % blocks.size
+            flat = np.array([token for each in fresh for token in each], np.int64)
+            ids[:tokens] = np.where(flat == PENDING, PENDING - rows[sequence], flat)
             known = blocks.table[rows, : table.shape[1]]
-            table[:count, : known.shape[1]] = known
-        self.buffer.copy_(host, non_blocking=True)
+            table[place, : known.shape[1]] = known
+        draws = draws.reshape(6, -1)
+        draws[:] = PLAIN
+        if sampling is not None and len(places := [*sampling.places]):
+            draws[:, places] = sampling.host_rows()
+        self._buffer.copy_(host, non_blocking=True)
+
+
+PLAIN = np.array([0, *np.array([1.0]).view(np.int64), 0, ALL, 0, 0], np.int64)[:, None]
+"""The most probable token."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megalight.inference.cache import Cache
-from megalight.inference.graphs import PENDING, DecodeGraphs
+from megalight.inference.graphs import PENDING, StepGraphs
 from megalight.inference.parallel import GenerativeModel, ParallelGPT, device_of, evaluating
 from megalight.inference.request_record import RequestError, RequestEvent, RequestEventKind
 from megalight.inference.sampler import PassSampling, TokenCounts
@@ -129,12 +129,12 @@ class PassesInFlight:
         model: the model of the engine.
         scheduler: plans the passes.
         requests: those that have not ended, by number.
-        cuda_graphs: for about how many numbers of sequences decode steps are recorded.
+        cuda_graphs, cuda_graph_mixed_prefill_count: see :class:`~megalight.inference.DynamicEngine`.
         speculator: guesses tokens; None: none are guessed.
 
     Attributes:
         newest: ``[slots]``, the newest token of each slot on the device.
-        graphs: recorded decode steps; None: there are none.
+        graphs: recorded steps; None: there are none.
         stages: stages of the pipeline.
         runs_ahead: whether a second pass begins before the host knows the tokens of the first.
         flights: the passes, the oldest first.
@@ -147,6 +147,7 @@ class PassesInFlight:
         scheduler: Scheduler,
         requests: Mapping[int, Request],
         cuda_graphs: int,
+        cuda_graph_mixed_prefill_count: int,
         speculator: Speculator | None,
     ) -> None:
         self._model, self._scheduler, self._requests, self._speculator = model, scheduler, requests, speculator
@@ -159,7 +160,14 @@ class PassesInFlight:
         # The newest token of each slot; on a GPU, the next pass begins before the host knows it.
         self.newest = torch.zeros(cache.dummy_slot + 1, dtype=torch.int64, device=device_of(model))
         self._token_counts = TokenCounts(cache.num_slots)
-        self.graphs = DecodeGraphs.of(model, cache, self.newest, 0 if self._eagle is not None else cuda_graphs)
+        self.graphs = StepGraphs.of(
+            model,
+            cache,
+            self.newest,
+            0 if self._eagle is not None else cuda_graphs,
+            scheduler.step_tokens,
+            cuda_graph_mixed_prefill_count,
+        )
         # How many passes may have begun before the host knows the tokens of the first: with a pipeline one in each
         # stage, of other requests; else a second one of the same requests, which takes their tokens on the device.
         self.stages = self._parallel.stages if self._parallel is not None else 1
@@ -215,20 +223,19 @@ class PassesInFlight:
         scored, places = _scored(counts, fresh, schedule)
         guesses = {request: request.guesses for request in requests if request.guesses}
         sampling, rows = self._sampling(counts, requests, guesses, self._there(places))
-        logits = None
-        if self.graphs is not None and not (plan.restored or scored) and all(len(ids) == 1 for ids in fresh):
-            logits = self.graphs.run(slots, [ids[0] for ids in fresh])
-        results: Tensor | None
+        results: Tensor | None = None
         hidden = None
         if self._eagle is not None:
             results, hidden = self._run_drafted(slots, fresh, sampling, rows, _following(counts, schedule))
-        else:
-            results = self._run(slots, fresh, sampling, rows) if logits is None else sampling(logits)
+        elif self.graphs is not None and not (plan.restored or scored or guesses):
+            results = self.graphs.run(slots, fresh, sampling)
+        if self._eagle is None and results is None:
+            results = self._run(slots, fresh, sampling, rows)
+            if results is not None and self.runs_ahead:
+                # For the next pass, which may begin before the host knows them.
+                own = to_device([request.slot or 0 for request in requests], torch.int64, results.device)
+                self.newest[own] = results[:, 0].long()
         schedule.cache.copy_states(plan.kept)
-        if results is not None and self.runs_ahead:
-            # For the next pass, which may begin before the host knows them.
-            own = to_device([request.slot or 0 for request in requests], torch.int64, results.device)
-            self.newest[own] = results[:, 0].long()
         for request in requests:
             request.pending += 1
             request.guesses = []
@@ -238,8 +245,8 @@ class PassesInFlight:
         step = EngineStep({}, {}, [request.number for request in plan.preempted], found)
         found_results = None
         if results is not None:
-            scores = [] if sampling.scores is None else [sampling.scores]
-            found_results = _to_host(torch.cat([results.flatten(), *scores]))
+            flat = results.flatten()
+            found_results = _to_host(flat if sampling.scores is None else torch.cat([flat, sampling.scores]))
         self.flights.append(_PendingPass(requests, found_results, scored, step, guesses, hidden))
         return True
 
@@ -472,7 +479,7 @@ def _following(counts: Mapping[Request, int], schedule: Scheduler) -> list[int]:
 def _to_host(results: Tensor) -> _Results:
     """Copy results to the host without a wait."""
     if results.device.type != "cuda":
-        return _Results(results, None)
+        return _Results(results.clone(), None)
     there = torch.empty(results.shape, dtype=results.dtype, pin_memory=True)
     there.copy_(results, non_blocking=True)
     done = torch.cuda.Event()  # type: ignore[no-untyped-call]

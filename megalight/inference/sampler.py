@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megalight.inference.cache import to_device_packed
@@ -42,6 +43,24 @@ class PassSampling:
         self.scores: Tensor | None = None
         self._counts, self._requests, self._rows = counts, requests, rows
         self._ahead = [0] * len(requests) if ahead is None else ahead
+
+    @property
+    def places(self) -> Sequence[int]:
+        """The row of each request among the logits."""
+        return range(len(self._requests)) if self._rows is None else self._rows
+
+    @property
+    def recordable(self) -> bool:
+        """Whether it is all told by :meth:`host_rows`, so that it can be a part of a recorded step."""
+        if self.scored is not None or any(self._ahead):
+            return False
+        for request in self._requests:
+            params = request.sampling_params
+            if params.penalized or params.logit_bias or request.matcher is not None or request.log_probs is not None:
+                return False
+            if request.ends and request.length - request.prompt_length < params.min_new_tokens:
+                return False
+        return True
 
     @property
     def whole(self) -> bool:
@@ -80,7 +99,7 @@ class PassSampling:
         changed = counts.penalize(logits, requests, ranks) if penalized else logits
         changed = _biased(changed, requests, self._ahead, ranks)
         changed = _constrained(changed, requests, ranks)
-        rows = _sampling_rows(requests, self._ahead, logits.device)
+        rows = self._sampling_rows(logits.device)
         tokens = sample_tokens(changed, rows, ranks=ranks)
         if penalized:
             counts.add(tokens)
@@ -94,22 +113,28 @@ class PassSampling:
         found = log_probs_of(logits, tokens, self._top, ranks)
         return torch.cat([results, found.double()], 1)
 
+    def host_rows(self) -> NDArray[np.int64]:
+        """Return ``[6, n]``: the columns of :class:`SamplingRows`, reals by their bits."""
+        requests = self._requests
+        each = [request.sampling_params for request in requests]
+        host = np.empty((6, len(requests)), np.int64)
+        host[:3].view(np.float64)[:] = np.array([reals_of(params) for params in each]).T
+        host[3] = [top_k_of(params) for params in each]
+        host[4] = [request.seed for request in requests]
+        host[5] = [request.length + more for request, more in zip(requests, self._ahead, strict=True)]
+        return host
 
-def _sampling_rows(requests: Sequence[Request], ahead: Sequence[int], device: torch.device) -> SamplingRows:
-    each = [request.sampling_params for request in requests]
-    host = np.empty((6, len(requests)), np.int64)
-    host[:3].view(np.float64)[:] = np.array([reals_of(params) for params in each]).T
-    host[3] = [top_k_of(params) for params in each]
-    host[4] = [request.seed for request in requests]
-    host[5] = [request.length + more for request, more in zip(requests, ahead, strict=True)]
-    (found,) = to_device_packed([host.ravel()], device)
-    found = found.view(6, -1)
-    return SamplingRows(
-        found[:3].view(torch.float64),
-        found[3:],
-        all(params.temperature == 0 for params in each),
-        any(params.filtered for params in each),
-    )
+    def _sampling_rows(self, device: torch.device) -> SamplingRows:
+        (found,) = to_device_packed([self.host_rows().ravel()], device)
+        each = [request.sampling_params for request in self._requests]
+        greedy, filtered = all(one.temperature == 0 for one in each), any(one.filtered for one in each)
+        return rows_of(found, greedy, filtered)
+
+
+def rows_of(values: Tensor, greedy: bool, filtered: bool) -> SamplingRows:
+    """Return the rows that ``values [6 * N]`` int64 describe; see :meth:`PassSampling.host_rows`."""
+    values = values.view(6, -1)
+    return SamplingRows(values[:3].view(torch.float64), values[3:], greedy, filtered)
 
 
 def _biased(logits: Tensor, requests: Sequence[Request], ahead: Sequence[int], ranks: VocabularyRanks | None) -> Tensor:

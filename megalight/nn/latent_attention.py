@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megalight.errors import MegalightError
 from megalight.nn.canonical import Section
 from megalight.nn.context import LayerContext
 from megalight.nn.linear import Linear
@@ -151,6 +152,12 @@ class LatentAttention(nn.Module):
         assert pages is not None
         # A layer with an adapter computes something else than a product with its weight.
         absorbs = self.kv_up.adapter is None and precision_of(self.kv_up.weight) is None
+        if pages.recorded:
+            if not absorbs:
+                raise MegalightError(
+                    "keys and values of a recorded pass cannot be computed, as their number may change."
+                )
+            return self._absorbed(q, pool, sequences)
         few = 0
         if absorbs:
             lengths = pages.query_lengths

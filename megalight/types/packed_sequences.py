@@ -33,9 +33,11 @@ class Pages:
         write: ``[T]`` int64: the row of each new token.
         state_slot: ``[S]`` int64: the entry of each sequence in pools with one entry per sequence.
         page_size: tokens of a block.
-        query_lengths: the number of new tokens of each sequence.
+        query_lengths: the number of new tokens of each sequence; at most so many where the pass is recorded.
         bounds: for each sequence, at least its number of stored tokens, the new ones included.
         continued: whether a sequence may have earlier tokens.
+        recorded: whether the pass is recorded: later ones have other numbers on the device, within the same bounds. A
+            sequence without stored tokens sees nothing.
     """
 
     block_table: Tensor
@@ -47,6 +49,7 @@ class Pages:
     query_lengths: tuple[int, ...]
     bounds: tuple[int, ...]
     continued: bool
+    recorded: bool = False
 
     @cached_property
     def decodes(self) -> int:
@@ -83,6 +86,7 @@ class Pages:
             self.query_lengths[:count],
             self.bounds[:count],
             self.continued,
+            self.recorded,
         )
 
     def rows(self, first: int, counts: Sequence[int]) -> Tensor:

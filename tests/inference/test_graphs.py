@@ -1,46 +1,65 @@
-"""Recorded decode steps: texts are those of steps that are not recorded."""
+"""Recorded steps: texts are those of steps that are not recorded."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import pytest
 
 from megalight.errors import ConfigurationError
 from megalight.inference import DynamicEngine
-from megalight.inference.graphs import DecodeGraphs, graph_sizes
+from megalight.inference.batch_dimensions import InferenceBatchDimensions
+from megalight.inference.graphs import StepGraphs
 from tests.inference.test_engine import MODELS, PROMPTS, SAMPLED, alone, tokens_of
 from tests.inference.test_generate import build
 from tests.parallel.graphs.tape import Tape
 
-
-def test_sizes_are_those_of_megatron_and_three_small_ones() -> None:
-    assert graph_sizes(1000, 4) == [1000, 768, 512, 256, 4, 2, 1]
-    assert graph_sizes(256, 16) == [*range(256, 0, -16), 4, 2, 1]
-    assert graph_sizes(3, 1) == [3, 2, 1]
-    assert graph_sizes(64, 1) == [64, 4, 2, 1]
+RECURRENT = ("hybrid", "mamba", "delta")
+D = InferenceBatchDimensions
+DIMENSIONS = [D(8, 5, 0), D(6, 2, 3), D(4, 1, 2), D(5, 0, 5), D(2, 0, 2)]
 
 
-@pytest.mark.parametrize("name", ["llama", "windowed", "latent", "gpt2", "hybrid", "mamba", "delta"])
-@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.full), True])
-def test_completions_are_those_of_each_prompt_alone(name: str, ahead: bool) -> None:
-    """Rows that a graph has beyond those of the step change nothing, and blocks move between replays."""
+def recording(engine: DynamicEngine, dimensions: Sequence[D], tape: Tape | None = None) -> StepGraphs:
+    """Let an engine on the CPU record its steps on tapes, and run ahead as on a GPU."""
+    passes, cache = engine._passes, engine._scheduler.cache
+    graphs = passes.graphs = StepGraphs(engine._model, cache, passes.newest, dimensions, tape or Tape())  # type: ignore[arg-type]
+    passes.runs_ahead = True
+    return graphs
+
+
+@pytest.mark.parametrize(
+    ("name", "dimensions"),
+    [
+        *[("llama", DIMENSIONS[:count]) for count in (1, 2)],
+        *[(name, DIMENSIONS) for name in ("llama", "windowed", "latent", "sinks", "hybrid", "mamba", "experts")],
+        *[pytest.param(name, DIMENSIONS, marks=pytest.mark.full) for name in ("gpt2", "tempered", "delta", "capped")],
+    ],
+)
+def test_completions_are_those_of_each_prompt_alone(name: str, dimensions: list[D], poison: None) -> None:
+    """With 1, 2 or N graphs: padding changes nothing, prompts run in parts, and blocks move between replays."""
     model = build(**MODELS[name])
-    engine, tape = DynamicEngine(model, num_blocks=20, block_size=3, max_sequences=5), Tape()
-    cache = engine._scheduler.cache
-    engine._passes.graphs = DecodeGraphs(model, cache, engine._passes.newest, [5, 2], tape)
-    engine._passes.runs_ahead = ahead
+    engine, tape = DynamicEngine(model, num_blocks=20, block_size=3, max_sequences=5, step_tokens=6), Tape()
+    graphs = recording(engine, dimensions, tape)
     expected = alone(model, seed=11)
     for turn in range(2):
         for number, prompt in enumerate(PROMPTS):
             new = 9 - 4 * (number == turn)
             engine.add(prompt, max_new_tokens=new, sampling_params=SAMPLED, seed=11 + number)
+        if turn:
+            engine.create_cuda_graphs()
+            assert [*graphs._steps] == graphs.dimensions
         found = tokens_of(engine.run())
         assert found == [text[: len(got)] for text, got in zip(expected, found, strict=True)]
         # a graph goes with the pools, and is made again
         engine.suspend()
-        assert not engine._passes.graphs._steps
+        assert not tape.tapes
         engine.resume()
-    assert engine.graph_uses[5] > 8
-    assert tape.made == 2
+    assert graphs.dimensions == [each for each in dimensions if name not in RECURRENT or not each.prefill_req_count]
+    assert {*engine.graph_uses} <= {*graphs.dimensions}
+    prompts = sum(count for used, count in engine.graph_uses.items() if used.prefill_req_count)
+    assert prompts > 3 if name not in RECURRENT else not prompts
+    if len(dimensions) > 2:
+        assert engine.graph_uses[D(5, 0, 5)] > 8
     assert engine.blocks.free == 20
 
 
@@ -48,7 +67,7 @@ def test_a_step_that_cannot_be_recorded_runs_without(caplog: pytest.LogCaptureFi
     model, tape = build(), Tape()
     tape.fail_at = 1
     engine = DynamicEngine(model, num_blocks=40)
-    engine._passes.graphs = DecodeGraphs(model, engine._scheduler.cache, engine._passes.newest, [4], tape)
+    recording(engine, [D(4, 0, 4)], tape)
     for prompt in PROMPTS:
         engine.add(prompt, max_new_tokens=9, sampling_params=SAMPLED, seed=11)
     assert all(len(tokens) == 9 for tokens in tokens_of(engine.run()))

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megalight.inference import Completion, DynamicEngine, SamplingParams, generate, sample
-from megalight.inference.graphs import DecodeGraphs
+from megalight.inference.batch_dimensions import InferenceBatchDimensions
+from megalight.inference.graphs import StepGraphs
 from megalight.models.eagle import DraftModel, EagleConfig
 from megalight.models.gpt import GPT
 from megalight.nn.init import initialize
@@ -84,7 +85,8 @@ def test_requests_sample_by_their_own_settings(ahead: bool, graphs: bool) -> Non
     engine = DynamicEngine(model, num_blocks=12, block_size=3, max_sequences=4, step_tokens=5)
     engine._passes.runs_ahead = ahead
     if graphs:
-        engine._passes.graphs = DecodeGraphs(model, engine._scheduler.cache, engine._passes.newest, [4, 2], Tape())
+        dimensions = [InferenceBatchDimensions(5, 2, 2), *(InferenceBatchDimensions(n, 0, n) for n in (4, 2))]
+        engine._passes.graphs = StepGraphs(model, engine._scheduler.cache, engine._passes.newest, dimensions, Tape())
     preempted = 0
     for turn in range(2):
         # It takes a slot first, and leaves its counts there.

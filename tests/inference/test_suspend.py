@@ -99,6 +99,7 @@ def test_on_a_gpu_memory_comes_free_and_graphs_survive(level: int, tmp_path: Pat
         pytest.skip(reason)
     model = build().to(device, torch.bfloat16)
     plain = DynamicEngine(model, num_blocks=64)
+    plain.create_cuda_graphs()
     for number, prompt in enumerate(PROMPTS):
         plain.add(prompt, max_new_tokens=20, seed=number)
     expected = {number: each.tokens for number, each in plain.run().items()}

@@ -63,11 +63,14 @@ class Dispatcher(nn.Module, ABC):
             bits.
         tells_sizes: whether the host shall learn the number of rows of each expert, though it must wait for it: some
             products need it or are faster with it.
+        bounded: give each expert room for all tokens of this device, if no capacity is given: then the host knows the
+            sizes, and nothing is dropped. For few tokens.
     """
 
     pads: ClassVar[bool] = True
     alignment: int = 1
     tells_sizes: bool = False
+    bounded: bool = False
 
     def connect(self) -> None:
         """Prepare before the first pass, and raise now if something is missing that shows only when processes run."""
@@ -106,6 +109,7 @@ class LocalDispatcher(Dispatcher):
 
         The host waits for the device only with ``tells_sizes``, and not if ``capacity`` fixes the rows.
         """
+        capacity = len(hidden) if capacity is None and self.bounded else capacity
         room = None if capacity is None else aligned(capacity, self.alignment)
         where = permutation(routes.experts, num_experts, alignment=self.alignment, capacity=room)
         numbers = HostCounts(where.offsets) if self.tells_sizes and room is None else None

@@ -14,7 +14,8 @@ from megalight.nn.canonical import joined
 from megalight.nn.init import ConstantInit, Initializer, Normal
 from megalight.nn.mlp import Activation
 from megalight.nn.moe.dispatch import Dispatcher, Grouped, LocalDispatcher
-from megalight.ops.grouped_linear import grouped_bias, grouped_linear
+from megalight.ops.grouped_linear import GroupedLinearSpec, grouped_bias, grouped_linear
+from megalight.ops.grouped_linear.backends import reads_sizes
 from megalight.ops.quantized_weight import readable
 
 
@@ -129,6 +130,19 @@ class Experts(nn.Module):
         if self.weigh_output and not self.weigh_input:
             out = (out * weights.unsqueeze(1)).to(out.dtype)
         return out
+
+    def needs_sizes(self, dtype: torch.dtype) -> bool:
+        """Return whether the host must know how many rows each expert has, or is asked to learn it.
+
+        Args:
+            dtype: of the rows.
+        """
+        if self.dispatcher.tells_sizes:
+            return True
+        products = [
+            GroupedLinearSpec.of(self.up.new_empty(0, dtype=dtype), stack, None) for stack in (self.up, self.down)
+        ]
+        return any(reads_sizes(spec._replace(weight_dtype=dtype), self.backend) for spec in products)
 
     def stack(self, name: str) -> Tensor:
         """Return the weights that the products of a stack use."""

@@ -164,3 +164,8 @@ def choose(
     """Return the function that serves ``spec``."""
     found: Callable[..., Any] = registry.select(spec, backend).fn
     return found
+
+
+def reads_sizes(spec: GroupedLinearSpec, backend: str = "auto") -> bool:
+    """Return whether a product reads the sizes of its groups on the host."""
+    return PRODUCT.select(spec, backend).name in ("loop", "reference")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ def reference_paged_attention(
 ) -> Tensor:
     """See :func:`paged_attention`."""
     outputs, first, options = [], 0, (causal, scale, window, chunk, softcap, sink)
+    pages = _of_tokens(pages, len(q)) if pages.recorded else pages
     # Sequences with one query go together, as in a decode step; each of the others goes alone.
     parts = [pages.decodes] if pages.decodes else []
     parts += [1] * (len(pages.query_lengths) - pages.decodes)
@@ -38,6 +40,23 @@ def reference_paged_attention(
         outputs.append(_attend(q[tokens : tokens + queries], k_pool, v_pool, pages, first, count, *options))
         first, tokens = first + count, tokens + queries
     return torch.cat(outputs)
+
+
+def _of_tokens(pages: Pages, count: int) -> Pages:
+    """Let each of the tokens be a sequence, as only the device knows how many have which. Attention is causal."""
+    token = torch.arange(count, dtype=torch.int32, device=pages.lengths.device)
+    sequence = torch.searchsorted(pages.cu_queries, token, right=True) - 1
+    # Of padding, which has no stored tokens, what it sees is read by no one.
+    lengths = (pages.lengths[sequence] - (pages.cu_queries[sequence + 1] - 1 - token)).clamp(min=1)
+    bounds = (max(pages.bounds),) * count
+    return replace(
+        pages,
+        block_table=pages.block_table[sequence],
+        lengths=lengths,
+        query_lengths=(1,) * count,
+        bounds=bounds,
+        recorded=False,
+    )
 
 
 def _attend(

@@ -216,13 +216,14 @@ def _combine(
     if SINK:
         extra = tl.load(sink + spot % heads).to(tl.float32) * LOG2E
         largest = tl.maximum(largest, extra)
-    weights = tl.exp2(each - largest)
+    # Padding of a recorded pass sees nothing, and gets zeros: infinity minus infinity would be NaN.
+    weights = tl.exp2(each - tl.maximum(largest, -1e30))
     total = tl.sum(weights, 0)
     if SINK:
         total += tl.exp2(extra - largest)
     rows = parts + (spot * SPLITS + part)[:, None] * VALUE + feature[None, :]
     values = tl.load(rows, mask=inside[None, :], other=0.0)
-    mixed = tl.sum(values * weights[:, None], 0) / total
+    mixed = tl.sum(values * weights[:, None], 0) / tl.where(total == 0, 1.0, total)
     tl.store(out + spot * VALUE + feature, mixed.to(out.dtype.element_ty), mask=inside)
 
 
@@ -285,7 +286,7 @@ def _launch(
     written, sums = out, out
     if splits > 1:
         # Tokens of other sequences are left out of the parts: they come after these.
-        tokens = sum(pages.query_lengths[:count])
+        tokens = min(tokens, sum(pages.query_lengths[:count]))
         written = torch.empty(tokens, heads, splits, value_size, dtype=torch.float32, device=q.device)
         sums = torch.empty(tokens, heads, splits, dtype=torch.float32, device=q.device)
     pdl = OVERLAP.on

@@ -1,0 +1,103 @@
+"""Recorded steps on a GPU: texts with none, some and many graphs, and steady decode that never waits for the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megalight.inference import DynamicEngine, SamplingParams
+from megalight.inference.batch_dimensions import InferenceBatchDimensions
+from megalight.models.gpt import GPT, AttentionConfig, GPTConfig, InitConfig, LatentConfig
+from megalight.nn.init import initialize
+from megalight.nn.moe import MoEConfig
+
+pytestmark = pytest.mark.gpu
+
+MODELS: dict[str, Any] = {
+    "llama": {},
+    "windowed": {"attention": AttentionConfig(softmax="learnable", window=20, window_pattern=2)},
+    "latent": {
+        "mixer_pattern": ("latent_attention",),
+        "latent": LatentConfig(kv_rank=64, q_rank=64, head_dim=32, rotary_dim=16, value_dim=32),
+    },
+    "experts": {"moe": MoEConfig(num_experts=8, ffn_hidden_size=64)},
+}
+
+
+def build(name: str) -> GPT:
+    config = GPTConfig(
+        num_layers=2,
+        hidden_size=128,
+        num_heads=4,
+        num_kv_heads=4 if name == "latent" else 2,
+        vocab_size=512,
+        max_sequence_length=128,
+        init=InitConfig(std=0.3),
+        **MODELS[name],
+    )
+    with torch.device("cuda"):
+        model = GPT(config).bfloat16()
+    initialize(model, 1)
+    return model.eval()
+
+
+def texts(model: GPT, graphs: int, mixed: int, create: bool) -> tuple[list[list[int]], dict[Any, int]]:
+    engine = DynamicEngine(
+        model,
+        num_blocks=100,
+        max_sequences=24,
+        step_tokens=64,
+        cuda_graphs=graphs,
+        cuda_graph_mixed_prefill_count=mixed,
+    )
+    if create:
+        engine.create_cuda_graphs()
+    for number in range(12):
+        prompt = [7 + number, *range(20, 21 + 5 * number)]
+        params = SamplingParams(temperature=0 if number % 2 else 0.7, top_k=40)
+        engine.add(prompt, max_new_tokens=24, sampling_params=params, seed=number)
+        engine.step()
+    return [each.tokens for each in engine.run().values()], engine.graph_uses
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_texts_with_any_number_of_graphs_are_those_without(name: str) -> None:
+    """Rounding may decide between two tokens of almost equal probability; the text then goes another way."""
+    model = build(name)
+    plain, uses = texts(model, 0, 0, create=False)
+    assert not uses
+    for graphs, mixed, create in ((1, 0, False), (1, 4, True), (16, 4, True), (16, 4, False)):
+        found, uses = texts(model, graphs, mixed, create)
+        assert sum(uses.values()) > 20
+        assert any(each.prefill_req_count for each in uses) == (mixed > 0)
+        same = sum(each == other for each, other in zip(found, plain, strict=True))
+        assert same >= 9, (graphs, mixed, create, same)
+
+
+@pytest.mark.parametrize("name", ["llama", "experts"])
+def test_steady_decode_with_sampling_is_one_replay(name: str) -> None:
+    model = build(name)
+    engine = DynamicEngine(model, num_blocks=200, max_sequences=16)
+    engine.create_cuda_graphs()
+    for number in range(16):
+        params = SamplingParams(temperature=0.5 * (number % 3), top_k=50 if number % 2 else None, top_p=0.9)
+        engine.add([5, 6, 7 + number], max_new_tokens=80, sampling_params=params, seed=number)
+    for _ in range(4):
+        engine.step()
+    before = engine.graph_uses
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            for _ in range(40):
+                engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    dimensions = InferenceBatchDimensions(16, 0, 16)
+    assert engine.graph_uses == {**before, dimensions: before.get(dimensions, 0) + 40}
+    launches = {event.key: event.count for event in profile.key_averages() if event.key.startswith("cuda")}
+    assert launches["cudaGraphLaunch"] == 40
+    # inputs to the device, and ids to the host
+    assert launches.get("cudaLaunchKernel", 0) == 0
+    engine.run()
