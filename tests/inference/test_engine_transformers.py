@@ -10,7 +10,8 @@ import torch
 
 from megalight.errors import ConfigurationError
 from megalight.inference import DynamicEngine, SamplingParams, generate
-from megalight.inference.graphs import DecodeGraphs
+from megalight.inference.batch_dimensions import InferenceBatchDimensions
+from megalight.inference.graphs import StepGraphs
 from megalight.models.hf import HFModel
 from tests.parallel.graphs.tape import Tape
 from tests.parallel.tiny_transformers import float64, tiny
@@ -75,7 +76,8 @@ def test_probabilities_of_prompts_graphs_and_batches() -> None:
         engine, tape = DynamicEngine(model, num_blocks=20, block_size=3, max_sequences=5), Tape()
         passes, own = engine._passes, engine.model
         assert isinstance(own, HFModel)
-        passes.graphs = DecodeGraphs(own, engine._scheduler.cache, passes.newest, [5, 2], tape)
+        dimensions = [InferenceBatchDimensions(count, 0, count) for count in (5, 2)]
+        passes.graphs = StepGraphs(own, engine._scheduler.cache, passes.newest, dimensions, tape)
         for prompt in PROMPTS:
             engine.add(prompt, max_new_tokens=NEW, sampling_params=GREEDY, prompt_log_probs=True)
         found = engine.run()
