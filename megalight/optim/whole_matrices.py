@@ -4,7 +4,8 @@ Data parallelism divides a matrix into intervals, tensor parallelism into boxes,
 experts. An element-wise optimizer does not notice. One that looks at a whole matrix does, so here each matrix has a
 *home*: one of the ranks that hold a part of it, unless these have enough work. Homes are chosen by cost, the most
 expensive matrix first, so that ranks do equal work, each matrix once. Matrices of equal shape go together: one
-all-to-all brings them home, one brings the updates back. While one batch is updated, the next one is on its way.
+all-to-all brings them home, one brings the updates back. While one batch is updated, the next one is on its way, and so
+are parameters that are updated already: batches come in the order in which the next forward pass needs their buckets.
 
 What is kept from step to step lies in one of two places. State in the shape of the shards (momentum of Muon) takes the
 memory that an element-wise optimizer's state does. State of a whole matrix (the preconditioners of Shampoo) lies on its
@@ -91,6 +92,11 @@ class HomedMatrix:
     held: dict[int, list[MatrixBox]] = field(default_factory=dict)
     home: int = 0
 
+    @property
+    def buckets(self) -> set[int]:
+        """Indices of the buckets that hold it, on any rank."""
+        return {box.bucket for boxes in self.held.values() for box in boxes}
+
     def sources(self) -> dict[int, list[MatrixBox]]:
         """Return the boxes that each rank sends home: each part once, where several hold it."""
         order = sorted(self.held, key=lambda rank: (rank - self.home) % (max(self.held) + 1))
@@ -113,6 +119,7 @@ class MatrixRound(NamedTuple):
         received: for each rank, ``(index in own, box)``, which come from it.
         returned: for each rank, ``(index in own, box)``, whose updates it gets.
         updated: for each rank, boxes of this rank's shards whose updates come from it.
+        completed: the buckets whose last matrices, on any rank, are in this batch.
     """
 
     shape: tuple[int, int]
@@ -121,6 +128,7 @@ class MatrixRound(NamedTuple):
     received: list[list[tuple[int, MatrixBox]]]
     returned: list[list[tuple[int, MatrixBox]]]
     updated: list[list[MatrixBox]]
+    completed: list[int]
 
 
 class MatrixExchange:
@@ -186,14 +194,22 @@ class MatrixExchange:
 
     def _rounds(self, size: int, gather_bytes: int) -> Iterator[MatrixRound]:
         homes: dict[tuple[int, int], list[list[HomedMatrix]]] = {}
-        for matrix in self.matrices:
+        # The last bucket has the first layers, which the next forward pass needs first.
+        for matrix in sorted(self.matrices, key=lambda each: -max(each.buckets)):
             homes.setdefault(matrix.shape, [[] for _ in range(size)])[matrix.home].append(matrix)
+        batches = []
         for shape, of_rank in homes.items():
             many = matrices_in_batch(gather_bytes, shape)
             for first in range(0, max(map(len, of_rank)), many):
-                yield self._round(shape, [matrices[first : first + many] for matrices in of_rank])
+                batches.append((shape, [matrices[first : first + many] for matrices in of_rank]))
+        found = [{index for each in of_rank for m in each for index in m.buckets} for _, of_rank in batches]
+        order = sorted(range(len(batches)), key=lambda number: -max(found[number]))
+        ends = {index: place for place, number in enumerate(order) for index in found[number]}
+        for place, number in enumerate(order):
+            completed = sorted((index for index, end in ends.items() if end == place), reverse=True)
+            yield self._round(*batches[number], completed)
 
-    def _round(self, shape: tuple[int, int], of_rank: list[list[HomedMatrix]]) -> MatrixRound:
+    def _round(self, shape: tuple[int, int], of_rank: list[list[HomedMatrix]], completed: list[int]) -> MatrixRound:
         mine, size = of_rank[self.rank], len(of_rank)
         sources = [matrix.sources() for matrix in mine]
         return MatrixRound(
@@ -203,14 +219,20 @@ class MatrixExchange:
             [[(i, b) for i, chosen in enumerate(sources) for b in chosen.get(rank, [])] for rank in range(size)],
             [[(i, b) for i, matrix in enumerate(mine) for b in matrix.held.get(rank, [])] for rank in range(size)],
             [[b for matrix in of_rank[rank] for b in matrix.held.get(self.rank, [])] for rank in range(size)],
+            completed,
         )
 
-    def update(self, flats: Mapping[int, Tensor], function: Callable[[Tensor, Mapping[str, Tensor]], Tensor]) -> None:
+    def update(
+        self, flats: Mapping[int, Tensor], function: Callable[[Tensor, Mapping[str, Tensor]], Tensor]
+    ) -> Iterator[int]:
         """Replace every matrix by ``function`` of it and its state.
 
         Args:
             flats: index of a bucket -> flat tensor of this rank's shard, which is changed in place.
             function: ``[B, m, n] -> [B, m, n]``, in the same dtype. It changes the state in place.
+
+        Yields:
+            the index of each bucket, as soon as all of its matrices are replaced; all ranks in the same order.
         """
         coming = self._gather(self.rounds[0], flats) if self.rounds else None
         leaving: tuple[MatrixRound, _Message] | None = None
@@ -222,10 +244,10 @@ class MatrixExchange:
             pieces = [[_part(result[i], box) for i, box in boxes] for boxes in current.returned]
             message = _Message(pieces, [sum(b.numel for b in boxes) for boxes in current.updated], result, self.group)
             if leaving is not None:
-                self._scatter(*leaving, flats)
+                yield from self._scatter(*leaving, flats)
             leaving = current, message
         if leaving is not None:
-            self._scatter(*leaving, flats)
+            yield from self._scatter(*leaving, flats)
 
     def _gather(self, current: MatrixRound, flats: Mapping[int, Tensor]) -> _Message:
         pieces = [[flats[b.bucket][b.start : b.start + b.numel] for b in boxes] for boxes in current.sent]
@@ -244,12 +266,13 @@ class MatrixExchange:
                 first += box.numel
         return whole
 
-    def _scatter(self, current: MatrixRound, message: _Message, flats: Mapping[int, Tensor]) -> None:
+    def _scatter(self, current: MatrixRound, message: _Message, flats: Mapping[int, Tensor]) -> list[int]:
         values, first = message.wait(), 0
         for of_rank in current.updated:
             for box in of_rank:
                 flats[box.bucket][box.start : box.start + box.numel] = values[first : first + box.numel]
                 first += box.numel
+        return current.completed
 
 
 class _Message:
@@ -394,15 +417,14 @@ class WholeMatrixOptimizer(Adam):
                 loss = closure()
         if self.clip is not None:
             self.clip.begin()
-        updates = self._updates()
-        for parameter, group in self._in_turn():
-            if not group["whole_matrices"]:
+        for parameter, group, update in self._in_time():
+            if update is None:
                 self._arrive(parameter)
                 self._update(parameter, group)
                 if self._clipped(parameter) and (copy := self.copies.get(parameter)) is not None:
                     copy.copy_(parameter)
             elif parameter.numel():
-                self._apply(parameter, group, updates[parameter])
+                self._apply(parameter, group, update)
             if parameter in self.after:
                 self.after[parameter]()
         self.grad_scale = self.host_scale = None
@@ -415,28 +437,42 @@ class WholeMatrixOptimizer(Adam):
         if parameter in self.before:
             self.before[parameter]()
 
-    def _updates(self) -> dict[Tensor, Tensor]:
-        """Return what is subtracted from each parameter, times the learning rate, in the shape of the parameter."""
+    def _in_time(self) -> Iterator[tuple[Tensor, dict[str, Any], Tensor | None]]:
+        """Yield the parameters to update, each with its group, and matrices with what is subtracted, times the rate.
+
+        Parameters that are updated travel to other ranks while the next matrices are computed.
+        """
+        of_adam = [pair for pair in self._in_turn() if not pair[1]["whole_matrices"]]
         if self.buckets is None:
-            return self._alone(dict(self._directions()))
+            updates = self._alone({parameter: direction for parameter, _, direction in self._directions()})
+            yield from ((p, group, updates.get(p)) for p, group in self._in_turn())
+            return
         exchanges = self.begun()
+        devices = {bucket.params.device for bucket in self.buckets.values()}
+        yield from ((p, group, None) for p, group in of_adam if p.device in devices)
         # Parameters without a gradient in this step take part as zeros: all ranks send and receive the same always.
         flats = {
             index: torch.zeros(bucket.shard.numel, dtype=self.dtype, device=bucket.params.device)
             for index, bucket in self.buckets.items()
         }
-        views = {}
+        held: dict[int, list[tuple[Tensor, dict[str, Any], Tensor]]] = defaultdict(list)
         # One after the other, so that only one of them is in memory in a wide dtype.
-        for parameter, direction in self._directions():
+        for parameter, group, direction in self._directions():
             index, start = self.places[parameter]
-            views[parameter] = flats[index][start : start + parameter.numel()]
-            views[parameter].copy_(direction)
+            view = flats[index][start : start + parameter.numel()]
+            view.copy_(direction)
+            held[index].append((parameter, group, view))
         for exchange, members in exchanges:
-            exchange.update({index: flats[index] for index in members}, self.update)
-        return views
+            for index in exchange.update({index: flats[index] for index in members}, self.update):
+                yield from (each for each in held[index] if each[0].device in devices)
+        # Masters on the host take long, and the device has all of its work by now.
+        on_host = [(p, group, None) for p, group in of_adam if p.device not in devices] + [
+            each for members in held.values() for each in members if each[0].device not in devices
+        ]
+        yield from sorted(on_host, key=lambda each: self.turns.get(each[0], 0))
 
-    def _directions(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the parameters with matrices that have a gradient, each with its direction."""
+    def _directions(self) -> Iterator[tuple[Tensor, dict[str, Any], Tensor]]:
+        """Yield the parameters with matrices that have a gradient, each with its group and its direction."""
         for parameter, group in self._in_turn():
             if group["whole_matrices"]:
                 self._arrive(parameter)
@@ -447,7 +483,7 @@ class WholeMatrixOptimizer(Adam):
                 )
                 if scale is not None:
                     gradient = gradient * scale
-                yield parameter, self.direction(gradient, self.state[parameter], group)
+                yield parameter, group, self.direction(gradient, self.state[parameter], group)
 
     def begun(self) -> list[tuple[MatrixExchange, list[int]]]:
         """Return the exchanges. The first call makes them, on all ranks together."""
