@@ -122,16 +122,12 @@ def compare(device: torch.device, tiny: bool) -> dict[str, float]:
     return {"error": error, "seconds": min(seconds[:4]), "torch_seconds": min(seconds[4:])}
 
 
-MATMULS = ((2, 4096, 4096), (8, 1024, 4096), (1, 4096, 14336), (21, 768, 2048))
-"""Matrices in a batch, and their sides: attention, keys and values, MLP of an 8B layer; experts of 768 features."""
+MATMULS = ((2, 4096, 4096), (8, 1024, 4096), (1, 4096, 14336), (8, 2048, 2048), (2, 2048, 8192), (21, 768, 2048))
+"""Matrices in a batch, and their sides: attention, keys and values, MLP of an 8B layer; two of a 2B model; experts."""
 TILES = tuple(
-    {"ROWS": rows, "COLUMNS": columns, "DEPTH": depth, "GROUP": group, "num_warps": warps, "num_stages": stages}
-    for rows, columns, depth, group, warps, stages in (
-        (128, 256, 64, 8, 8, 3), (128, 256, 64, 8, 8, 4), (128, 256, 64, 16, 8, 3), (256, 128, 64, 8, 8, 3),
-        (256, 128, 64, 4, 8, 4), (128, 128, 64, 8, 4, 3), (128, 128, 64, 16, 4, 3), (128, 128, 64, 8, 8, 4),
-        (128, 128, 128, 8, 8, 3),
-    )
-)  # fmt: skip
+    {"ROWS": rows, "COLUMNS": columns, "DEPTH": 64, "GROUP": 8, "num_warps": warps, "num_stages": stages}
+    for rows, columns, warps, stages in ((128, 128, 4, 3), (128, 128, 8, 4), (256, 128, 8, 4), (128, 256, 8, 4))
+)
 """Tiles of the kernel to try."""
 
 
