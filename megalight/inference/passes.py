@@ -264,15 +264,15 @@ class PassesInFlight:
         asked: dict[Request, int] = {}
         for request in self._scheduler.running:
             request.guesses = []
-            # Penalties and grammars depend on the tokens before. The base adds a token to the right guesses.
-            plain = not request.sampling_params.penalized and request.matcher is None
-            free = not request.pending and not request.suspect
+            # The base adds a token to the right guesses.
             left = request.max_new_tokens - (len(request.tokens) - request.prompt_length) - 1
-            if plain and free and left and self._scheduler.unread(request) == 1:
+            if not (request.pending or request.suspect) and left and self._scheduler.unread(request) == 1:
                 asked[request] = left
         if asked:
             for request, guesses in zip(asked, self._speculator.guess([*asked], [*asked.values()]), strict=True):
                 request.guesses = guesses
+                if request.matcher is not None:
+                    request.guesses = guesses[: request.matcher.validate_tokens(guesses)]
 
     def _sampling(
         self,

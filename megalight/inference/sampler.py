@@ -22,9 +22,11 @@ class PassSampling:
 
     Args:
         counts: of tokens of requests, which outlast the pass.
-        requests: ``n`` requests. With penalties, each has a slot of its own.
+        requests: ``n`` requests, each with a slot of its own if it has penalties. With ``ahead`` some come several
+            times.
         rows: the row of each among the logits. None: all rows, in order.
-        ahead: how many tokens lie between those of each request and the one that is sampled. None: none.
+        ahead: how many guesses lie between the tokens of each request and the one that is sampled. None: none, and the
+            one that is sampled follows for sure.
         scored: rows and labels ``[M]`` of tokens of prompts whose log-probabilities are wanted.
 
     Attributes:
@@ -43,6 +45,7 @@ class PassSampling:
         self.scores: Tensor | None = None
         self._counts, self._requests, self._rows = counts, requests, rows
         self._ahead = [0] * len(requests) if ahead is None else ahead
+        self._follows = ahead is None
 
     @property
     def places(self) -> Sequence[int]:
@@ -96,12 +99,12 @@ class PassSampling:
         if self._rows is not None and len(self._rows) < len(logits):
             logits = logits[to_device(self._rows, torch.int64, logits.device)]
         penalized = any(request.sampling_params.penalized for request in requests)
-        changed = counts.penalize(logits, requests, ranks) if penalized else logits
+        changed = counts.penalize(logits, requests, self._ahead, ranks) if penalized else logits
         changed = _biased(changed, requests, self._ahead, ranks)
-        changed = _constrained(changed, requests, ranks)
+        changed = _constrained(changed, requests, self._ahead, ranks)
         rows = self._sampling_rows(logits.device)
         tokens = sample_tokens(changed, rows, ranks=ranks)
-        if penalized:
+        if penalized and self._follows:
             counts.add(tokens)
         results = tokens.double()[:, None]
         if self.shape[1] == 1:
@@ -161,13 +164,24 @@ def _biased(logits: Tensor, requests: Sequence[Request], ahead: Sequence[int], r
     return wide
 
 
-def _constrained(logits: Tensor, requests: Sequence[Request], ranks: VocabularyRanks | None) -> Tensor:
-    """Exclude the tokens that grammars of requests do not allow."""
-    rows = [row for row, request in enumerate(requests) if request.matcher is not None]
+def _constrained(
+    logits: Tensor, requests: Sequence[Request], ahead: Sequence[int], ranks: VocabularyRanks | None
+) -> Tensor:
+    """Exclude the tokens that grammars of requests do not allow, after their guesses, too."""
+    rows: list[int] = []
+    masks: list[NDArray[np.int32]] = []
+    for row, (request, more) in enumerate(zip(requests, ahead, strict=True)):
+        if request.matcher is None:
+            continue
+        # A copy reads the guesses, as most of them may be wrong.
+        matcher = request.matcher.deep_copy() if more else request.matcher
+        if more:
+            matcher.consume_tokens(request.guesses[:more])
+        rows.append(row)
+        masks.append(np.frombuffer(matcher.compute_bitmask(), np.int32))
     if not rows:
         return logits
-    masks = np.concatenate([np.frombuffer(requests[row].matcher.compute_bitmask(), np.int32) for row in rows])
-    there, numbers = to_device_packed([masks, np.array(rows)], logits.device)
+    there, numbers = to_device_packed([np.concatenate(masks), np.array(rows)], logits.device)
     words = there.view(len(rows), -1)
     first = 0 if ranks is None else ranks.first
     # Of padding any bit: its logits are excluded already.
@@ -187,19 +201,23 @@ class TokenCounts:
 
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
-        # Of which request each slot has counts.
+        # Of which request each slot has counts, and of how many of its tokens.
         self._owners: dict[int, Request] = {}
+        self._known: dict[int, int] = {}
         # One row more for requests without penalties, and one column for tokens of other ranks.
         self._seen: Tensor | None = None
         self._counts: Tensor | None = None
-        self._now: tuple[Tensor, int, int] | None = None
+        self._now: tuple[Tensor, list[int], int, int] | None = None
 
     def forget(self) -> None:
         """Forget the tokens of all requests: those that only the device knows will be sampled again."""
         self._owners.clear()
+        self._known.clear()
 
-    def penalize(self, logits: Tensor, requests: Sequence[Request], ranks: VocabularyRanks | None) -> Tensor:
-        """Return logits ``[n, V]`` with the penalties of requests, float32 or wider."""
+    def penalize(
+        self, logits: Tensor, requests: Sequence[Request], ahead: Sequence[int], ranks: VocabularyRanks | None
+    ) -> Tensor:
+        """Return logits ``[n, V]`` with the penalties of requests after their guesses, float32 or wider."""
         columns, first, device = logits.shape[1], (0 if ranks is None else ranks.first), logits.device
         if self._counts is None or self._seen is None:
             self._counts = torch.zeros(self._num_slots + 1, columns + 1, dtype=torch.int32, device=device)
@@ -211,20 +229,25 @@ class TokenCounts:
                 continue
             assert request.slot is not None
             slots.append(request.slot)
-            if self._owners.get(request.slot) is not request:
-                self._owners = {slot: owner for slot, owner in self._owners.items() if owner is not request}
-                self._owners[request.slot] = request
-                self._count(request, request.slot, first, columns)
+            self._count(request, request.slot, first, columns)
         each = [request.sampling_params for request in requests]
         penalties = np.array([(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in each]).T
         there, numbers = to_device_packed(
             [np.ascontiguousarray(penalties).ravel().view(np.int64), np.array(slots)], device
         )
-        self._now = numbers, first, columns
+        self._now = numbers, slots, first, columns
         repetition, presence, frequency = (
             there.view(torch.float64).view(3, -1, 1).to(torch.promote_types(logits.dtype, torch.float32))
         )
         counts, seen = self._counts[numbers, :columns], self._seen[numbers, :columns]
+        guessed = [
+            row * columns + token - first
+            for row, (request, more) in enumerate(zip(requests, ahead, strict=True))
+            for token in request.guesses[:more]
+            if first <= token < first + columns
+        ]
+        if guessed:
+            counts.view(-1).index_add_(0, *_once(guessed, device))
         factor = torch.where(seen | (counts > 0), repetition, 1.0)
         wide = logits.to(factor.dtype)
         wide = torch.where(wide > 0, wide / factor, wide * factor)
@@ -233,20 +256,37 @@ class TokenCounts:
     def add(self, tokens: Tensor) -> None:
         """Count what was sampled from the logits that were penalized last: ``[n]``."""
         assert self._now is not None and self._counts is not None
-        slots, first, columns = self._now
+        numbers, slots, first, columns = self._now
         own = (tokens >= first) & (tokens < first + columns)
-        places = slots * (columns + 1) + torch.where(own, tokens - first, columns)
+        places = numbers * (columns + 1) + torch.where(own, tokens - first, columns)
         self._counts.view(-1).index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
+        for slot in slots:
+            if slot in self._known:
+                self._known[slot] += 1
 
     def _count(self, request: Request, slot: int, first: int, columns: int) -> None:
-        assert self._counts is not None and self._seen is not None and not request.pending
-        tokens = [token - first if first <= token < first + columns else columns for token in request.tokens]
-        places = to_device(tokens, torch.int64, self._counts.device)
-        new = places[request.prompt_length :]
-        self._seen[slot] = False
-        self._seen[slot].index_fill_(0, places[: request.prompt_length], True)
-        self._counts[slot] = 0
-        self._counts[slot].index_add_(0, new, torch.ones_like(new, dtype=torch.int32))
+        """Count the tokens of a request that are not counted yet."""
+        assert self._counts is not None and self._seen is not None
+        if self._owners.get(slot) is not request:
+            self._owners = {other: owner for other, owner in self._owners.items() if owner is not request}
+            self._owners[slot], self._known[slot] = request, 0
+            self._seen[slot], self._counts[slot] = False, 0
+        known, length = self._known[slot], request.prompt_length
+        if known >= len(request.tokens):
+            return
+        assert not request.pending
+        self._known[slot] = len(request.tokens)
+        tokens = [token - first if first <= token < first + columns else columns for token in request.tokens[known:]]
+        if prompt := tokens[: max(0, length - known)]:
+            self._seen[slot].index_fill_(0, to_device(prompt, torch.int64, self._seen.device), True)
+        if new := tokens[max(0, length - known) :]:
+            self._counts[slot].index_add_(0, *_once(new, self._counts.device))
+
+
+def _once(places: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return places on the device, and a one for each."""
+    there = to_device(places, torch.int64, device)
+    return there, torch.ones_like(there, dtype=torch.int32)
 
 
 def log_probs_of(logits: Tensor, tokens: Tensor, top: int, ranks: VocabularyRanks | None) -> Tensor:

@@ -139,11 +139,12 @@ def speculate(model: Any, draft: DraftModel) -> Any:
 
 def _drafted(name: str, options: dict[str, Any]) -> Any:
     _, _, model = divided(name, options)
-    plain = [ask(model, request) for request in REQUESTS]
+    requests = [*REQUESTS, {**REQUESTS[0], "frequency_penalty": 1.0, "repetition_penalty": 1.2}]
+    plain = [ask(model, request) for request in requests]
     try:
         found = speculate(model, draft_of(name))
         assert found[0] == plain[0]
-        return found, [ask(model, {**request, "draft": draft_of(name)}) for request in REQUESTS] == plain
+        return found, [ask(model, {**request, "draft": draft_of(name)}) for request in requests] == plain
     except ConfigurationError as error:
         return str(error)
 

@@ -21,6 +21,7 @@ from megalight.models.gpt import GPT
 from megalight.nn.init import initialize
 from megalight.ops.sample_tokens import VocabularyRanks
 from tests.inference.test_generate import PROMPTS, build
+from tests.inference.test_speculator import Told
 
 pytestmark = pytest.mark.skipif(not has("llguidance"), reason="needs llguidance")
 
@@ -87,6 +88,35 @@ def test_constrained_completions_keep_to_their_grammar_beside_others(
     alone = DynamicEngine(model, num_blocks=40)
     alone.add(PROMPTS[1], grammar=words, seed=10, **options)
     assert alone.run()[0].tokens == done[second + 1].tokens
+
+
+@pytest.mark.parametrize("processed", [False, True])
+def test_guesses_keep_to_grammars_and_change_no_text(
+    processed: bool, model: GPT, compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    grammar = compiler.json_schema(SCHEMA)
+    params = SamplingParams(temperature=0.8, logit_bias={tokenizer.encode(" ")[0]: -20.0})
+    found: list[list[Completion]] = []
+    for wrong in (0, 99, 3, 1):
+        speculator = Told([each.tokens for each in found[0]], wrong, VOCABULARY) if wrong else None
+        engine = DynamicEngine(model, num_blocks=40, speculator=speculator)
+        engine.add(
+            [5],
+            max_new_tokens=60,
+            grammar=grammar,
+            sampling_params=params,
+            seed=3,
+            n=4,
+            log_probs=True,
+            processed_log_probs=processed,
+        )
+        found.append([*engine.run().values()])
+        assert (engine.draft_rounds.accepted == engine.draft_rounds.drafted) == (wrong in (0, 99))
+        assert (sum(engine.draft_rounds.accepted) > 9) == (wrong in (99, 3))
+    for others in found[1:]:
+        for one, other in zip(found[0], others, strict=True):
+            assert one.tokens == other.tokens
+            assert one.log_probs == pytest.approx(other.log_probs, abs=1e-9)
 
 
 def test_other_requests_run_ahead_of_constrained_ones(model: GPT, compiler: GrammarCompiler) -> None:

@@ -10,10 +10,10 @@ import torch
 from megalight.inference import Completion, DynamicEngine, SamplingParams, generate, sample
 from megalight.inference.batch_dimensions import InferenceBatchDimensions
 from megalight.inference.graphs import StepGraphs
-from megalight.models.eagle import DraftModel, EagleConfig
+from megalight.inference.speculator import EagleSpeculator, NGramSpeculator
 from megalight.models.gpt import GPT
-from megalight.nn.init import initialize
 from tests.inference.test_generate import PROMPTS, build, last_logits
+from tests.inference.test_speculator import Told, draft_of
 from tests.parallel.graphs.tape import Tape
 
 EOS = (3, 4)
@@ -143,17 +143,24 @@ def test_a_function_may_end_a_completion_after_its_least_tokens() -> None:
     assert asked == [1, 2, 3]
 
 
-def test_a_draft_guesses_under_biases_and_not_under_penalties() -> None:
+def test_guesses_change_no_text_whatever_the_settings() -> None:
     model = build()
-    draft = DraftModel(EagleConfig().beside(model.config)).double()
-    initialize(draft, 3)
-    for number in (3, 5):
-        settings = SETTINGS[number]
-        options: dict[str, Any] = {"max_new_tokens": 10, "eos_id": EOS, "seed": 30 + number, "draft": draft}
-        found = generate(model, [PROMPTS[number % 4]], **options, **settings)
-        assert found == [text(model, PROMPTS[number % 4], 30 + number, 10, settings)]
-    options = {"max_new_tokens": 12, "seed": 3, "presence_penalty": 1.0, "temperature": 1.5}
-    assert generate(model, PROMPTS, draft=draft, **options) == generate(model, PROMPTS, **options)
+    wanted = expected(model)
+    for speculator in (
+        *(Told(wanted, wrong) for wrong in (99, 3, 1)),
+        NGramSpeculator(3, shortest=1),
+        EagleSpeculator(draft_of(model), model),
+    ):
+        engine = DynamicEngine(
+            model, num_blocks=12, block_size=3, max_sequences=4, step_tokens=9, speculator=speculator
+        )
+        for _ in range(2):
+            ask(engine)
+            assert tokens_of(engine.run()) == wanted
+        assert engine.draft_rounds.drafted
+    for number in (0, 3):
+        options: dict[str, Any] = {"max_new_tokens": 10, "eos_id": EOS, "seed": 30 + number, "draft": draft_of(model)}
+        assert generate(model, [PROMPTS[number % 4]], **options, **SETTINGS[number]) == [wanted[number]]
 
 
 def test_biases_leave_log_probabilities_to_the_model() -> None:
