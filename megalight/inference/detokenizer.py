@@ -6,7 +6,7 @@ text. All parts together are the text that decoding all tokens at once gives, up
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from megalight.data.tokenizer import Tokenizer
 
@@ -25,14 +25,21 @@ class Detokenizer:
         tokenizer: decodes tokens.
         prompt: the tokens in front of the completion.
         stop: texts that end the completion, which they are no part of.
+        special_text: special tokens that are text; others are none.
 
     Attributes:
         text: what :meth:`add` and :meth:`finish` have returned so far.
         stopped: whether a stop text has come.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
-        self._tokenizer, self._stop = tokenizer, tuple(stop)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        stop: Sequence[str] = (),
+        special_text: Collection[int] = (),
+    ) -> None:
+        self._tokenizer, self._stop, self._special_text = tokenizer, tuple(stop), frozenset(special_text)
         self._longest_stop = max(map(len, self._stop), default=0)
         # Tokens that are decoded for good, and show how the next ones read; and those after them.
         self._context = self._end_of(prompt)
@@ -53,6 +60,10 @@ class Detokenizer:
 
     def add(self, token: int) -> str:
         """Add the next token; return the text that is certain now, which may be empty."""
+        if token in self._special_text and not self.stopped:
+            rest = self._tokenizer.decode_after(self._context, self._fresh) if self._fresh else ""
+            self._context, self._fresh = self._context + self._fresh, []
+            return self._send(rest + self._tokenizer.decode([token]))
         # Special tokens, and rows of the embedding that pad it, are no text.
         if self.stopped or token not in self._tokenizer.text_tokens:
             return ""

@@ -278,6 +278,19 @@ class DynamicEngine:
                 "a grammar needs equal calls on all ranks; make the engine with first_rank_only=False."
             )
 
+    def log_probs(self, number: int) -> tuple[list[float] | None, list[dict[int, float]] | None, list[float] | None]:
+        """Return those of a request so far, which grow: of its tokens, of the most probable ones, of its prompt.
+
+        None: nobody asked; see :class:`Completion`.
+
+        Raises:
+            DataError: there is no such request, or it has ended.
+        """
+        if number not in self._requests:
+            raise DataError(f"there is no request {number}, or it has ended.")
+        request = self._requests[number]
+        return request.log_probs, request.top_log_probs if request.top_count else None, request.prompt_log_probs
+
     def restore(self, record: RequestRecord, *, stop: Stop | None = None) -> int:
         """Add a request of another engine, with the tokens that it has; return its number.
 

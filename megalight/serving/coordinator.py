@@ -14,6 +14,7 @@ import uuid
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import msgspec
 import zmq
@@ -43,6 +44,7 @@ from megalight.serving.messages import (
     encode,
 )
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 SILENCE = 2.0
@@ -334,8 +336,8 @@ class DataParallelInferenceCoordinator:
             engine.load += len(output.tokens)
             ended = output.reason is not None or output.error is not None
             named = msgspec.structs.replace(output, id=request.id)
-            if request.log_probs or request.prompt_log_probs:
-                # They come with the last output, of all tokens: elsewhere the request would run again as a whole.
+            if request.prompt_log_probs:
+                # Elsewhere the tokens so far would be part of the prompt: the request would run again as a whole.
                 pending.held.append(named)
                 named = _joined(pending.held)
             if ended or not pending.held:
@@ -449,5 +451,13 @@ def _joined(outputs: Sequence[Output]) -> Output:
         outputs[-1],
         text="".join(each.text for each in outputs),
         tokens=[token for each in outputs for token in each.tokens],
+        log_probs=_all([each.log_probs for each in outputs]),
+        top_log_probs=_all([each.top_log_probs for each in outputs]),
+        prompt_log_probs=_all([each.prompt_log_probs for each in outputs]),
         cached_tokens=max(each.cached_tokens for each in outputs),
     )
+
+
+def _all(parts: Sequence[list[T] | None]) -> list[T] | None:
+    found = [part for part in parts if part is not None]
+    return [each for part in found for each in part] if found else None

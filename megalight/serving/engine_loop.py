@@ -20,7 +20,7 @@ from megalight.inference.blocks import BLOCK_SIZE
 from megalight.inference.detokenizer import Detokenizer
 from megalight.inference.grammar import Grammar, GrammarCompiler, GrammarSource
 from megalight.inference.parallel import GenerativeModel
-from megalight.inference.scheduler import Reason
+from megalight.inference.scheduler import Completion, Reason
 from megalight.inference.text_requests import is_text
 from megalight.models.hf.config import UNBOUNDED
 
@@ -88,9 +88,10 @@ class EngineRequest:
         ends: tokens that end the completion.
         stop: texts that end it, which they are no part of.
         seed: of its samples; None: another one each time.
-        log_probs: whether the last output has the log-probabilities of all tokens.
-        top_log_probs: for how many of the most probable tokens it has them, too, with ``log_probs``.
-        prompt_log_probs: whether it has those of the prompt's tokens but the first.
+        log_probs: whether outputs have the log-probabilities of their tokens.
+        top_log_probs: for how many of the most probable tokens they have them, too, with ``log_probs``.
+        prompt_log_probs: whether the first output has those of the prompt's tokens but the first.
+        special_text: special tokens that the text has, as others have none.
         grammar: what the completion may be; None: anything.
         generated: tokens of the completion that another engine has given before. Outputs go on from there.
 
@@ -109,6 +110,7 @@ class EngineRequest:
     top_log_probs: int = 0
     prompt_log_probs: bool = False
     grammar: GrammarSource | None = None
+    special_text: Collection[int] = ()
     generated: Sequence[int] = ()
 
     def __post_init__(self) -> None:
@@ -127,9 +129,9 @@ class EngineOutput:
         text: new text, which later outputs continue. It may be empty.
         tokens: new tokens.
         reason: why the completion ended; None: it goes on.
-        log_probs: at the end, of all tokens, before temperature, top-k and top-p; None: nobody asked.
-        top_log_probs: at the end, for each token the most probable ones with theirs; None: nobody asked.
-        prompt_log_probs: at the end, of the prompt's tokens but the first; None: nobody asked.
+        log_probs: of the new tokens, before temperature, top-k and top-p; None: nobody asked.
+        top_log_probs: for each new token the most probable ones with theirs; None: nobody asked.
+        prompt_log_probs: with the first token, of the prompt's tokens but the first; None: nobody asked.
         cached_tokens: tokens of the prompt that did not run, because the prefix cache had them.
         error: why the request was refused, or lost. Nothing follows.
     """
@@ -156,7 +158,10 @@ class _Running:
     def __init__(self, request: EngineRequest, tokenizer: Tokenizer | None) -> None:
         self.id, self.stops = request.id, bool(request.stop)
         self._read, self._text = 0, ""
-        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, request.prompt, request.stop)
+        self._detokenizer = None
+        if tokenizer is not None:
+            self._detokenizer = Detokenizer(tokenizer, request.prompt, request.stop, request.special_text)
+        self.log_probs, self.prompt_log_probs = request.log_probs, request.prompt_log_probs
         for token in request.generated:
             self.read(token)
         # Their text was sent, too.
@@ -285,21 +290,39 @@ class EngineLoop:
             if tokens and not running.stops:
                 running.read(tokens[0])
             completion = step.finished.get(number)
+            log_probs, top, prompt = self._log_probs(number, running, completion, len(tokens))
             outputs.append(
                 EngineOutput(
                     id=running.id,
                     text=running.text(ended=completion is not None),
                     tokens=tokens,
                     reason=None if completion is None else completion.reason,
-                    log_probs=None if completion is None else completion.log_probs,
-                    top_log_probs=None if completion is None else completion.top_log_probs,
-                    prompt_log_probs=None if completion is None else completion.prompt_log_probs,
+                    log_probs=log_probs,
+                    top_log_probs=top,
+                    prompt_log_probs=prompt,
                     cached_tokens=step.shared.get(number, 0),
                 )
             )
             if completion is not None:
                 del self._running[number], self._numbers[running.id]
         return outputs
+
+    def _log_probs(
+        self, number: int, running: _Running, completion: Completion | None, new: int
+    ) -> tuple[list[float] | None, list[dict[int, float]] | None, list[float] | None]:
+        if not (running.log_probs or running.prompt_log_probs):
+            return None, None, None
+        if completion is None:
+            log_probs, top, prompt = self.engine.log_probs(number)
+        else:
+            log_probs, top, prompt = completion.log_probs, completion.top_log_probs, completion.prompt_log_probs
+        wanted = new and running.prompt_log_probs
+        running.prompt_log_probs = running.prompt_log_probs and not wanted
+        return (
+            None if log_probs is None else log_probs[len(log_probs) - new :],
+            None if top is None else top[len(top) - new :],
+            prompt if wanted else None,
+        )
 
 
 @dataclass(frozen=True)

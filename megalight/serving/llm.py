@@ -445,12 +445,13 @@ class _Collected:
 
     def __init__(self, prompt_tokens: int) -> None:
         self._prompt_tokens, self._cached_tokens = prompt_tokens, 0
-        self._text, self._tokens = list[str](), list[int]()
+        self._text, self._tokens, self._log_probs = list[str](), list[int](), list[float]()
         self._last: EngineOutput | None = None
 
     def add(self, output: EngineOutput) -> None:
         self._text.append(output.text)
         self._tokens += output.tokens
+        self._log_probs += output.log_probs or []
         self._cached_tokens = max(self._cached_tokens, output.cached_tokens)
         self._last = output
 
@@ -460,7 +461,7 @@ class _Collected:
             text="".join(self._text),
             tokens=self._tokens,
             reason=self._last.reason,
-            log_probs=self._last.log_probs,
+            log_probs=None if self._last.log_probs is None else self._log_probs,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
         )

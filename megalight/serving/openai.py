@@ -10,7 +10,8 @@ import itertools
 import json
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -20,6 +21,7 @@ from megalight.errors import MegalightError
 from megalight.inference import SamplingParams
 from megalight.inference.grammar import GrammarSource
 from megalight.serving.engine_loop import EngineOutput
+from megalight.serving.tool_calls import AnswerParser, Part, ToolForm, call_id
 
 FINISH = {"end": "stop", "stop": "stop", "length": "length"}
 """Why a completion ended -> OpenAI's word."""
@@ -171,7 +173,7 @@ class Sampled(Body):
 
     @property
     def grammar(self) -> GrammarSource | None:
-        """What the completion may be, or None.
+        """What the body says that the completion may be, or None.
 
         Raises:
             APIError: a request says it twice, or not at all, or at length; or it does not go with another parameter.
@@ -291,12 +293,78 @@ class TextPart(Body):
     text: str
 
 
+class Function(Body):
+    """What a tool does."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionCall(Body):
+    """What a message has called."""
+
+    name: str
+    arguments: str
+
+
+class MessageToolCall(Body):
+    """A call in a message."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The call as chat templates read it: with its arguments as an object.
+
+        Raises:
+            APIError: they are none.
+        """
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise APIError(400, "messages: the arguments of a tool call are no JSON.", "messages") from error
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": self.type, "function": function}
+
+
+class FunctionName(Body):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """The tool that an answer must call."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class ChatMessage(Body):
-    """A message."""
+    """A message. Those of answers may be sent again as they are."""
 
     role: Annotated[str, Field(min_length=1, max_length=32)]
     content: str | list[TextPart] | None = None
     name: str | None = None
+    tool_calls: list[MessageToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: None = None
+    audio: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    function_call: None = None
 
     @property
     def values(self) -> dict[str, Any]:
@@ -304,16 +372,19 @@ class ChatMessage(Body):
         content = self.content
         if isinstance(content, list):
             content = "".join(part.text for part in content)
-        return {"role": self.role, "content": content or ""} | ({} if self.name is None else {"name": self.name})
+        found: dict[str, Any] = {"role": self.role, "content": content or ""}
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            if (value := getattr(self, name)) is not None:
+                found[name] = value
+        if self.tool_calls:
+            found["tool_calls"] = [call.values for call in self.tool_calls]
+        return found
 
 
 class ChatBody(Sampled):
     """``/v1/chat/completions``."""
 
     unserved: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "tools": ([],),
-        "tool_choice": ("none",),
-        "parallel_tool_calls": (True,),
         "modalities": (["text"],),
         "functions": ([],),
         "function_call": ("none",),
@@ -326,8 +397,8 @@ class ChatBody(Sampled):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOG_PROBS)] | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     modalities: Any = None
     functions: Any = None
@@ -336,6 +407,47 @@ class ChatBody(Sampled):
     audio: Any = None
     prediction: Any = None
     web_search_options: Any = None
+
+    @property
+    def callable_tools(self) -> list[dict[str, Any]]:
+        """The tools as chat templates read them; none, if the answer must not call any.
+
+        Raises:
+            APIError: ``tool_choice`` or a name does not fit them, or the answer cannot be held to them.
+        """
+        tools = [tool.model_dump(exclude_unset=True) for tool in self.tools or []]
+        names = [tool["function"]["name"] for tool in tools]
+        if len({*names}) < len(names):
+            raise APIError(400, "tools: two have the same name; give each its own.", "tools")
+        choice = self.tool_choice
+        if choice not in (None, "none") and not tools:
+            raise APIError(400, "tool_choice needs tools; give some, or leave it out.", "tool_choice")
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise APIError(400, "tool_choice names no tool of tools.", "tool_choice")
+        if choice == "none" or not tools:
+            return []
+        forced = self.forced_tools
+        if not forced and any(tool["function"].get("strict") for tool in tools):
+            raise APIError(
+                400, "tools: strict is served with tool_choice required or a name alone; leave it out.", "tools"
+            )
+        if not forced and self.parallel_tool_calls is False:
+            raise APIError(
+                400,
+                "parallel_tool_calls: false is served with tool_choice required or a name alone; leave it out.",
+                "parallel_tool_calls",
+            )
+        if forced and self.grammar is not None:
+            raise APIError(400, "tool_choice does not go with a grammar; leave one out.", "tool_choice")
+        return tools
+
+    @property
+    def forced_tools(self) -> list[dict[str, Any]]:
+        """The functions of which the answer must call one; none, if it need not."""
+        choice = self.tool_choice
+        name = choice.function.name if isinstance(choice, NamedTool) else None
+        functions = [tool.function.model_dump(exclude_unset=True) for tool in self.tools or []]
+        return [each for each in functions if each["name"] == name or choice == "required"]
 
     @property
     def top_log_probs(self) -> int | None:
@@ -355,6 +467,7 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
 
 
 class DetokenizeBody(Body):
@@ -362,6 +475,31 @@ class DetokenizeBody(Body):
 
     model: str | None = None
     tokens: list[Token]
+
+
+@dataclass
+class _Choice:
+    """What a choice has so far."""
+
+    parser: AnswerParser | None
+    text: str = ""
+    reasoning: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    top_log_probs: list[dict[int, float]] = field(default_factory=list)
+    prompt_log_probs: list[float] | None = None
+    cached: int = 0
+    reason: str | None = None
+    characters: int = 0
+    """Those of tokens that have been told with their log-probabilities."""
+
+    @property
+    def finish_reason(self) -> str | None:
+        """OpenAI's word for why it ended."""
+        if self.reason is None:
+            return None
+        return "tool_calls" if self.calls and self.reason != "length" else FINISH[self.reason]
 
 
 class CompletionAnswer:
@@ -372,25 +510,30 @@ class CompletionAnswer:
         request_id: its name in the answer.
         prompts: the token ids of each prompt. Choice ``k`` is of prompt ``k // n``.
         tokenizer: says how tokens read.
+        parser: returns what reads a choice; None: its text is all there is.
+        form: how the model writes calls of tools.
     """
 
     def __init__(
-        self, body: CompletionBody | ChatBody, request_id: str, prompts: Sequence[list[int]], tokenizer: Tokenizer
+        self,
+        body: CompletionBody | ChatBody,
+        request_id: str,
+        prompts: Sequence[list[int]],
+        tokenizer: Tokenizer,
+        parser: Callable[[], AnswerParser | None] = lambda: None,
+        form: ToolForm | None = None,
     ) -> None:
-        self._body, self._prompts, self._tokenizer = body, prompts, tokenizer
+        self._body, self._prompts, self._tokenizer, self._form = body, prompts, tokenizer, form
         self._chat = isinstance(body, ChatBody)
         self._each = body.n or 1
-        self._count = self._each * len(prompts)
-        self._texts, self._tokens = [""] * self._count, [list[int]() for _ in range(self._count)]
-        self._last: dict[int, EngineOutput] = {}
-        self._cached = [0] * self._count
+        self._choices = [_Choice(parser()) for _ in range(self._each * len(prompts))]
         kind = "chat.completion" if self._chat else "text_completion"
         common = {"id": request_id, "created": int(time.time()), "model": body.model}
         self._whole = {**common, "object": kind}
         self._chunk = {**common, "object": f"{kind}.chunk" if self._chat else kind}
 
-    def take(self, choice: int, output: EngineOutput) -> None:
-        """Take what a step gave a choice.
+    def take(self, place: int, output: EngineOutput) -> list[dict[str, Any]]:
+        """Take what a step gave a choice, and return what is new in its message, as deltas.
 
         Raises:
             APIError: its logits hold NaN or infinity.
@@ -399,49 +542,80 @@ class CompletionAnswer:
             raise APIError(400, f"the {grammar.kind} needs too much work, or the logits hold NaN.", "response_format")
         if output.reason == "error":
             raise APIError(500, "the model's logits hold NaN or infinity, so no token can be sampled.")
-        self._texts[choice] += output.text
-        self._tokens[choice] += output.tokens
-        self._cached[choice] = max(self._cached[choice], output.cached_tokens)
+        choice = self._choices[place]
+        choice.tokens += output.tokens
+        choice.log_probs += output.log_probs or []
+        choice.top_log_probs += output.top_log_probs or []
+        if output.prompt_log_probs is not None:
+            choice.prompt_log_probs = output.prompt_log_probs
+        choice.cached = max(choice.cached, output.cached_tokens)
+        choice.reason = output.reason
+        if choice.parser is None:
+            choice.text += output.text
+            return [{"content": output.text}] if output.text else []
+        parts = choice.parser.add(output.text)
         if output.last:
-            self._last[choice] = output
+            parts += choice.parser.finish()
+        return [self._delta(choice, part) for part in parts]
+
+    def _delta(self, choice: _Choice, part: Part) -> dict[str, Any]:
+        if part.call is None:
+            choice.text += part.content
+            choice.reasoning += part.reasoning
+            return {"reasoning_content": part.reasoning} if part.reasoning else {"content": part.content}
+        assert self._form is not None
+        function = {"name": part.call.name, "arguments": part.call.arguments}
+        call = {"id": call_id(self._form), "type": "function", "function": function}
+        choice.calls.append(call)
+        return {"tool_calls": [{"index": len(choice.calls) - 1, **call}]}
 
     def whole(self) -> dict[str, Any]:
         """Return the answer."""
         choices = []
-        for choice in range(self._count):
-            last, text = self._last[choice], self._echo(choice) + self._texts[choice]
-            found = self._choice(choice, FINISH[str(last.reason)], self._tokens[choice])
-            if last.log_probs is not None:
-                found["logprobs"] = self._log_probs(choice, last)
+        for place, choice in enumerate(self._choices):
+            found = self._choice(place, choice.finish_reason, choice.tokens)
+            if self._body.top_log_probs is not None:
+                found["logprobs"] = self._log_probs(place, 0, whole=True)
             if self._chat:
-                found["message"] = {"role": "assistant", "content": text, "refusal": None}
+                # As OpenAI: an answer that is calls alone has no content.
+                content = choice.text if choice.text or not (choice.calls or choice.reasoning) else None
+                found["message"] = {"role": "assistant", "content": content, "refusal": None}
+                if choice.reasoning:
+                    found["message"]["reasoning_content"] = choice.reasoning
+                if choice.calls:
+                    found["message"]["tool_calls"] = choice.calls
             else:
-                found["text"] = text
+                found["text"] = self._echo(place) + choice.text
             if self._body.return_token_ids:
-                found["prompt_token_ids"] = self._prompts[choice // self._each]
+                found["prompt_token_ids"] = self._prompts[place // self._each]
             choices.append(found)
         return {**self._whole, "choices": choices, "usage": self.usage()}
 
     def first_chunks(self) -> Iterator[dict[str, Any]]:
         """Yield the chunks in front of all tokens: roles, and prompts that are echoed."""
-        for choice in range(self._count):
+        for place in range(len(self._choices)):
+            found = self._choice(place, None)
+            if self._body.return_token_ids:
+                found["prompt_token_ids"] = self._prompts[place // self._each]
             if self._chat:
-                yield self._chunk_of(self._choice(choice, None) | {"delta": {"role": "assistant", "content": ""}})
-            elif echo := self._echo(choice):
-                yield self._chunk_of(self._choice(choice, None) | {"text": echo})
+                yield self._chunk_of(found | {"delta": {"role": "assistant", "content": ""}})
+            elif (echo := self._echo(place)) or self._body.return_token_ids:
+                yield self._chunk_of(found | {"text": echo})
 
-    def chunk(self, choice: int, output: EngineOutput) -> dict[str, Any] | None:
-        """Return the chunk for an output, or None if it has nothing to say."""
-        ended = output.reason is not None
-        wants_tokens = bool(output.tokens) and self._body.return_token_ids
-        if not (output.text or ended or wants_tokens):
-            return None
-        found = self._choice(choice, FINISH[str(output.reason)] if ended else None, output.tokens)
-        if self._chat:
-            found["delta"] = {"content": output.text} if output.text or not ended else {}
-        else:
-            found["text"] = output.text
-        return self._chunk_of(found)
+    def chunks(self, place: int, output: EngineOutput, deltas: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Yield the chunks for an output, of which :meth:`take` has returned the deltas; there may be none."""
+        choice, new = self._choices[place], len(output.tokens)
+        tells = new > 0 and (self._body.return_token_ids or self._body.top_log_probs is not None)
+        # Tokens and the reason come once, with the last chunk.
+        for delta in deltas[:-1]:
+            yield self._chunk_of(self._choice(place, None) | {"delta": delta})
+        if not (deltas or tells or output.last):
+            return
+        found = self._choice(place, choice.finish_reason, output.tokens)
+        if new and self._body.top_log_probs is not None:
+            found["logprobs"] = self._log_probs(place, len(choice.tokens) - new)
+        delta = deltas[-1] if deltas else {}
+        yield self._chunk_of(found | ({"delta": delta} if self._chat else {"text": delta.get("content", "")}))
 
     def usage_chunk(self) -> dict[str, Any]:
         """Return the last chunk of a stream with usage."""
@@ -449,59 +623,64 @@ class CompletionAnswer:
 
     def usage(self) -> dict[str, Any]:
         """Return the numbers of tokens. A prompt counts once, for all of its choices."""
-        prompt, new = sum(map(len, self._prompts)), sum(map(len, self._tokens))
-        cached = sum(min(self._cached[first : first + self._each]) for first in range(0, self._count, self._each))
+        prompt, new = sum(map(len, self._prompts)), sum(len(choice.tokens) for choice in self._choices)
+        cached = [choice.cached for choice in self._choices]
+        each = range(0, len(cached), self._each)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": new,
             "total_tokens": prompt + new,
-            "prompt_tokens_details": {"cached_tokens": cached},
+            "prompt_tokens_details": {"cached_tokens": sum(min(cached[k : k + self._each]) for k in each)},
         }
 
     def _chunk_of(self, choice: dict[str, Any]) -> dict[str, Any]:
         return {**self._chunk, "choices": [choice]} | ({"usage": None} if self._body.wants_usage else {})
 
-    def _choice(self, choice: int, finish_reason: str | None, tokens: Sequence[int] = ()) -> dict[str, Any]:
-        found: dict[str, Any] = {"index": choice, "finish_reason": finish_reason, "logprobs": None}
+    def _choice(self, place: int, finish_reason: str | None, tokens: Sequence[int] = ()) -> dict[str, Any]:
+        found: dict[str, Any] = {"index": place, "finish_reason": finish_reason, "logprobs": None}
         if self._body.return_token_ids:
             found["token_ids"] = list(tokens)
         return found
 
-    def _log_probs(self, choice: int, last: EngineOutput) -> dict[str, Any]:
-        tokens, found = self._tokens[choice], [*(last.log_probs or [])]
-        tops = last.top_log_probs or [{} for _ in tokens]
+    def _log_probs(self, place: int, first: int, *, whole: bool = False) -> dict[str, Any]:
+        """Return those of the tokens from ``first`` on. In front of the first one stand those of an echoed prompt."""
+        choice = self._choices[place]
+        tokens, log_probs, top = choice.tokens[first:], choice.log_probs[first:], choice.top_log_probs[first:]
         if self._chat:
+            tops = top or [{} for _ in tokens]
             return {
                 "content": [
                     {**self._scored(token, log_prob), "top_logprobs": [self._scored(*each) for each in top.items()]}
-                    for token, log_prob, top in zip(tokens, found, tops, strict=True)
+                    for token, log_prob, top in zip(tokens, log_probs, tops, strict=True)
                 ],
                 "refusal": None,
             }
-        values: list[float | None] = [*found]
-        every: list[dict[int, float] | None] = [*tops]
-        if last.prompt_log_probs is not None:
-            prompt = self._prompts[choice // self._each]
+        values: list[float | None] = [*log_probs]
+        every: list[dict[int, float] | None] = [*top]
+        if choice.prompt_log_probs is not None and first == 0:
+            prompt = self._prompts[place // self._each]
             # Nothing comes before the first token.
-            tokens, values = [*prompt, *tokens], [None, *last.prompt_log_probs, *values]
+            tokens, values = [*prompt, *tokens], [None, *choice.prompt_log_probs, *values]
             every = [*[None] * len(prompt), *every]
         words = [self._tokenizer.decode([token]) for token in tokens]
-        offsets = [0, *itertools.accumulate(map(len, words))][: len(words)]
+        begin = 0 if whole else choice.characters
+        offsets = [begin, *(begin + each for each in itertools.accumulate(map(len, words)))]
+        choice.characters = offsets[-1]
         most = None
-        if last.top_log_probs is not None:
+        if self._body.top_log_probs:
             most = [
                 None if top is None else {self._tokenizer.decode([token]): value for token, value in top.items()}
                 for top in every
             ]
-        return {"tokens": words, "token_logprobs": values, "top_logprobs": most, "text_offset": offsets}
+        return {"tokens": words, "token_logprobs": values, "top_logprobs": most, "text_offset": offsets[:-1]}
 
     def _scored(self, token: int, log_prob: float) -> dict[str, Any]:
         word = self._tokenizer.decode([token])
         return {"token": word, "logprob": log_prob, "bytes": [*word.encode()]}
 
-    def _echo(self, choice: int) -> str:
+    def _echo(self, place: int) -> str:
         if isinstance(self._body, CompletionBody) and self._body.echo:
-            return self._tokenizer.decode(self._prompts[choice // self._each], skip_special=True)
+            return self._tokenizer.decode(self._prompts[place // self._each], skip_special=True)
         return ""
 
 

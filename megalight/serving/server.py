@@ -45,6 +45,7 @@ from megalight.serving.openai import (
     TokenizeBody,
     refused,
 )
+from megalight.serving.tool_calls import END_THINK, THINK, AnswerParser, ToolForm, marks_of, rules
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -213,6 +214,31 @@ def _response(error: APIError) -> JSONResponse:
     return JSONResponse(error.body, error.status, headers)
 
 
+@dataclass(frozen=True)
+class _Answered:
+    """What a route has made of a body.
+
+    Attributes:
+        prefix: of the answer's id.
+        prompts: token ids.
+        limits: maximum numbers of new tokens, for each prompt.
+        ends: tokens that end a completion.
+        parser: returns what reads an answer; None: its text is all there is.
+        form: how calls of tools are written.
+        grammar: what an answer may be.
+        special_text: special tokens that are text.
+    """
+
+    prefix: str
+    prompts: Sequence[list[int]]
+    limits: Sequence[int]
+    ends: frozenset[int]
+    parser: Callable[[], AnswerParser | None] = lambda: None
+    form: ToolForm | None = None
+    grammar: GrammarSource | None = None
+    special_text: frozenset[int] = frozenset()
+
+
 @dataclass
 class Endpoints:
     """The routes of a server.
@@ -276,7 +302,8 @@ class Endpoints:
             if body.messages is None:
                 ids = await asyncio.to_thread(served.ids_of, body.prompt or "")
             else:
-                ids = await asyncio.to_thread(served.chat_ids, [each.values for each in body.messages])
+                tools = [tool.model_dump(exclude_unset=True) for tool in body.tools or []]
+                ids = await asyncio.to_thread(served.chat_ids, [each.values for each in body.messages], tools or None)
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": served.max_sequence_length})
 
     async def detokenize(self, request: Request) -> Response:
@@ -294,7 +321,8 @@ class Endpoints:
         with _refusing(body):
             ids = [await asyncio.to_thread(self.llm.served.ids_of, each) for each in prompts]
             limits = [body.max_tokens or min(COMPLETION_TOKENS, self.llm.served.room(each)) for each in ids]
-        return await self._answer(request, body, "cmpl", ids, limits, self.llm.served.ends)
+        answered = _Answered("cmpl", ids, limits, self.llm.served.ends, grammar=body.grammar)
+        return await self._answer(request, body, answered)
 
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
@@ -303,10 +331,31 @@ class Endpoints:
         self._check_count(body.n or 1)
         served = self.llm.served
         with _refusing(body):
-            ids = await asyncio.to_thread(served.chat_ids, [each.values for each in body.messages])
+            tools, form, source = body.callable_tools, None, served.template.source
+            if tools and (form := ToolForm.of(source)) is None:
+                raise APIError(400, "tools: the model's chat template has none of the forms of tools served.", "tools")
+            text = await asyncio.to_thread(
+                served.template.render, [each.values for each in body.messages], tools or None, answer=True
+            )
+            ids = await asyncio.to_thread(served.ids_of, text)
             ends = served.ends | served.template_ends
+            grammar = body.grammar
+            # Answers that a grammar describes hold no reasoning.
+            thinks = END_THINK in source and grammar is None and not (tools and body.forced_tools)
+            specials = served.words.specials
+            marks = {mark: specials[mark] for mark in marks_of(form, thinks) if mark in specials}
+            if forced := body.forced_tools if tools else []:
+                assert form is not None
+                several = body.parallel_tool_calls is not False
+                grammar = GrammarSource("lark", rules(form, forced, marks, several=several))
+        thinking = thinks and text.rstrip().endswith(THINK)
+
+        def parser() -> AnswerParser | None:
+            return AnswerParser(form, thinks=thinks, thinking=thinking) if thinks or form is not None else None
+
         limit = body.max_completion_tokens or body.max_tokens or served.room(ids)
-        return await self._answer(request, body, "chatcmpl", [ids], [limit], ends)
+        answered = _Answered("chatcmpl", [ids], [limit], ends, parser, form, grammar, frozenset(marks.values()))
+        return await self._answer(request, body, answered)
 
     def _check_name(self, name: str | None) -> None:
         if name is not None and name != self.name:
@@ -324,38 +373,35 @@ class Endpoints:
         self,
         request: Request,
         body: CompletionBody | ChatBody,
-        prefix: str,
-        prompts: Sequence[list[int]],
-        limits: Sequence[int],
-        ends: frozenset[int],
+        answered: _Answered,
     ) -> Response:
         """Run the completions of a request, and answer when all have ended, or in chunks."""
         if body.stream_options is not None and not body.stream:
             raise APIError(400, "stream_options is for streams; set stream.", "stream_options")
-        top = body.top_log_probs
-        if body.stream and top is not None:
-            raise APIError(400, "logprobs are not served in streams; leave out stream or logprobs.", "logprobs")
-        name = f"{prefix}-{uuid.uuid4().hex}"
-        grammar = await self._grammar(body)
+        top, prompts = body.top_log_probs, answered.prompts
+        name = f"{answered.prefix}-{uuid.uuid4().hex}"
+        if answered.grammar is not None:
+            await self._compile(body, answered.grammar)
         with _refusing(body):
             each = body.n or 1
             requests = [
                 EngineRequest(
                     id=f"{name}-{place}",
                     prompt=prompts[place // each],
-                    max_new_tokens=limits[place // each],
+                    max_new_tokens=answered.limits[place // each],
                     sampling_params=body.sampling_params,
-                    ends={*(() if body.ignore_eos else ends), *(body.stop_token_ids or ())},
+                    ends={*(() if body.ignore_eos else answered.ends), *(body.stop_token_ids or ())},
                     stop=body.stops,
                     seed=None if body.seed is None else body.seed + place,
                     log_probs=top is not None,
                     top_log_probs=top or 0,
                     prompt_log_probs=body.prompt_log_probs,
-                    grammar=grammar,
+                    grammar=answered.grammar,
+                    special_text=answered.special_text,
                 )
                 for place in range(each * len(prompts))
             ]
-        answer = CompletionAnswer(body, name, prompts, self.llm.served.words)
+        answer = CompletionAnswer(body, name, prompts, self.llm.served.words, answered.parser, answered.form)
         outputs = merged([self.metrics.measured(each) for each in requests])
         # The first output decides: what the engine refuses is an error of the request, also of a stream.
         try:
@@ -375,12 +421,15 @@ class Endpoints:
             await while_connected(request.receive, rest())
         return JSONResponse(answer.whole())
 
-    async def _grammar(self, body: CompletionBody | ChatBody) -> GrammarSource | None:
-        """Return what the completions may be, once it is compiled."""
-        if (grammar := body.grammar) is None:
-            return None
+    async def _compile(self, body: CompletionBody | ChatBody, grammar: GrammarSource) -> None:
+        """Compile what the completions may be.
+
+        Raises:
+            APIError: it is wrong, or too large.
+        """
         with _refusing(body):
             served, field = self.llm.served, "structured_outputs" if body.structured_outputs else "response_format"
+            field = field if body.grammar is not None else "tools"
             if not served.grammar_ends():
                 raise APIError(400, f"{field} needs a token that ends a text, and this model has none.", field)
             if self._grammars is None:
@@ -389,7 +438,6 @@ class Endpoints:
             if (fault := await self._grammars.fault(grammar.kind, grammar.text)) is not None:
                 raise APIError(400, f"{field}: the {grammar.kind} is wrong or too large: {fault}.", field)
             await asyncio.to_thread(served.loop.grammar, grammar)
-        return grammar
 
     async def close(self) -> None:
         """End what answers have started."""
@@ -421,9 +469,8 @@ class Endpoints:
                     yield _event(chunk)
                 choice, output = first
                 while True:
-                    answer.take(choice, output)
-                    if (found := answer.chunk(choice, output)) is not None:
-                        yield _event(found)
+                    for chunk in answer.chunks(choice, output, answer.take(choice, output)):
+                        yield _event(chunk)
                     if (following := await anext(outputs, None)) is None:
                         break
                     choice, output = following

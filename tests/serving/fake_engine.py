@@ -50,6 +50,10 @@ class FakeEngine:
         }  # fmt: skip
         return number
 
+    def log_probs(self, number: int) -> tuple[list[float], None, None]:
+        request = self._running[number]
+        return [-each / 1000 for each in request["tokens"][request["start"] :]], None, None
+
     def cancel(self, number: int) -> None:
         del self._running[number]
 

@@ -134,7 +134,8 @@ def joined(outputs: list[EngineOutput]) -> tuple[str, list[int], Any, Any]:
     assert not any(output.last for output in outputs[:-1])
     last = outputs[-1]
     tokens = [token for output in outputs for token in output.tokens]
-    return "".join(output.text for output in outputs), tokens, last.reason, last.log_probs
+    log_probs = [each for output in outputs for each in output.log_probs or []]
+    return "".join(output.text for output in outputs), tokens, last.reason, log_probs
 
 
 async def answer(client: InferenceClient, requested: EngineRequest) -> tuple[str, list[int], Any, Any]:

@@ -155,6 +155,7 @@ def test_penalties_biases_and_log_probabilities_of_others(folder: Path, llm: LLM
     )
     ids = llm.served.ids_of("user: ")
     (scored,) = llm.score([ids[:1]], [ids[1:]])
+    (greedy_chat,) = llm.chat(HELLO, SamplingParams(temperature=0), max_new_tokens=6)
 
     async def test(served: Served) -> None:
         create, six = served.client.completions.create, {**GREEDY, "max_tokens": 6}
@@ -173,7 +174,19 @@ def test_penalties_biases_and_log_probabilities_of_others(folder: Path, llm: LLM
         assert log_probs.top_logprobs[:count] == [None] * count
         for value, top in zip(log_probs.token_logprobs[count:], log_probs.top_logprobs[count:], strict=True):
             assert value == pytest.approx(max(top.values())), "greedy"
+        stream = await create(prompt="user: ", echo=True, logprobs=3, stream=True, **six)
+        parts = [chunk.choices[0] async for chunk in stream]
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            joined = [each for part in parts if part.logprobs for each in getattr(part.logprobs, name)]
+            assert joined == getattr(log_probs, name)
+        assert "".join(part.text for part in parts) == echoed.choices[0].text
         chat = await served.client.chat.completions.create(messages=HELLO, logprobs=True, top_logprobs=4, **six)
+        options = {"logprobs": True, "top_logprobs": 4, "stream": True, "extra_body": {"return_token_ids": True}}
+        stream = await served.client.chat.completions.create(messages=HELLO, **options, **six)
+        parts = [chunk.choices[0] async for chunk in stream]
+        assert [e for part in parts if part.logprobs for e in part.logprobs.content] == chat.choices[0].logprobs.content
+        assert [token for part in parts for token in part.token_ids] == greedy_chat.tokens
+        assert parts[0].prompt_token_ids == llm.served.chat_ids(HELLO)
         for token in chat.choices[0].logprobs.content:
             assert len(token.top_logprobs) == 4
             assert token.logprob == token.top_logprobs[0].logprob
@@ -251,6 +264,9 @@ def test_grammars_that_explode_are_refused_and_others_go_on(folder: Path) -> Non
     run(folder, test)
 
 
+TOOL = {"type": "function", "function": {"name": "age", "parameters": SCHEMA}}
+STRICT = {"type": "function", "function": {"name": "age", "parameters": SCHEMA, "strict": True}}
+BROKEN = {"id": "1", "type": "function", "function": {"name": "age", "arguments": "{"}}
 BAD: list[tuple[dict[str, Any] | bytes, str, str | None]] = [
     (b"", "JSON", None),
     (b"[" * 100_000, "recursion", None),
@@ -287,13 +303,17 @@ BAD: list[tuple[dict[str, Any] | bytes, str, str | None]] = [
     ({"model": "small", "prompt": "a", "logit_bias": {"x": 1}}, "no token id", "logit_bias"),
     ({"model": "small", "prompt": "a", "logit_bias": {"99999": 1}}, "99999", "logit_bias"),
     ({"model": "small", "prompt": "a", "min_tokens": 99}, "min_new_tokens is 99", "min_tokens"),
-    ({"model": "small", "prompt": "a", "stream": True, "logprobs": 0}, "streams", "logprobs"),
     ({"model": "small", "prompt": "a", "best_of": 4}, "not served", "best_of"),
     ({"model": "small", "prompt": "a", "suffix": "b"}, "not served", "suffix"),
     ({"model": "small", "prompt": "a", "templerature": 1}, "no parameter", None),
     ({"model": "small", "messages": []}, "at least 1", "messages"),
     ({"model": "small", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "", "messages"),
-    ({"model": "small", "messages": HELLO, "tools": [{"type": "function"}]}, "not served", "tools"),
+    ({"model": "small", "messages": HELLO, "tools": [{"type": "function"}]}, "required", "tools"),
+    ({"model": "small", "messages": HELLO, "tools": [TOOL]}, "none of the forms", "tools"),
+    ({"model": "small", "messages": HELLO, "tools": [TOOL, TOOL]}, "same name", "tools"),
+    ({"model": "small", "messages": HELLO, "tools": [STRICT]}, "strict", "tools"),
+    ({"model": "small", "messages": HELLO, "tool_choice": "required"}, "needs tools", "tool_choice"),
+    ({"model": "small", "messages": [{"role": "assistant", "tool_calls": [BROKEN]}]}, "no JSON", "messages"),
     ({"model": "small", "messages": HELLO, "response_format": {"type": "xml"}}, "Input should", "response_format"),
     ({"model": "small", "messages": HELLO, "response_format": {"type": "json_schema"}}, "together", "response_format"),
     ({"model": "small", "prompt": "a", "structured_outputs": {"regex": "a"}, "min_tokens": 2}, "not go", "min_tokens"),
