@@ -20,7 +20,7 @@ import msgspec
 import zmq
 
 from megalight.errors import ConfigurationError
-from megalight.serving.engine_loop import EngineRequest
+from megalight.serving.engine_loop import EngineRequest, EngineStatus
 from megalight.serving.messages import (
     LARGEST,
     AbortRequest,
@@ -106,9 +106,11 @@ class _Engine:
     """An engine, with the requests that it has."""
 
     identity: bytes
+    name: str
     epoch: int
     seen: float
     order: int
+    status: EngineStatus = field(default_factory=EngineStatus)
     requests: dict[str, _RoutedRequest] = field(default_factory=dict)
     load: int = 0
     total: int = 0
@@ -249,7 +251,7 @@ class DataParallelInferenceCoordinator:
     def _handle(self, identity: bytes, message: Frame) -> None:
         engine = self._engines.get(identity)
         if isinstance(message, Hello):
-            self._join(identity, message.epoch)
+            self._join(identity, message)
         elif isinstance(message, EngineReply | Heartbeat | Ack):
             if engine is None:
                 self.dropped["unknown engine"] += 1
@@ -265,13 +267,16 @@ class DataParallelInferenceCoordinator:
                 engine.seen = time.monotonic()
                 if isinstance(message, EngineReply):
                     self._reply(engine, message.outputs)
+                elif isinstance(message, Heartbeat):
+                    engine.status = message.status or engine.status
                 elif isinstance(message, Ack) and self._awaited.get(identity) == message.number:
                     del self._awaited[identity]
                     self._advance()
         elif engine is not None:
             self.dropped["client's message from an engine"] += 1
         elif isinstance(message, Connect):
-            self._send(identity, ConnectAck(self._epoch, self.state))
+            engines = {each.name: each.status for each in self._engines.values()}
+            self._send(identity, ConnectAck(self._epoch, self.state, engines))
         elif isinstance(message, SubmitRequest):
             self._submit(identity, message.request)
         elif isinstance(message, AbortRequest):
@@ -375,18 +380,18 @@ class DataParallelInferenceCoordinator:
 
     # Engines
 
-    def _join(self, identity: bytes, epoch: int) -> None:
+    def _join(self, identity: bytes, hello: Hello) -> None:
         self._strangers.pop(identity, None)
         if (older := self._engines.get(identity)) is not None:
             self._lose(older)
-        self._engines[identity] = _Engine(identity, epoch, time.monotonic(), self._count)
+        self._engines[identity] = _Engine(identity, hello.name, hello.epoch, time.monotonic(), self._count)
         for header in ENTERED.get(self.state, ()):
             self._tell(identity, header, awaited=self.state.endswith("ING") and self.state != "RUNNING")
         self._dispatch()
 
     def _lose(self, engine: _Engine) -> None:
         """An engine is gone. Its requests go on elsewhere, from the tokens that they have."""
-        log.warning("engine %s is gone, with %d requests", engine.identity.hex()[:8], len(engine.requests))
+        log.warning("engine %s is gone, with %d requests", engine.name, len(engine.requests))
         del self._engines[engine.identity]
         lost = [*engine.requests]
         for number in lost:

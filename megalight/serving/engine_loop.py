@@ -152,6 +152,25 @@ class EngineOutput:
         return self.reason is not None or self.error is not None
 
 
+@dataclass(frozen=True, kw_only=True)
+class EngineStatus:
+    """What an engine has, and has done.
+
+    Attributes:
+        unfinished: requests that run or wait.
+        blocks: of its cache.
+        blocks_free: those that no running sequence holds.
+        steps: forward passes.
+        preempted: how often a sequence gave its blocks back, to start again later.
+    """
+
+    unfinished: int = 0
+    blocks: int = 0
+    blocks_free: int = 0
+    steps: int = 0
+    preempted: int = 0
+
+
 class _Running:
     """A request in the engine."""
 
@@ -212,6 +231,19 @@ class EngineLoop:
         self._grammars: OrderedDict[GrammarSource, Grammar] = OrderedDict()
         self._running: dict[int, _Running] = {}
         self._numbers: dict[str, int] = {}
+        self._steps = self._preempted = 0
+
+    @property
+    def status(self) -> EngineStatus:
+        """What the engine has, and has done. May be read in any thread."""
+        blocks = self.engine.blocks
+        return EngineStatus(
+            unfinished=len(self._numbers),
+            blocks=blocks.count,
+            blocks_free=blocks.free,
+            steps=self._steps,
+            preempted=self._preempted,
+        )
 
     def grammar(self, source: GrammarSource) -> Grammar:
         """Return a compiled grammar. Other threads may call this before they add a request, so that no step waits.
@@ -281,6 +313,8 @@ class EngineLoop:
         step = self.engine.step()
         if step is None:
             return []
+        self._steps += 1
+        self._preempted += len(step.preempted)
         outputs = []
         for number in {**step.shared, **step.tokens, **step.finished}:
             # A pass that ran ahead may tell of a request that was aborted since.

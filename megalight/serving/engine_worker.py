@@ -54,10 +54,13 @@ class EngineWorker:
     Args:
         loop: the engine's loop, which nobody else uses.
         endpoint: where the coordinator listens.
+        name: the engine's name in :attr:`InferenceClient.engines`; None: a new one.
     """
 
-    def __init__(self, loop: EngineLoop, endpoint: str) -> None:
+    def __init__(self, loop: EngineLoop, endpoint: str, *, name: str | None = None) -> None:
         self._loop, self._endpoint = loop, endpoint
+        self._identity = uuid.uuid4().bytes
+        self._name = self._identity.hex()[:8] if name is None else name
         self._epochs = itertools.count(1)
         self._epoch = 0
         self._failure: BaseException | None = None
@@ -71,7 +74,7 @@ class EngineWorker:
         events = asyncio.get_running_loop()
         stopped = asyncio.Event()
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, uuid.uuid4().bytes)
+        self._socket.setsockopt(zmq.IDENTITY, self._identity)
         self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
@@ -112,11 +115,11 @@ class EngineWorker:
         self._hello()
         while True:
             await asyncio.sleep(BEAT)
-            self._send(Heartbeat(self._epoch))
+            self._send(Heartbeat(self._epoch, self._loop.status))
 
     def _hello(self) -> None:
         self._epoch = next(self._epochs)
-        self._send(Hello(self._epoch))
+        self._send(Hello(self._epoch, self._name))
 
     async def _listen(self, stopped: asyncio.Event) -> None:
         while True:

@@ -15,12 +15,11 @@ import zmq.asyncio
 from megalight.errors import ConfigurationError, MegalightError
 from megalight.serving.asynchronous import Queue
 from megalight.serving.coordinator import BEAT, SILENCE
-from megalight.serving.engine_loop import EngineOutput, EngineRequest
+from megalight.serving.engine_loop import EngineOutput, EngineRequest, EngineStatus
 from megalight.serving.messages import (
     LARGEST,
     AbortRequest,
     Connect,
-    ConnectAck,
     Control,
     ControlAck,
     Frame,
@@ -49,6 +48,10 @@ class InferenceClient:
         endpoint: where the coordinator listens.
         retry: whether requests wait for a coordinator that is gone, and go on with the next one from the tokens that
             they have. Otherwise they raise within two seconds.
+
+    Attributes:
+        state: what all engines did when the coordinator was last heard of; None: it was not yet.
+        engines: name -> what the engine has, and has done, at that time.
     """
 
     def __init__(self, endpoint: str, *, retry: bool = True) -> None:
@@ -58,6 +61,8 @@ class InferenceClient:
         self._numbers = itertools.count()
         self._epoch: str | None = None
         self._heard = 0.0
+        self.state: State | None = None
+        self.engines: dict[str, EngineStatus] = {}
         self._connected = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -168,13 +173,19 @@ class InferenceClient:
             elif isinstance(message, ControlAck):
                 if message.ticket in self._tickets and not (done := self._tickets[message.ticket][1]).done():
                     done.set_result(message.state)
-            elif isinstance(message, ConnectAck) and message.epoch != self._epoch:
-                self._epoch = message.epoch
-                self._connected.set()
-                for stream in self._streams.values():
-                    self._send(SubmitRequest(replace(stream.request, generated=stream.generated)))
-                for ticket, (header, _) in self._tickets.items():
-                    self._send(Control(header, ticket))
+            else:
+                self.state, self.engines = message.state, message.engines
+                if message.epoch != self._epoch:
+                    self._meet(message.epoch)
+
+    def _meet(self, epoch: str) -> None:
+        """Tell a coordinator that is new all that is wanted."""
+        self._epoch = epoch
+        self._connected.set()
+        for stream in self._streams.values():
+            self._send(SubmitRequest(replace(stream.request, generated=stream.generated)))
+        for ticket, (header, _) in self._tickets.items():
+            self._send(Control(header, ticket))
 
     def _lose(self, message: str) -> None:
         for stream in self._streams.values():

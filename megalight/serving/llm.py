@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from megalight.serving.engine_loop import (
     EngineOptions,
     EngineOutput,
     EngineRequest,
+    EngineStatus,
     EngineThread,
 )
 from megalight.serving.rank_processes import RankProcesses
@@ -467,7 +469,84 @@ class _Collected:
         )
 
 
-class AsyncLLM:
+class AsyncClient(ABC):
+    """Completes requests that come at any time, by engines in this process or in others. For ``asyncio``.
+
+    Args:
+        served: what requests are made of.
+
+    Attributes:
+        served: what requests are made of.
+        failed: set when nothing completes requests any more.
+        failure: why.
+    """
+
+    def __init__(self, served: ModelText) -> None:
+        self.served = served
+        self.failed = asyncio.Event()
+        self.failure: BaseException | None = None
+        self._ids = itertools.count()
+
+    @abstractmethod
+    def submit(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        """Yield what each step gives a request, until it ends. Whoever leaves the iteration aborts the request.
+
+        Raises:
+            DataError, ConfigurationError: the engine refuses the request.
+            MegalightError: a step has failed, or :meth:`shutdown` was called.
+        """
+
+    @property
+    @abstractmethod
+    def unfinished(self) -> int:
+        """Number of requests that run or wait."""
+
+    @property
+    @abstractmethod
+    def engines(self) -> Mapping[str, EngineStatus]:
+        """What each engine has, and has done, by its name."""
+
+    @abstractmethod
+    async def suspend(self) -> None:
+        """Give the memory of the cache back. Requests keep their tokens, and wait."""
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """Go on with all requests, from their first token."""
+
+    @abstractmethod
+    async def shutdown(self) -> None:
+        """End after the step that runs. Streams that have not ended raise a ``MegalightError``."""
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        stop: str | Sequence[str] = (),
+        ends: Collection[int] = (),
+        seed: int | None = None,
+        log_probs: bool = False,
+    ) -> AsyncIterator[EngineOutput]:
+        """Yield the completion of a prompt in parts, as they come: see :meth:`LLM.generate`, and :meth:`submit`."""
+        ids = self.served.ids_of(prompt)
+        limit = min(NEW_TOKENS, self.served.room(ids)) if max_new_tokens is None else max_new_tokens
+        request = EngineRequest(
+            id=f"generate-{next(self._ids)}",
+            prompt=ids,
+            max_new_tokens=limit,
+            sampling_params=SamplingParams.of(sampling_params),
+            ends={*ends, *self.served.ends},
+            stop=stop,
+            seed=seed,
+            log_probs=log_probs,
+        )
+        async for output in self.submit(request):
+            yield output
+
+
+class AsyncLLM(AsyncClient):
     """A model that completes prompts which come at any time, in a thread of its own. For ``asyncio``.
 
     The first error of a step ends it: all streams raise it, and :attr:`failed` is set.
@@ -513,24 +592,17 @@ class AsyncLLM:
         found._serve(served)
         return found
 
+    served: ServedModel
+
     def _serve(self, served: ServedModel) -> None:
-        self.served = served
-        self.failed, self.failure = asyncio.Event(), None
+        super().__init__(served)
         self._streams: dict[str, Queue[EngineOutput]] = {}
-        self._ids = itertools.count()
         self._events: asyncio.AbstractEventLoop | None = None
         self._thread: EngineThread | None = None
         self._closed = False
 
-    failure: BaseException | None
-
     async def submit(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
-        """Yield what each step gives a request, until it ends. Whoever leaves the iteration aborts the request.
-
-        Raises:
-            DataError, ConfigurationError: the engine refuses the request.
-            MegalightError: a step has failed, or :meth:`shutdown` was called.
-        """
+        """See :class:`AsyncClient`."""
         if self._closed or self.failure is not None:
             raise MegalightError("the engine has stopped; start it again.") from self.failure
         if request.id in self._streams:
@@ -552,37 +624,15 @@ class AsyncLLM:
             if self._streams.pop(request.id, None) is not None:
                 thread.submit(Abort(request.id))
 
-    async def generate(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        *,
-        max_new_tokens: int | None = None,
-        stop: str | Sequence[str] = (),
-        ends: Collection[int] = (),
-        seed: int | None = None,
-        log_probs: bool = False,
-    ) -> AsyncIterator[EngineOutput]:
-        """Yield the completion of a prompt in parts, as they come: see :meth:`LLM.generate`, and :meth:`submit`."""
-        ids = self.served.ids_of(prompt)
-        limit = min(NEW_TOKENS, self.served.room(ids)) if max_new_tokens is None else max_new_tokens
-        request = EngineRequest(
-            id=f"generate-{next(self._ids)}",
-            prompt=ids,
-            max_new_tokens=limit,
-            sampling_params=SamplingParams.of(sampling_params),
-            ends={*ends, *self.served.ends},
-            stop=stop,
-            seed=seed,
-            log_probs=log_probs,
-        )
-        async for output in self.submit(request):
-            yield output
-
     @property
     def unfinished(self) -> int:
         """Number of requests that run or wait."""
         return len(self._streams)
+
+    @property
+    def engines(self) -> Mapping[str, EngineStatus]:
+        """What the engine has, and has done, as ``0``."""
+        return {"0": self.served.loop.status}
 
     async def suspend(self) -> None:
         """Give the memory of the cache back. Requests keep their tokens, and wait."""

@@ -12,7 +12,7 @@ import msgspec
 
 from megalight.errors import ConfigurationError, DataError, MegalightError
 from megalight.inference.scheduler import Reason
-from megalight.serving.engine_loop import EngineOutput, EngineRequest
+from megalight.serving.engine_loop import EngineOutput, EngineRequest, EngineStatus
 
 Header = Literal["PAUSE", "UNPAUSE", "SUSPEND", "RESUME", "STOP"]
 """What engines can be told."""
@@ -81,10 +81,11 @@ class Connect(Frame, frozen=True):
 
 
 class ConnectAck(Frame, frozen=True):
-    """The coordinator is there: its epoch, which a new one changes, and the state."""
+    """The coordinator is there: its epoch, which a new one changes, the state, and the engines by their names."""
 
     epoch: str
     state: State
+    engines: dict[str, EngineStatus] = {}
 
 
 class SubmitRequest(Frame, frozen=True):
@@ -124,6 +125,7 @@ class Hello(Frame, frozen=True):
     """An engine is there, and has no requests. Each hello has a new epoch."""
 
     epoch: int
+    name: str = ""
 
 
 class Rejoin(Frame, frozen=True):
@@ -141,6 +143,7 @@ class Heartbeat(Frame, frozen=True):
     """An engine is there."""
 
     epoch: int
+    status: EngineStatus | None = None
 
 
 class Command(Frame, frozen=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 
 import prometheus_client as prometheus
@@ -11,7 +11,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from megalight.errors import MegalightError
 from megalight.serving.engine_loop import EngineOutput, EngineRequest
-from megalight.serving.llm import AsyncLLM
+from megalight.serving.llm import AsyncClient
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 """Bounds of the histograms of times."""
@@ -25,7 +25,7 @@ class Metrics:
         model: the model's name, a label of all metrics.
     """
 
-    def __init__(self, llm: AsyncLLM, model: str) -> None:
+    def __init__(self, llm: AsyncClient, model: str) -> None:
         self._llm, self._model = llm, model
         self.registry = prometheus.CollectorRegistry()
 
@@ -38,13 +38,15 @@ class Metrics:
         def histogram(name: str, what: str) -> Histogram:
             return Histogram(f"megalight_{name}_seconds", what, ["model"], registry=self.registry, buckets=SECONDS)
 
-        engine = llm.served.loop.engine
-        for name, what, value in (
-            ("requests_unfinished", "Completions in the engine, running or waiting", lambda: len(engine.unfinished)),
-            ("cache_blocks", "Blocks of the KV cache", lambda: engine.blocks.count),
-            ("cache_blocks_free", "Blocks that no running sequence holds", lambda: engine.blocks.free),
+        def total(field: str) -> Callable[[], float]:
+            return lambda: sum(getattr(each, field) for each in llm.engines.values())
+
+        for name, what, field in (
+            ("requests_unfinished", "Completions in the engines, running or waiting", "unfinished"),
+            ("cache_blocks", "Blocks of the KV cache", "blocks"),
+            ("cache_blocks_free", "Blocks that no running sequence holds", "blocks_free"),
         ):
-            gauge(name, what).labels(model).set_function(value)
+            gauge(name, what).labels(model).set_function(total(field))
         self._ended = counter("completions", "Completions that have ended, by reason", "reason")
         self._prompt = counter("prompt_tokens", "Tokens of prompts").labels(model)
         self._cached = counter("cached_prompt_tokens", "Tokens of prompts that the prefix cache had").labels(model)
@@ -58,7 +60,7 @@ class Metrics:
         return prometheus.generate_latest(self.registry)
 
     async def measured(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
-        """Yield the outputs of a request; see :meth:`AsyncLLM.submit`."""
+        """Yield the outputs of a request; see :meth:`AsyncClient.submit`."""
         start = last = time.perf_counter()
         reason = "aborted"
         first = True

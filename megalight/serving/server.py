@@ -32,7 +32,7 @@ from megalight.inference.grammar import GrammarSource
 from megalight.serving.asynchronous import Queue
 from megalight.serving.engine_loop import EngineOutput, EngineRequest
 from megalight.serving.grammar_worker import GrammarWorker
-from megalight.serving.llm import AsyncLLM
+from megalight.serving.llm import AsyncClient
 from megalight.serving.metrics import Metrics
 from megalight.serving.openai import (
     COMPLETION_TOKENS,
@@ -249,7 +249,7 @@ class Endpoints:
         limits: what is accepted.
     """
 
-    llm: AsyncLLM
+    llm: AsyncClient
     name: str
     limits: Limits
     created: int = field(default_factory=lambda: int(time.time()))
@@ -568,7 +568,7 @@ class EventStream(StreamingResponse):
                 await while_connected(receive, self.stream_response(send))
 
 
-def app_of(llm: AsyncLLM, name: str, *, keys: Sequence[str] = (), limits: Limits | None = None) -> ASGIApp:
+def app_of(llm: AsyncClient, name: str, *, keys: Sequence[str] = (), limits: Limits | None = None) -> ASGIApp:
     """Return the server as an ASGI app.
 
     Args:
@@ -671,7 +671,7 @@ class _Server(uvicorn.Server):
 
 
 def serve(
-    llm: AsyncLLM,
+    llm: AsyncClient,
     name: str,
     *,
     host: str = "127.0.0.1",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Collection, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from megalight.inference import EngineStep
@@ -24,6 +25,7 @@ class FakeEngine:
         self.suspended = False
         self.prompts: list[list[int]] = []
         self.steps = 0
+        self.blocks = SimpleNamespace(count=0, free=0)
         self._seconds = seconds
         self._running: dict[int, dict[str, Any]] = {}
 
