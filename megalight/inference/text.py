@@ -197,7 +197,7 @@ class TextGenerator:
         """
         # Before the weights: a missing tokenizer is then found at once.
         path = latest_checkpoint(path)
-        found = Tokenizer.load(tokenizer) if tokenizer else _tokenizer(path)
+        found = Tokenizer.load(tokenizer) if tokenizer else tokenizer_of(path)
         options = device, dtype, base, keys, adapter
         model = load_model(path, *options) if mesh is None else load_divided(path, mesh, *options)
         if found.vocab_size > model.config.vocab_size:
@@ -475,7 +475,7 @@ def _ends(path: PathLike) -> frozenset[int]:
     return frozenset(token for token in (ids if isinstance(ids, list) else [ids]) if type(token) is int)
 
 
-def _tokenizer(path: PathLike) -> Tokenizer:
+def tokenizer_of(path: PathLike) -> Tokenizer:
     """Return the tokenizer that was saved with the model."""
     remedy = "Name the one that the model was trained with by tokenizer (--tokenizer), a tokenizer.json or its folder."
     if path.is_file():

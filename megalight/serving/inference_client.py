@@ -67,6 +67,19 @@ class InferenceClient:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> InferenceClient:
+        self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    @property
+    def started(self) -> bool:
+        """Whether it has been started."""
+        return bool(self._tasks)
+
+    def start(self) -> None:
+        """Connect, in the event loop that runs."""
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, uuid.uuid4().bytes)
         self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST)
@@ -75,14 +88,15 @@ class InferenceClient:
         self._socket.connect(self._endpoint)
         self._heard = time.monotonic()
         self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._beat())]
-        return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def close(self) -> None:
+        """End. Requests that have not ended raise."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._socket.close()
-        self._lose("the client is closed.")
+        if self.started:
+            self._socket.close()
+        self.lose("the client is closed.")
 
     @property
     def unfinished(self) -> int:
@@ -154,7 +168,7 @@ class InferenceClient:
             self._send(Connect())
             await asyncio.sleep(BEAT)
             if not self._retry and time.monotonic() - self._heard > SILENCE - 2 * BEAT:
-                self._lose("the coordinator is gone; send the request again.")
+                self.lose("the coordinator is gone; send the request again.")
 
     async def _listen(self) -> None:
         while True:
@@ -187,7 +201,8 @@ class InferenceClient:
         for ticket, (header, _) in self._tickets.items():
             self._send(Control(header, ticket))
 
-    def _lose(self, message: str) -> None:
+    def lose(self, message: str) -> None:
+        """Let all requests that have not ended raise."""
         for stream in self._streams.values():
             stream.outputs.put_nowait(EngineOutput(id=stream.request.id, error=MegalightError(message)))
         self._streams.clear()

@@ -21,6 +21,7 @@ from megalight.errors import ConfigurationError, DataError, LayoutError, Megalig
 from megalight.evaluation import Continuation, LogLikelihood, log_likelihoods
 from megalight.inference import SamplingParams, TextGenerator
 from megalight.inference.blocks import BLOCK_SIZE
+from megalight.inference.grammar import GrammarSource
 from megalight.inference.parallel import GenerativeModel
 from megalight.inference.scheduler import Reason
 from megalight.inference.text import NEW_TOKENS, begun
@@ -84,6 +85,7 @@ class ModelText:
         tokenizer: converts text to token ids and back; None: prompts are ids, and completions have no text.
         ends: tokens that end a completion.
         start: tokens that are put before texts that do not begin with them.
+        vocab_size: of the model.
         max_sequence_length: of the model, in tokens.
         num_blocks: blocks of an engine's cache.
     """
@@ -91,6 +93,7 @@ class ModelText:
     tokenizer: Tokenizer | None
     ends: frozenset[int] = frozenset()
     start: tuple[int, ...] = ()
+    vocab_size: int
     max_sequence_length: int
     num_blocks: int
 
@@ -177,6 +180,7 @@ class ServedModel(ModelText):
             tokenizer=tokenizer,
             ends=ends,
             start=start,
+            vocab_size=model.config.vocab_size,
             max_sequence_length=longest,
             num_blocks=options.num_blocks(longest),
             model=model,
@@ -496,6 +500,10 @@ class AsyncClient(ABC):
             MegalightError: a step has failed, or :meth:`shutdown` was called.
         """
 
+    @abstractmethod
+    async def prepare(self, grammar: GrammarSource) -> None:
+        """Compile the grammar of a request before it comes, where that spares a step a wait."""
+
     @property
     @abstractmethod
     def unfinished(self) -> int:
@@ -623,6 +631,14 @@ class AsyncLLM(AsyncClient):
         finally:
             if self._streams.pop(request.id, None) is not None:
                 thread.submit(Abort(request.id))
+
+    async def prepare(self, grammar: GrammarSource) -> None:
+        """Compile the grammar in another thread than the engine's.
+
+        Raises:
+            ConfigurationError: it is wrong.
+        """
+        await asyncio.to_thread(self.served.loop.grammar, grammar)
 
     @property
     def unfinished(self) -> int:

@@ -11,7 +11,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -29,23 +30,27 @@ from megalight.serving.engine_loop import EngineOptions
 HOST = "127.0.0.1"
 CLOSE_SECONDS = 10
 """Time in which a process must end."""
+LOST_SECONDS = 2
+"""Time after which a rank tells that it has lost the others."""
 
 
 def start_process(
-    function: str, settings: Mapping[str, Any], environment: Mapping[str, str], *, output: int = 2
+    function: str, settings: Mapping[str, Any], environment: Mapping[str, str], passed: Collection[int] = ()
 ) -> subprocess.Popen[str]:
     """Start an interpreter that calls a function, ``module:name``, which reads the settings by :func:`settings_of`.
 
     It ends when its standard input does, so at the latest with this process. Ctrl-C in a terminal does not reach it.
+    ``passed`` are files that it has, too.
     """
     module, _, name = function.partition(":")
     process = subprocess.Popen(
         [sys.executable, "-c", f"from {module} import {name}; {name}()"],
         stdin=subprocess.PIPE,
-        stdout=output,  # else what it prints would be the output of this process
+        stdout=2,  # else what it prints would be the output of this process
         text=True,
         env={**os.environ, **environment},
         start_new_session=True,
+        pass_fds=passed,
     )
     assert process.stdin is not None
     process.stdin.write(json.dumps(settings) + "\n")
@@ -67,10 +72,10 @@ def settings_of() -> dict[str, Any]:
 
 def as_settings(path: str | os.PathLike[str], options: EngineOptions, weights: Mapping[str, Any]) -> dict[str, Any]:
     """Return where a model is, the sizes of its engine, and how its weights are read, as values of JSON."""
-    plain = {name: value if value is None else os.fspath(value) for name, value in weights.items() if name != "dtype"}
+    plain = {name: value if value is None else str(value) for name, value in weights.items() if name != "dtype"}
     dtype = weights.get("dtype")
     plain["dtype"] = None if dtype is None else str(dtype).removeprefix("torch.")
-    return {"path": os.fspath(path), "options": asdict(options), "weights": plain}
+    return {"path": str(path), "options": asdict(options), "weights": plain}
 
 
 def from_settings(settings: Mapping[str, Any]) -> tuple[str, EngineOptions, dict[str, Any]]:
@@ -189,7 +194,12 @@ def follow() -> None:
     except MegalightError:
         sys.exit(1)  # the first rank tells it
     assert isinstance(model, ParallelGPT)
-    while True:
-        engine.follow()
-        with suppress(DataError):  # the first rank raises it, too
-            log_likelihoods(model, model.call(list[Continuation]()))
+    try:
+        while True:
+            engine.follow()
+            with suppress(DataError):  # the first rank raises it, too
+                log_likelihoods(model, model.call(list[Continuation]()))
+    except RuntimeError:
+        # If the first rank is gone, this process ends meanwhile: connections may close before the standard input.
+        time.sleep(LOST_SECONDS)
+        raise

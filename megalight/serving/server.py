@@ -433,11 +433,11 @@ class Endpoints:
             if not served.grammar_ends():
                 raise APIError(400, f"{field} needs a token that ends a text, and this model has none.", field)
             if self._grammars is None:
-                words, size = served.words.to_json(), served.model.config.vocab_size
+                words, size = served.words.to_json(), served.vocab_size
                 self._grammars = GrammarWorker(words, size, sorted(served.grammar_ends()))
             if (fault := await self._grammars.fault(grammar.kind, grammar.text)) is not None:
                 raise APIError(400, f"{field}: the {grammar.kind} is wrong or too large: {fault}.", field)
-            await asyncio.to_thread(served.loop.grammar, grammar)
+            await self.llm.prepare(grammar)
 
     async def close(self) -> None:
         """End what answers have started."""

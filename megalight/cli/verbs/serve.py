@@ -11,6 +11,8 @@ from megalight.cli.verbs import add_weights_keys
 from megalight.errors import ConfigurationError
 
 KEY = "MEGALIGHT_API_KEY"
+COORDINATOR = "USE_COORDINATOR"
+"""Environment variable: 1: also a single engine is in a process of its own, behind a coordinator."""
 
 
 def describe() -> str:
@@ -51,12 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--base", help="for a checkpoint of adapters: the weights that training began with, or a run's folder"
     )
-    parser.add_argument(
-        "--tensor-parallel",
-        type=int,
-        default=1,
-        help="processes that share each layer, on GPUs of their own (default: 1)",
-    )
+    for option, what in (
+        ("tensor-parallel", "processes that share each layer, on GPUs of their own (default: 1)"),
+        ("replicas", "engines with a model each, on GPUs of their own, behind a coordinator (default: 1)"),
+    ):
+        parser.add_argument(f"--{option}", type=int, default=1, help=what)
     add_weights_keys(parser)
     parser.add_argument("--adapter", help="which adapter computes, for a checkpoint of several (default: the last one)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
@@ -77,6 +78,20 @@ LIMITS = {
 """Options -> fields of ``Limits``."""
 
 
+def uses_coordinator(replicas: int) -> bool:
+    """Return whether engines are in other processes, behind a coordinator: where there are several, or by choice.
+
+    Raises:
+        ConfigurationError: the choice is none, or there are several engines without a coordinator.
+    """
+    chosen = os.environ.get(COORDINATOR, "")
+    if chosen not in ("", "0", "1") or (chosen == "0" and replicas > 1):
+        raise ConfigurationError(
+            f"{COORDINATOR} is {chosen!r} and --replicas {replicas}; it must be 0 or 1, and 1 for several replicas."
+        )
+    return chosen == "1" or replicas > 1
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C."""
     from megalight.cli.checkpoints import model_paths
@@ -89,27 +104,36 @@ def run(arguments: argparse.Namespace) -> int:
     require("fastapi", "megalight serve")
     require("uvicorn", "megalight serve")
     require("prometheus_client", "megalight serve")
+    if coordinated := uses_coordinator(arguments.replicas):
+        require("zmq", "a coordinator")
+        require("msgspec", "a coordinator")
 
     import torch  # after the checks: importing it takes seconds
 
     from megalight.serving.engine_loop import EngineOptions
-    from megalight.serving.llm import AsyncLLM, ServedModel
+    from megalight.serving.llm import AsyncClient, AsyncLLM, ServedModel
     from megalight.serving.server import Limits, check_host, serve
 
     keys = arguments.api_key or [key for key in [os.environ.get(KEY)] if key]
     check_host(arguments.host, keys)
     sizes = {name: getattr(arguments, name) for name in ("cache_tokens", "max_sequences", "step_tokens")}
-    served = ServedModel.from_checkpoint(
-        path,
-        tensor_parallel=arguments.tensor_parallel,
-        device=arguments.device,
-        options=EngineOptions(**{name: value for name, value in sizes.items() if value is not None}),
-        tokenizer=tokenizer,
-        base=base,
-        dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
-        keys=arguments.weights_keys,
-        adapter=arguments.adapter,
-    )
+    model = {
+        "tensor_parallel": arguments.tensor_parallel,
+        "device": arguments.device,
+        "options": EngineOptions(**{name: value for name, value in sizes.items() if value is not None}),
+        "tokenizer": tokenizer,
+        "base": base,
+        "dtype": getattr(torch, arguments.dtype) if arguments.dtype else None,
+        "keys": arguments.weights_keys,
+        "adapter": arguments.adapter,
+    }
+    llm: AsyncClient
+    if coordinated:
+        from megalight.serving.replicas import ReplicatedLLM
+
+        llm = ReplicatedLLM(path, replicas=arguments.replicas, **model)
+    else:
+        llm = AsyncLLM.of(ServedModel.from_checkpoint(path, **model))
     limits = {field: value for name, field in LIMITS.items() if (value := getattr(arguments, name)) is not None}
     name = arguments.name or Path(os.fspath(arguments.checkpoint)).name
     host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
@@ -118,7 +142,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"megalight serve: {name} at http://{host}:{port}", file=sys.stderr, flush=True)
 
     serve(
-        AsyncLLM.of(served),
+        llm,
         name,
         host=arguments.host,
         port=arguments.port,
