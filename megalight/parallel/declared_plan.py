@@ -84,9 +84,9 @@ def _rules(
     outer, _, local = name.rpartition(".")
     if kind == "colwise":
         units = _units(name, module, modules[outer])
-        return {name: Column(units=units, shared=local in KEYS, tokens="whole")}
+        return {_linear(name, module): Column(units=units, shared=local in KEYS, tokens="whole")}
     if kind == "rowwise":
-        return {name: Row()}
+        return {_linear(name, module): Row()}
     if kind == "embedding_rowwise":  # split with the output layer
         return {}
     if kind == "replicated_with_grad_allreduce":
@@ -109,9 +109,15 @@ def _rules(
     )
 
 
+def _linear(name: str, module: nn.Module) -> str:
+    """Return the name of a linear layer: a declared module, or the only one inside of it (Gemma 4 clips around it)."""
+    inside = [local for local, child in module.named_children() if type(child) is nn.Linear]
+    return name if "weight" in module._parameters or len(inside) != 1 else f"{name}.{inside[0]}"
+
+
 def _rows(module: nn.Module) -> int:
     """Return the output features of a linear layer."""
-    return int(module.get_parameter("weight").shape[0])
+    return int(next(module.parameters()).shape[0])
 
 
 def _columns(module: nn.Module) -> int:

@@ -81,10 +81,26 @@ def transformers_plan(model: nn.Module) -> ParallelizePlan | None:
         LayoutError: a declaration is unknown, or a number of heads cannot be told.
     """
     rules = declared_rules(model) if declares(model) else structural_rules(model)
+    towers = _towers(model)
+    for name in towers:
+        if not any(f"{each}.".startswith(f"{name}.") for each in rules):
+            found = structural_rules(model.get_submodule(name))
+            rules |= {f"{name}.{each}" if each else name: styles for each, styles in found.items()}
     rules |= {name: StackedExperts() for name, module in model.named_modules() if stacked(module)}
     if not rules:
         return None
-    return ParallelizePlan(with_sequence_regions(model, {**rules, **_ends(model)}), sequence_dim=1)
+    return ParallelizePlan(with_sequence_regions(model, {**rules, **_ends(model)}, towers), sequence_dim=1)
+
+
+def _towers(model: Any) -> list[str]:
+    """Return the names of models inside of one, without the embedding of its tokens: towers of images or sounds."""
+    embedding = model.get_input_embeddings()
+    found: list[str] = []
+    for name, part in model.named_modules():
+        inside = any(name.startswith(f"{each}.") for each in found)
+        if name and not inside and is_transformers(part) and all(each is not embedding for each in part.modules()):
+            found.append(name)
+    return found
 
 
 def _ends(model: Any) -> Rules:

@@ -9,7 +9,7 @@ experts) gets all tokens, computes the same on every rank, and its output is cut
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -39,12 +39,20 @@ RESHAPES = {"reshape", "view", "flatten"}
 """Calls after which a linear layer of the layer itself may not see ``[B, S, h]``, whose dim 1 it would gather."""
 
 
-def with_sequence_regions(model: nn.Module, rules: Rules) -> Rules:
-    """Return the rules with those that sequence parallelism needs; without it, they change nothing."""
+def with_sequence_regions(model: nn.Module, rules: Rules, towers: Sequence[str] = ()) -> Rules:
+    """Return the rules with those that sequence parallelism needs; without it, they change nothing.
+
+    Args:
+        model: a model of ``transformers``.
+        rules: how its layers split.
+        towers: names of models inside of it that get whole inputs: patches of images are no multiple of ranks.
+    """
     modules = dict(model.named_modules())
     found = _Regions(modules, {name: styles(each) for name, each in rules.items() if isinstance(name, str)})
     stacks = [(name, each) for name, each in modules.items() if isinstance(each, nn.ModuleList)]
-    outer: list[str] = []
+    outer: list[str] = [*towers]
+    for tower in towers:
+        found.keep_tokens(tower)
     for name, stack in stacks:
         layers = [f"{name}.{index}" for index in range(len(stack)) if f"{name}.{index}" in modules]
         inside = any(name.startswith(f"{each}.") for each in outer)
@@ -174,14 +182,19 @@ class _Regions:
                 return False
         return True
 
-    def whole(self, name: str) -> None:
-        """Let every rank compute a module with all tokens, and take its share of the output."""
-        for each, child in self.inside(name):
+    def keep_tokens(self, name: str) -> None:
+        """Let every rank get all tokens from the last layers in a module, too."""
+        for each, _ in self.inside(name):
             if self.has(each, Row, ConvRow):
                 self.rules[each] = tuple(
                     replace(s, scatter_output=False) if isinstance(s, Row | ConvRow) else s for s in self.rules[each]
                 )
-            elif any(p is not None for p in child._parameters.values()):
+
+    def whole(self, name: str) -> None:
+        """Let every rank compute a module with all tokens, and take its share of the output."""
+        self.keep_tokens(name)
+        for each, child in self.inside(name):
+            if not self.has(each, Row, ConvRow) and any(p is not None for p in child._parameters.values()):
                 self.rules.setdefault(each, (Replicated(),))
         if any("bias" in local for local in self.modules[name]._parameters):
             reason = "may hand out its bias, for tokens of which ranks hold shares; turn sequence parallelism off."

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import transformers
 from torch import nn
 
 from megalight.errors import LayoutError
@@ -15,7 +18,8 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model_plans import plan_for
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import Boundary, Column, Replicated, Row
-from tests.parallel.tiny_transformers import errors_of, tiny, trained
+from tests.parallel.gathering import gather_canonical, relative_error
+from tests.parallel.tiny_transformers import errors_of, float64, tiny, trained
 from tests.support.workers import run
 from tools.transformers_table import RESULTS, attempt
 
@@ -80,6 +84,78 @@ def test_the_table_holds(family: str) -> None:
         assert attempt(family, [layout])[layout] == ["ok", ""], layout
 
 
+STACKED: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "halves": ("qwen3_moe", 2, {"tensor_parallel": 2}),
+    "alternating, with biases": ("gpt_oss", 2, {"tensor_parallel": 2}),
+    "without gate": ("nemotron_h", 2, {"tensor_parallel": 2}),
+    "whole experts too": ("qwen3_moe", 2, {"tensor_parallel": 2, "expert_parallel": 2}),
+    "shares of tokens": ("gpt_oss", 2, {"tensor_parallel": 2, "expert_parallel": 2, "sequence_parallel": True}),
+    "replicas": ("qwen3_moe", 4, {"tensor_parallel": 2, "expert_parallel": 4}),
+    "both": ("gpt_oss", 4, {"tensor_parallel": 2, "expert_parallel": 2, "expert_tensor_parallel": 2}),
+}
+"""Family, ranks, and layout of experts under tensor parallelism."""
+
+
+@pytest.mark.parametrize("name", STACKED)
+def test_stacked_experts_split_under_tensor_parallelism(name: str) -> None:
+    family, ranks, options = STACKED[name]
+    for errors in run(trained, ranks, family, options):
+        wrong = {name: error for name, error in errors.items() if not error <= 1e-9}
+        assert not wrong, wrong
+
+
+def test_a_rank_holds_its_part_of_each_expert() -> None:
+    model = tiny("gpt_oss")
+    parallelize(model, plan_for(model) or ParallelizePlan(), ParallelMesh(2, 1, tp=2))
+    experts = model.get_submodule("model.layers.0.mlp.experts")
+    shapes = {name: list(parameter.shape) for name, parameter in experts.named_parameters()}
+    assert shapes == {
+        "gate_up_proj": [4, 32, 48],
+        "gate_up_proj_bias": [4, 48],
+        "down_proj": [4, 24, 32],
+        "down_proj_bias": [4, 32],
+    }
+
+
+def llava() -> nn.Module:
+    """A tiny model of images and text: the tower declares no plan, the language model does."""
+    vision = {"image_size": 16, "patch_size": 8, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**vision, num_attention_heads=4),
+        text_config=tiny("llama").config,
+        image_token_id=95,
+    )
+    torch.manual_seed(0)
+    found: nn.Module = transformers.LlavaForConditionalGeneration(config).double()
+    return found
+
+
+def _with_images(sequence_parallel: bool) -> dict[str, float]:
+    mesh, whole = ParallelMesh(2, dist.get_rank(), tp=2), llava()
+    model = copy.deepcopy(whole)
+    specs = parallelize(model, plan_for(model) or ParallelizePlan(), mesh, sequence_parallel=sequence_parallel)
+    ids = torch.randint(3, 95, (2, 8), generator=torch.Generator().manual_seed(1))
+    ids[:, 1:5] = 95
+    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    losses = []
+    with float64():
+        for one in (model, whole):
+            losses.append(one(input_ids=ids, pixel_values=pixels, labels=ids).loss)
+            losses[-1].backward()
+    grads = gather_canonical({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, specs, mesh)
+    wanted = {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
+    part = model.get_submodule("model.vision_tower").get_parameter("encoder.layers.0.mlp.fc1.weight")
+    assert list(part.shape) == [24, 32]
+    return {**{name: relative_error(grads[name], wanted[name]) for name in wanted}, "loss": relative_error(*losses)}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_towers_of_images_split_too(sequence_parallel: bool) -> None:
+    for errors in run(_with_images, 2, sequence_parallel):
+        wrong = {name: error for name, error in errors.items() if not error <= 1e-9}
+        assert not wrong, wrong
+
+
 def test_fused_halves_are_split_one_by_one() -> None:
     plan = plan_for(tiny("phi3"))
     assert plan is not None
@@ -121,10 +197,10 @@ def test_layouts_are_refused_by_name() -> None:
     assert "consists of 2 units (heads, groups, or features), and tp=3" in run(_refused, 3, "qwen3", False)[0]
     assert "model.decoder.layers.0 (OPTDecoderLayer) calls reshape" in run(_refused, 2, "opt", True)[0]
     assert "layers.0 (BartDecoderLayer) draws dropout=0.1 itself" in run(_refused, 2, "bart", True, "dropout")[0]
-    model = tiny("qwen3_moe")
+    model = tiny("qwen3_moe", moe_intermediate_size=15)
     plan = plan_for(model) or ParallelizePlan()
-    with pytest.raises(LayoutError, match="alone; set tp=1"):
-        parallelize(model, plan, ParallelMesh(4, 0, tp=2, ep=2))
+    with pytest.raises(LayoutError, match="experts have an inner width of 15, and tp=2 does not divide it"):
+        parallelize(model, plan, ParallelMesh(2, 0, tp=2))
     found = run(_refused, 2, "qwen2", False, "attention_dropout")[0]
     assert "self_attn (Qwen2Attention) draws attention_dropout=0.1" in found
 

@@ -17,6 +17,7 @@ from megalight.nn.canonical import CanonicalPart
 from megalight.nn.moe import Dispatcher, Experts, Router
 from megalight.nn.moe.adapters import StackAdapter
 from megalight.ops.router import Routes
+from megalight.parallel import collectives
 from megalight.parallel.expert import DISPATCHERS
 from megalight.parallel.expert.token_pool import MeshPool
 from megalight.parallel.mesh import ParallelMesh
@@ -25,6 +26,7 @@ from megalight.parallel.splitter import Splitter
 from megalight.parallel.styles.style import Style, register
 from megalight.parallel.tensor import split
 from megalight.parallel.tensor.linear import RowStackAdapter
+from megalight.parallel.tensor.shared import Shared
 
 
 @register
@@ -86,45 +88,106 @@ def stacked(module: nn.Module) -> bool:
 @register
 @dataclass(frozen=True)
 class StackedExperts(Style):
-    """A stack of experts of ``transformers``: equal numbers over ``ep``.
+    """A stack of experts of ``transformers``: equal numbers over ``ep``, and the inner width of each over ``etp``.
 
-    Copies of tokens travel to the ranks of their experts, where the module's own code computes them.
+    Copies of tokens travel to the ranks of their experts, where the module's own code computes them. Ranks along ``tp``
+    have the same tokens, of which each sends its share. Where ``ep`` and ``etp`` are 1, ``tp`` divides the inner width.
     """
 
     axis: ClassVar[str] = "ep"
 
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> None:
-        """Keep the module, with fewer experts, and a dispatcher that gets tokens of other ranks."""
+        """Keep the module, with fewer or narrower experts, and communication around its own code."""
         shared, mesh = splitter.shared, splitter.shared.mesh
-        if mesh.ep * mesh.etp == 1:
+        alone = mesh.ep * mesh.etp == 1
+        if alone and mesh.tp == 1:
             return
         if not stacked(module):
             raise LayoutError(
                 f"the plan's rule StackedExperts meets {name}, a {type(module).__name__}; it serves experts of "
                 "transformers whose weights are stacked. Make the rule's pattern narrower."
             )
-        if mesh.tp > 1 or mesh.etp > 1:
+        axis = "tp" if alone else "etp"
+        narrow = mesh.size(axis) > 1 and not (module.has_gate and module.is_transposed and module.is_concatenated)
+        if not narrow and alone:  # every rank computes all of them
+            return
+        if not narrow and mesh.etp > 1:
             raise LayoutError(
-                f"{name} ({type(module).__name__}): experts of transformers are divided over ep={mesh.ep} alone; set "
-                f"tp=1 (it is {mesh.tp}) and etp=1 (it is {mesh.etp})."
+                f"{name} ({type(module).__name__}): etp={mesh.etp} divides the inner width of experts, and two halves "
+                "of transposed weights cannot be divided. Set etp=1."
             )
         for local in module._parameters:
-            module._parameters[local] = splitter.split(name, module, local, split.experts)
+            dim, sections = inner_dim(module, local) if narrow else (None, 1)
+            rule = partial(split.experts, axis=axis, dim=dim, sections=sections)
+            module._parameters[local] = splitter.split(name, module, local, rule)
         module.num_experts //= mesh.ep  # type: ignore[operator, assignment]
-        dispatcher = DISPATCHERS[shared.expert.dispatcher](shared)
+        compute = module.forward
+        if narrow and "down_proj_bias" in module._parameters:
+            compute = partial(_with_a_term_of_the_bias, module, mesh.size(axis), compute)
         # Where its class has it, so that the module keeps its type, and its own implementation of the products.
-        module.forward = partial(_dispatched, module, dispatcher, module.forward)
+        if alone:
+            module.forward = partial(_narrow, shared, compute)
+        else:
+            dispatcher = DISPATCHERS[shared.expert.dispatcher](shared)
+            module.forward = partial(_dispatched, module, dispatcher, shared, compute)
+
+
+def inner_dim(module: nn.Module, local: str) -> tuple[int | None, int]:
+    """Return the dim of a stacked weight or bias that is the inner width, and in how many sections it is.
+
+    None: it has no such dim. Gate and up of one weight are two sections, or alternate.
+    """
+    down, bias = local.startswith("down"), local.endswith("bias")
+    if bias and down:
+        return None, 1
+    two = module.has_gate and module.is_concatenated and local.startswith("gate_up")
+    outputs = 1 if bias or not module.is_transposed else 2
+    return (3 - outputs if down else outputs), 2 if two else 1
+
+
+def _with_a_term_of_the_bias(
+    module: nn.Module, ranks: int, compute: Callable[[Tensor, Tensor, Tensor], Tensor], *args: Tensor
+) -> Tensor:
+    """Compute one of ``ranks`` terms of the experts' outputs, whose sum has the bias once."""
+    whole = module._parameters["down_proj_bias"]
+    assert whole is not None
+    module._parameters["down_proj_bias"] = whole / ranks  # type: ignore[assignment]
+    try:
+        return compute(*args)
+    finally:
+        module._parameters["down_proj_bias"] = whole
+
+
+def _narrow(
+    shared: Shared,
+    compute: Callable[[Tensor, Tensor, Tensor], Tensor],
+    hidden: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+) -> Tensor:
+    """``[T, h]``, and ``[T, k]`` numbers and weights of experts ``-> [T, h]``: the sum of the terms of all ranks."""
+    group = shared.group
+    terms = compute(collectives.copy(hidden, group), experts, collectives.copy(weights, group))
+    return collectives.all_reduce(terms, group)
 
 
 def _dispatched(
     module: nn.Module,
     dispatcher: Dispatcher,
+    shared: Shared,
     compute: Callable[[Tensor, Tensor, Tensor], Tensor],
     hidden: Tensor,
     experts: Tensor,
     weights: Tensor,
 ) -> Tensor:
     """``[T, h]``, and ``[T, k]`` numbers and weights of experts ``-> [T, h]``: sums over the experts of all ranks."""
+    group, length = shared.group, len(hidden)
+    if group is not None:
+        # Rows that are added belong to expert 0 with weight 0.
+        more = -length % group.size()
+        hidden, experts, weights = (nn.functional.pad(each, (0, 0, 0, more)) for each in (hidden, experts, weights))
+        hidden, weights = collectives.split(hidden, group), collectives.split(weights, group)
+        experts = collectives.own_slice(experts, group)
     count: int = module.num_experts  # type: ignore[assignment]
     probs = weights if weights.dtype == torch.float64 else weights.float()
     copies, memo = dispatcher.dispatch(hidden, Routes(probs, experts), count)
@@ -136,7 +199,8 @@ def _dispatched(
         outputs = compute(copies.tokens, expert.clamp(max=count - 1).unsqueeze(1), weight.to(weights.dtype))
     else:
         outputs = copies.tokens * weight  # empty, and part of the graph: other ranks wait in the backward
-    return dispatcher.combine(outputs, memo)
+    combined = dispatcher.combine(outputs, memo)
+    return combined if group is None else collectives.join(combined, group)[:length]
 
 
 def _adapters(splitter: Splitter, name: str, adapters: nn.Module) -> AdapterSet:

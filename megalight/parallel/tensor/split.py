@@ -15,7 +15,7 @@ from megalight.errors import LayoutError
 from megalight.nn.canonical import CanonicalPart
 from megalight.parallel.collectives import all_reduce, copy
 from megalight.parallel.degrees import replicas_of
-from megalight.parallel.mesh import EXPERT_DATA_AXES, ParallelMesh
+from megalight.parallel.mesh import EXPERT_DATA_AXES, TOKEN_AXES, ParallelMesh
 from megalight.parallel.shard import ShardPiece, ShardSpec
 from megalight.parallel.tensor.shared import Shared
 
@@ -152,18 +152,54 @@ def stack(parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: Parallel
     return ShardSpec(tuple(pieces), (here, *local), EXPERT_DATA_AXES)
 
 
-def experts(parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
-    """Split one tensor ``[E, ...]`` of stacked experts over ``ep``.
+def experts(
+    parts: Sequence[CanonicalPart],
+    shape: tuple[int, ...],
+    mesh: ParallelMesh,
+    *,
+    axis: str = "etp",
+    dim: int | None = None,
+    sections: int = 1,
+) -> ShardSpec:
+    """Split one tensor ``[E, ...]`` of stacked experts over ``ep``, and one of its dims over an axis.
+
+    Args:
+        parts: the tensor alone.
+        shape: its shape.
+        mesh: the mesh of ranks.
+        axis: ``etp``, or ``tp`` where ``ep`` and ``etp`` have one rank.
+        dim: the inner width; None: ranks along the axis hold all of it, and each has a term of its gradient.
+        sections: equal sections of that dim, of each of which a rank holds its part. Several: the dim is 1.
 
     Raises:
-        LayoutError: ``ep`` does not divide the experts.
+        LayoutError: ``ep`` does not divide the experts, or the axis a section.
     """
     (part,) = parts
+    data = TOKEN_AXES if axis == "tp" else EXPERT_DATA_AXES
     if shape[0] % mesh.ep:
         raise LayoutError(f"{part.name} holds {shape[0]} experts, and ep={mesh.ep} does not divide them. Lower ep.")
-    size = (shape[0] // mesh.ep, *shape[1:])
-    offset = (mesh.rank("ep") * size[0],) + (0,) * (len(size) - 1)
-    return ShardSpec((ShardPiece(part.name, part.shape, offset, size),), size, EXPERT_DATA_AXES)
+    count, ranks, rank = shape[0] // mesh.ep, mesh.size(axis), mesh.rank(axis)
+    size, offset = [count, *shape[1:]], [mesh.rank("ep") * count] + [0] * (len(shape) - 1)
+    if dim is None:
+        axes, owner = ((axis,) if ranks > 1 else ()), rank == 0
+        return ShardSpec((ShardPiece(part.name, shape, tuple(offset), tuple(size), 0, axes, owner),), tuple(size), data)
+    width = shape[dim] // sections
+    if width % ranks:
+        raise LayoutError(
+            f"{part.name}: experts have an inner width of {width}, and {axis}={ranks} does not divide it. Lower {axis}."
+        )
+    size[dim] = width // ranks
+    boxes = []
+    # What lies one after another in this rank's tensor: all of it, or one section of one expert.
+    for expert in range(count if sections > 1 else 1):
+        for section in range(sections):
+            box = [offset[0] + expert, *offset[1:]]
+            box[dim] = section * width + rank * size[dim]
+            boxes.append(tuple(box))
+    each = (1, *size[1:]) if sections > 1 else tuple(size)
+    pieces = (ShardPiece(part.name, shape, box, each, place * prod(each)) for place, box in enumerate(boxes))
+    size[dim] *= sections
+    return ShardSpec(tuple(pieces), tuple(size), data)
 
 
 def vocabulary(parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
