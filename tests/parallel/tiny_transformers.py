@@ -40,6 +40,7 @@ SIZES = {
     "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "dropout_rate": 0.0, "state_size": 8, "d_kv": 8,
     "attn_dropout": 0.0, "summary_last_dropout": 0.0, "chunk_size": 4, "mamba_chunk_size": 4, "word_embed_proj_dim": 32,
 }  # fmt: skip
+STEPS = 2
 OWN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "mamba2": {"num_heads": 8, "n_groups": 2},
@@ -88,11 +89,12 @@ class Plain(pl.LightningModule):
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
         self.net = net
-        self.losses: list[float] = []
+        self.losses = torch.zeros(STEPS, 2, dtype=torch.float64)
+        """Of each step, the sum over this rank's micro-batches, and their number."""
 
     def training_step(self, ids: Tensor, index: int) -> Tensor:
         loss = loss_of(self.net, ids)
-        self.losses.append(float(loss.detach()))
+        self.losses[index] += torch.stack([loss.detach().cpu().double(), torch.ones(()).double()])
         return loss
 
     def configure_optimizers(self) -> Any:
@@ -104,7 +106,7 @@ def trained(family: str, options: dict[str, Any]) -> dict[str, float]:
 
     Returns:
         how far the changes of the weights, thus gradients, and "loss" are from those of the plain model. Of ranks that
-        see different samples, the mean of the losses is compared.
+        see different samples, the mean of the losses is compared; stages before the last have none.
     """
     data = torch.randint(3, 96, (4, 8), generator=torch.Generator().manual_seed(1))
     before = tiny(family)
@@ -113,7 +115,7 @@ def trained(family: str, options: dict[str, Any]) -> dict[str, float]:
     if getattr(whole.config, "attn_logit_softcapping", None):
         whole.set_attn_implementation("eager")
     strategy = MegatronStrategy(**options)
-    runner = trainer(strategy, max_steps=2)
+    runner = trainer(strategy, max_steps=STEPS)
     world = dist.get_world_size() if dist.is_initialized() else 1
     degrees = (options.get(f"{each}_parallel", 1) for each in ("tensor", "pipeline", "context"))
     replicas = world // math.prod(degrees)
@@ -134,11 +136,10 @@ def trained(family: str, options: dict[str, Any]) -> dict[str, float]:
         name: relative_error(found[f"model.net.{name}"] - start[name], parameter.detach() - start[name])
         for name, parameter in whole.named_parameters()
     }
-    own = torch.tensor(module.losses, dtype=torch.float64)
     if dist.is_initialized():
-        dist.all_reduce(own)
-        own /= dist.get_world_size()
-    return {**errors, "loss": relative_error(own, torch.tensor(losses, dtype=torch.float64))}
+        dist.all_reduce(module.losses)
+    total, count = module.losses.unbind(1)
+    return {**errors, "loss": relative_error(total / count, torch.tensor(losses, dtype=torch.float64))}
 
 
 def tiny(family: str, **settings: Any) -> nn.Module:
@@ -146,8 +147,12 @@ def tiny(family: str, **settings: Any) -> nn.Module:
     import transformers
 
     kind = type(transformers.AutoConfig.for_model(family))
-    text = kind.sub_configs.get("text_config") if kind.sub_configs else None
-    config = _sized(kind, family, settings) if text is None else kind(text_config=_sized(text, "", settings).to_dict())
+    parts = kind.sub_configs if "text_config" in (kind.sub_configs or {}) else {}
+    # A tower is never called here, and would be large.
+    inner = {
+        each: _sized(part, "", settings if each == "text_config" else {}).to_dict() for each, part in parts.items()
+    }
+    config = kind(**inner) if inner else _sized(kind, family, settings)
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
