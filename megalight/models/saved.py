@@ -30,6 +30,7 @@ from megalight.models.hugging_face.folder import COMPANIONS, LENIENT, UNREAD, co
 from megalight.models.transforms import activate, rebuild
 from megalight.nn.canonical import canonical_tensors, parts
 from megalight.nn.init import Initializer, draw, initializers
+from megalight.parallel.initial_values import compute_buffers
 from megalight.parallel.layers import depths_of
 from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
@@ -154,6 +155,7 @@ def _room(
     )
     model = ParallelModel(root, mesh, options)
     model.place(device, dtype)
+    compute_buffers(root)
     return model
 
 

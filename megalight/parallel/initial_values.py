@@ -163,6 +163,23 @@ def initialize(
         drawn.update(wanted.values())
 
 
+@torch.no_grad()
+def compute_buffers(model: nn.Module) -> None:
+    """Give buffers that checkpoints do not hold, such as frequencies of angles, the values of their module's method.
+
+    Raises:
+        ConfigurationError: a module has no method that computes them.
+    """
+    for path, module in model.named_modules():
+        mine = {local: module._buffers[local] for local in module._non_persistent_buffers_set}
+        unknown = {local: buffer for local, buffer in mine.items() if buffer is not None and _unknown(buffer)}
+        if unknown:
+            device = next(iter(unknown.values())).device
+            whole = _drawn_whole(model, path, module, 0, device)
+            for local, buffer in unknown.items():
+                _copy_known(_join(path, local), buffer, whole._buffers[local])
+
+
 def _away(model: nn.Module) -> dict[str, Elsewhere]:
     """Return the place in the whole model of each tied parameter that has another one on this pipeline stage."""
     found: dict[str, Elsewhere] = {}

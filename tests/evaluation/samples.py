@@ -71,29 +71,25 @@ def save_tasks(folder: Path) -> Path:
     return folder
 
 
-def save_model(folder: Path, length: int = 48, *, width: int = 32, double: bool = True) -> Path:
+def save_model(folder: Path, length: int = 48, *, width: int = 32, double: bool = True, family: str = "gpt2") -> Path:
     """Write a model of four layers with a tokenizer, whose choices are not all alike.
 
-    GPT-2: no part of it computes in float32 where the rest is in float64.
+    GPT-2 and StarCoder2: no part of them computes in float32 where the rest is in float64.
     """
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import AutoModelForCausalLM, GPT2Config, Starcoder2Config
 
     tokenizer = Tokenizer.train([WORDS] * 3, 280)
     tokenizer.chat_template = TEMPLATE
     torch.manual_seed(5)
-    config = GPT2Config(
-        vocab_size=280,
-        n_embd=width,
-        n_layer=4,
-        n_head=4,
-        n_positions=length,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eod_id,
-        pad_token_id=tokenizer.pad_id,
-        attn_pdrop=0.1,
+    common = {"vocab_size": 280, "initializer_range": 0.3, "bos_token_id": None}
+    common |= {"eos_token_id": tokenizer.eod_id, "pad_token_id": tokenizer.pad_id}
+    config: GPT2Config | Starcoder2Config = GPT2Config(
+        **common, n_embd=width, n_layer=4, n_head=4, n_positions=length, attn_pdrop=0.1
     )
-    model = GPT2LMHeadModel(config)
+    if family == "starcoder2":
+        sizes = {"hidden_size": width, "intermediate_size": width, "max_position_embeddings": length}
+        config = Starcoder2Config(**common, **sizes, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
+    model = AutoModelForCausalLM.from_config(config)
     (model.double() if double else model).save_pretrained(folder)
     tokenizer.save(folder)
     return folder

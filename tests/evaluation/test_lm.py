@@ -100,6 +100,13 @@ def test_equals_the_backend_of_transformers(folders: tuple[Path, Path], referenc
     assert len({*responses(reference, "answers")}) > 3, "all answers are alike"
 
 
+@pytest.mark.full
+def test_a_family_that_has_its_own_code_alone(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    starcoder = (save_model(tmp_path / "model", family="starcoder2"), folders[1])
+    given = {"tasks": ["colors", "answers"], "limit": 4}
+    check_same(ours(starcoder, given=given, batch_tokens=7), theirs(starcoder, given), ["colors", "answers"])
+
+
 def test_batches_and_parts_change_nothing(folders: tuple[Path, Path], reference: dict[str, Any]) -> None:
     # Sequences longer than 7 tokens run in parts, through a cache.
     check_same(ours(folders, batch_tokens=7, max_sequences=2), reference, ALL)
