@@ -242,9 +242,9 @@ def measure(options: argparse.Namespace, muon: MuonConfig | None, device: torch.
             "newton_schulz_tflop": [each / 1e12 for each in load],
             "batches": max(len(each.rounds) for each, _ in optimizer.exchanges),
             "largest_batch_bytes": max(
-                len(r.own) * r.shape[0] * r.shape[1] * optimizer.dtype.itemsize
+                sum(len(names) * m * n for (m, n), names in current.own.items()) * optimizer.dtype.itemsize
                 for each, _ in optimizer.exchanges
-                for r in each.rounds
+                for current in each.rounds
             ),
             "busiest_over_mean": max(load) * len(load) / sum(load),
             "aim_seconds": 1.1 * max(load) / (0.7 * RATES_OF_H200.gemm),

@@ -482,7 +482,7 @@ def _move_homes(optimizer: Optimizer, device: torch.device | None) -> None:
     for exchange, members in optimizer.exchanges or ():
         assert optimizer.buckets is not None
         place = optimizer.buckets[members[0]].params.device if device is None else device
-        for states in exchange.states:
+        for states in (batch for current in exchange.states for batch in current.values()):
             states.update({name: tensor.to(place) for name, tensor in states.items()})
 
 

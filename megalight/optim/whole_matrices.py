@@ -36,16 +36,13 @@ from megalight.parallel.data_parallel.masters import FlatShard
 from megalight.parallel.mesh import DENSE_AXES
 from megalight.parallel.shard import ShardPiece, boxes
 
-UNEVEN = 1.05
+UNEVEN = 1.01
 """How much more than its share of the work a rank takes on, so that matrices need not travel to another one."""
 GATHER_BYTES = 256 * 2**20
 """Default of the largest number of bytes of a batch of matrices on a rank."""
 
 
-def matrices_in_batch(gather_bytes: int, shape: tuple[int, int]) -> int:
-    """Return how many matrices of a shape a batch of so many bytes may have; at least one."""
-    # At most 8 bytes an element, so that the bound holds for every dtype.
-    return max(1, gather_bytes // (8 * prod(shape)))
+Shape = tuple[int, int]
 
 
 class MatrixBox(NamedTuple):
@@ -110,23 +107,21 @@ class HomedMatrix:
 
 
 class MatrixRound(NamedTuple):
-    """What this rank sends and receives for one batch of matrices of equal shape.
+    """What this rank sends, computes and receives at a time. Each rank has matrices of its own shapes.
 
     Attributes:
-        shape: of the matrices.
-        own: those whose home is this rank.
+        own: shape -> the matrices of this shape whose home is this rank: one batch.
         sent: for each rank, boxes of this rank's shards that it needs.
-        received: for each rank, ``(index in own, box)``, which come from it.
-        returned: for each rank, ``(index in own, box)``, whose updates it gets.
+        received: for each rank, ``(shape, index in the batch, box)``, which come from it.
+        returned: for each rank, ``(shape, index in the batch, box)``, whose updates it gets.
         updated: for each rank, boxes of this rank's shards whose updates come from it.
-        completed: the buckets whose last matrices, on any rank, are in this batch.
+        completed: the buckets whose last matrices, on any rank, are in this round.
     """
 
-    shape: tuple[int, int]
-    own: list[str]
+    own: dict[Shape, list[str]]
     sent: list[list[MatrixBox]]
-    received: list[list[tuple[int, MatrixBox]]]
-    returned: list[list[tuple[int, MatrixBox]]]
+    received: list[list[tuple[Shape, int, MatrixBox]]]
+    returned: list[list[tuple[Shape, int, MatrixBox]]]
     updated: list[list[MatrixBox]]
     completed: list[int]
 
@@ -139,12 +134,13 @@ class MatrixExchange:
         group: the ranks that hold all parts of these matrices together; None: one rank.
         flops: the work for a matrix of a shape, by which homes are chosen.
         heads: the number of rows by which the matrix of a name is divided; 0: it is one matrix.
-        gather_bytes: the largest number of bytes of a batch of matrices, on each rank.
+        gather_bytes: the largest number of bytes of the matrices of a round, on each rank; at least one matrix.
+        itemsize: bytes of an element.
         room: the state of a new matrix of a shape, by name.
 
     Attributes:
         load: for each rank, the work of one step.
-        states: for each round, the state of the matrices whose home is this rank, ``[B, ...]`` by name.
+        states: for each round and shape, the state of the matrices whose home is this rank, ``[B, ...]`` by name.
 
     Raises:
         ConfigurationError: a tensor is no matrix.
@@ -154,10 +150,11 @@ class MatrixExchange:
         self,
         shards: Mapping[int, FlatShard],
         group: dist.ProcessGroup | None,
-        flops: Callable[[tuple[int, int]], float],
+        flops: Callable[[Shape], float],
         heads: Callable[[str], int],
         gather_bytes: int,
-        room: Callable[[tuple[int, int]], Mapping[str, Tensor]],
+        itemsize: int,
+        room: Callable[[Shape], Mapping[str, Tensor]],
     ) -> None:
         self.group = group
         size, self.rank = (1, 0) if group is None else (group.size(), group.rank())
@@ -180,44 +177,64 @@ class MatrixExchange:
             near, free = (min(ranks, key=self.load.__getitem__) for ranks in (sorted(matrix.held), range(size)))
             matrix.home = near if self.load[near] + cost <= max(fair, self.load[free] + cost) else free
             self.load[matrix.home] += cost
-        self.rounds = list(self._rounds(size, gather_bytes))
-        self.states: list[dict[str, Tensor]] = [
-            {name: torch.stack([each] * len(r.own)) for name, each in room(r.shape).items()} if r.own else {}
-            for r in self.rounds
+        rounds = self._rounds(size, flops, gather_bytes, itemsize)
+        ends = {index: n for n, of_rank in enumerate(rounds) for each in of_rank for m in each for index in m.buckets}
+        self.rounds = [
+            self._round(of_rank, sorted((index for index, end in ends.items() if end == number), reverse=True))
+            for number, of_rank in enumerate(rounds)
+        ]
+        self.states: list[dict[Shape, dict[str, Tensor]]] = [
+            {
+                shape: {name: torch.stack([each] * len(names)) for name, each in room(shape).items()}
+                for shape, names in current.own.items()
+            }
+            for current in self.rounds
         ]
 
     def named_states(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield the state that lies on this rank: name of the state, name of the matrix, view of the tensor."""
         for current, states in zip(self.rounds, self.states, strict=True):
-            for name, tensor in states.items():
-                yield from ((name, matrix, each) for matrix, each in zip(current.own, tensor, strict=True))
+            for shape, names in current.own.items():
+                for name, tensor in states[shape].items():
+                    yield from ((name, matrix, each) for matrix, each in zip(names, tensor, strict=True))
 
-    def _rounds(self, size: int, gather_bytes: int) -> Iterator[MatrixRound]:
-        homes: dict[tuple[int, int], list[list[HomedMatrix]]] = {}
+    def _rounds(
+        self, size: int, flops: Callable[[Shape], float], gather_bytes: int, itemsize: int
+    ) -> list[list[list[HomedMatrix]]]:
+        """Return for each round and rank the matrices that are updated there: what ranks compute at about one time.
+
+        They wait for each other in every round, so that none may be far ahead.
+        """
+        begin, timed = [0.0] * size, []
         # The last bucket has the first layers, which the next forward pass needs first.
         for matrix in sorted(self.matrices, key=lambda each: -max(each.buckets)):
-            homes.setdefault(matrix.shape, [[] for _ in range(size)])[matrix.home].append(matrix)
-        batches = []
-        for shape, of_rank in homes.items():
-            many = matrices_in_batch(gather_bytes, shape)
-            for first in range(0, max(map(len, of_rank)), many):
-                batches.append((shape, [matrices[first : first + many] for matrices in of_rank]))
-        found = [{index for each in of_rank for m in each for index in m.buckets} for _, of_rank in batches]
-        order = sorted(range(len(batches)), key=lambda number: -max(found[number]))
-        ends = {index: place for place, number in enumerate(order) for index in found[number]}
-        for place, number in enumerate(order):
-            completed = sorted((index for index, end in ends.items() if end == place), reverse=True)
-            yield self._round(*batches[number], completed)
+            timed.append((begin[matrix.home], matrix))
+            begin[matrix.home] += flops(matrix.shape)
+        rounds: list[list[list[HomedMatrix]]] = []
+        used = [0] * size
+        for _, matrix in sorted(timed, key=lambda pair: pair[0]):
+            needed = itemsize * prod(matrix.shape)
+            if not rounds or (used[matrix.home] and used[matrix.home] + needed > gather_bytes):
+                rounds.append([[] for _ in range(size)])
+                used = [0] * size
+            rounds[-1][matrix.home].append(matrix)
+            used[matrix.home] += needed
+        return rounds
 
-    def _round(self, shape: tuple[int, int], of_rank: list[list[HomedMatrix]], completed: list[int]) -> MatrixRound:
+    def _round(self, of_rank: list[list[HomedMatrix]], completed: list[int]) -> MatrixRound:
         mine, size = of_rank[self.rank], len(of_rank)
+        own: dict[Shape, list[str]] = {}
+        at = []
+        for matrix in mine:
+            batch = own.setdefault(matrix.shape, [])
+            at.append((matrix.shape, len(batch)))
+            batch.append(matrix.name)
         sources = [matrix.sources() for matrix in mine]
         return MatrixRound(
-            shape,
-            [matrix.name for matrix in mine],
+            own,
             [[b for matrix in of_rank[rank] for b in matrix.sources().get(self.rank, [])] for rank in range(size)],
-            [[(i, b) for i, chosen in enumerate(sources) for b in chosen.get(rank, [])] for rank in range(size)],
-            [[(i, b) for i, matrix in enumerate(mine) for b in matrix.held.get(rank, [])] for rank in range(size)],
+            [[(*at[i], b) for i, chosen in enumerate(sources) for b in chosen.get(rank, [])] for rank in range(size)],
+            [[(*at[i], b) for i, matrix in enumerate(mine) for b in matrix.held.get(rank, [])] for rank in range(size)],
             [[b for matrix in of_rank[rank] for b in matrix.held.get(self.rank, [])] for rank in range(size)],
             completed,
         )
@@ -240,9 +257,11 @@ class MatrixExchange:
             assert coming is not None
             whole = self._whole(current, coming)
             coming = self._gather(self.rounds[number + 1], flats) if number + 1 < len(self.rounds) else None
-            result = function(whole, self.states[number]) if len(whole) else whole
-            pieces = [[_part(result[i], box) for i, box in boxes] for boxes in current.returned]
-            message = _Message(pieces, [sum(b.numel for b in boxes) for boxes in current.updated], result, self.group)
+            for shape, batch in whole.items():
+                whole[shape] = function(batch, self.states[number][shape])
+            pieces = [[_part(whole[shape][i], box) for shape, i, box in boxes] for boxes in current.returned]
+            sizes = [sum(box.numel for box in boxes) for boxes in current.updated]
+            message = _Message(pieces, sizes, next(iter(flats.values())), self.group)
             if leaving is not None:
                 yield from self._scatter(*leaving, flats)
             leaving = current, message
@@ -251,16 +270,15 @@ class MatrixExchange:
 
     def _gather(self, current: MatrixRound, flats: Mapping[int, Tensor]) -> _Message:
         pieces = [[flats[b.bucket][b.start : b.start + b.numel] for b in boxes] for boxes in current.sent]
-        sizes = [sum(box.numel for _, box in boxes) for boxes in current.received]
+        sizes = [sum(box.numel for *_, box in boxes) for boxes in current.received]
         return _Message(pieces, sizes, next(iter(flats.values())), self.group)
 
-    def _whole(self, current: MatrixRound, message: _Message) -> Tensor:
-        values = message.wait()
-        whole = values.new_zeros(len(current.own), *current.shape)
-        first = 0
+    def _whole(self, current: MatrixRound, message: _Message) -> dict[Shape, Tensor]:
+        values, first = message.wait(), 0
+        whole = {shape: values.new_zeros(len(names), *shape) for shape, names in current.own.items()}
         for of_rank in current.received:
-            for index, box in of_rank:
-                _part(whole[index], box, flat=False).copy_(
+            for shape, index, box in of_rank:
+                _part(whole[shape][index], box, flat=False).copy_(
                     values[first : first + box.numel].view(box.rows, box.columns)
                 )
                 first += box.numel
@@ -549,7 +567,7 @@ class WholeMatrixOptimizer(Adam):
         for shape, members in stacks.items():
             whole = torch.cat([stack for _, stack in members])
             # Experts of all layers have one shape: not all of them at once.
-            for batch in torch.split(whole, matrices_in_batch(self.gather_bytes, shape)):
+            for batch in torch.split(whole, max(1, self.gather_bytes // (whole.itemsize * prod(shape)))):
                 batch.copy_(self.update(batch, {}))
             parts = torch.split(whole, [len(stack) for _, stack in members])
             result |= {p: part.reshape(p.shape) for (p, _), part in zip(members, parts, strict=True)}
@@ -569,7 +587,9 @@ class WholeMatrixOptimizer(Adam):
             group = mesh.group(*(axis for axis in DENSE_AXES if axis != "pp"))
             shards = {index: self.buckets[index].shard for index in members}
             room = partial(self._room, device=self.buckets[members[0]].params.device)
-            exchange = MatrixExchange(shards, group, self.flops, self._rows_of_head, self.gather_bytes, room)
+            exchange = MatrixExchange(
+                shards, group, self.flops, self._rows_of_head, self.gather_bytes, self.dtype.itemsize, room
+            )
             yield exchange, members
 
     def _rows_of_head(self, name: str) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import megalight
-from megalight.models.gpt import GPT
+from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.gpt.module import GPTModule
 from megalight.optim import AdamConfig, MuonConfig, ShampooConfig, whole_matrices
 from megalight.optim.whole_matrix_config import WholeMatrixConfig
@@ -18,21 +19,21 @@ from tests.strategies.training import BASE, global_batch
 from tests.support.workers import run
 
 
-def _train(level: str, matrices: WholeMatrixConfig) -> dict[str, Any]:
+def _train(level: str, matrices: WholeMatrixConfig, config: GPTConfig = BASE) -> dict[str, Any]:
     layout = megalight.Layout(data_parallel=DataParallelOptions(level=level, overlap_param_gather=False))
     with torch.device("meta"):
-        root = GPT(BASE)
+        root = GPT(config)
     model = megalight.parallelize(root, layout, dtype=torch.bfloat16)
     muon = isinstance(matrices, MuonConfig)
-    config = AdamConfig(lr=1e-3, muon=matrices if muon else None, matrices=None if muon else matrices)
-    optimizer: Any = config.build(model.root.named_parameters())[0]
-    training = megalight.Training(model, optimizer, GPTModule(BASE))
+    adam = AdamConfig(lr=1e-3, muon=matrices if muon else None, matrices=None if muon else matrices)
+    optimizer: Any = adam.build(model.root.named_parameters())[0]
+    training = megalight.Training(model, optimizer, GPTModule(config))
     sizes: list[int] = []
     whole = whole_matrices.MatrixExchange._whole
 
     def watched(self: Any, current: Any, message: Any) -> Any:
         result = whole(self, current, message)
-        sizes.append(result.nbytes)
+        sizes.append(sum(batch.nbytes for batch in result.values()))
         return result
 
     whole_matrices.MatrixExchange._whole = watched  # type: ignore[method-assign]
@@ -49,6 +50,11 @@ def _train(level: str, matrices: WholeMatrixConfig) -> dict[str, Any]:
         - sum(bucket.shard.numel for bucket in optimizer.buckets.values()),
         "batches": sizes,
         "load": [exchange.load for exchange, _ in optimizer.exchanges],
+        "rounds": [
+            sum(len(names) * optimizer.flops(shape) for shape, names in current.own.items())
+            for exchange, _ in optimizer.exchanges
+            for current in exchange.rounds
+        ],
     }
 
 
@@ -65,6 +71,17 @@ def test_momentum_takes_4_bytes_and_moments_8(level: str) -> None:
         assert rank["home"] == 0
     (load,) = found[0]["load"]
     assert max(load) <= 1.15 * sum(load) / 2
+
+
+@pytest.mark.parametrize("level", ["optim", "optim_grads_params"])
+def test_ranks_do_equal_work_in_each_round(level: str) -> None:
+    """Under full sharding, each half of a layer has matrices of its own shapes."""
+    config = replace(BASE, num_layers=8, hidden_size=64, num_kv_heads=1, ffn_hidden_size=224)
+    first, second = run(_train, 2, level, MuonConfig(gather_bytes=4 * 2 * 64 * 224), config)
+    assert len(first["rounds"]) > 3
+    (load,) = first["load"]
+    assert load == [sum(first["rounds"]), sum(second["rounds"])]
+    assert sum(map(max, first["rounds"], second["rounds"])) <= 1.1 * sum(load) / 2
 
 
 def test_state_of_whole_matrices_is_divided() -> None:

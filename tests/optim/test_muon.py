@@ -19,7 +19,7 @@ from megalight.nn.canonical import parts
 from megalight.nn.init import initialize
 from megalight.optim import AdamConfig, Constant, GroupRule, Muon, MuonConfig
 from megalight.optim.muon import QUINTIC, newton_schulz
-from megalight.optim.whole_matrices import GATHER_BYTES, matrices_in_batch
+from megalight.optim.whole_matrices import GATHER_BYTES
 from megalight.strategies import DataParallelOptions, MegatronStrategy
 from tests.strategies.test_experts import PLAIN
 from tests.strategies.training import (
@@ -247,8 +247,6 @@ def test_experts_of_a_stack_go_in_batches() -> None:
         results.append([stack.detach() for stack in stacks])
     assert sizes == [50] * 5 + [6] + [256]
     torch.testing.assert_close(results[0], results[1])
-    # 128 experts of 768 features in 8 layers of Qwen3-30B-A3B: 147 batches, with 63 MiB of bfloat16 matrices each.
-    assert matrices_in_batch(GATHER_BYTES, (768, 2048)) == 21
 
 
 def test_names_decide_who_updates_a_parameter() -> None:

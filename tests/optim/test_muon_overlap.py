@@ -45,7 +45,7 @@ def _train(level: str, overlapped: bool) -> dict[str, Any]:
         root = GPT(MODEL)
     model = megalight.parallelize(root, megalight.Layout(data_parallel=options), seed=1)
     # Two matrices of the largest shape go together.
-    muon = replace(MUON, gather_bytes=2 * 8 * 48 * 32, ns_dtype="float32")
+    muon = replace(MUON, gather_bytes=2 * 4 * 48 * 32, ns_dtype="float32")
     optimizer, _ = replace(CONFIG, muon=muon).build(model.root.named_parameters())
     training = megalight.Training(model, optimizer, GPTModule(MODEL))
     with (
