@@ -96,6 +96,21 @@ class CUDAGraphBatchDimensionBuilder:
         return sorted(valid, key=lambda each: (each.token_count - each.decode_req_count, each.decode_req_count))[::-1]
 
 
+def with_guesses(
+    decodes: Iterable[InferenceBatchDimensions], guesses: int, max_tokens: int
+) -> list[InferenceBatchDimensions]:
+    """Return dimensions of steps that decode, and of those in which each sequence has so many guesses, too.
+
+    Args:
+        decodes: the largest first.
+        guesses: most guesses of a sequence.
+        max_tokens: of a step with guesses.
+    """
+    decodes = [*decodes]
+    found = [InferenceBatchDimensions(each.req_count * (guesses + 1), each.req_count, 0) for each in decodes]
+    return [*(each for each in found if each.token_count <= max_tokens), *decodes]
+
+
 def match_graph_config(
     real: InferenceBatchDimensions, graphs: Iterable[InferenceBatchDimensions], strict: bool = False
 ) -> InferenceBatchDimensions | None:

@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -23,13 +24,16 @@ from megalight.inference.batch_dimensions import (
     CUDAGraphBatchDimensionBuilder,
     InferenceBatchDimensions,
     match_graph_config,
+    with_guesses,
 )
 from megalight.inference.cache import Cache, places_of
 from megalight.inference.parallel import GenerativeModel, ParallelGPT, evaluating
 from megalight.inference.sampler import PassSampling, rows_of
 from megalight.inference.sampling import ALL
+from megalight.inference.speculator import EagleSpeculator, Speculator
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.hf import HFConfig, HFModel
+from megalight.models.hidden import KEPT, keeping
 from megalight.nn.moe import MoE
 from megalight.ops.common import HALF
 from megalight.ops.jit import overlapping
@@ -65,10 +69,13 @@ class StepGraphs:
             they sample there.
         dimensions: those of graphs, in the order of recording.
         recorder: makes the recordings.
+        all_rows: whether all tokens of a step are sampled, as guesses need, and not the last one of each sequence.
+        eagle: the speculator whose draft reads what each step has read.
 
     Attributes:
         uses: how often each graph was replayed.
         last: the graph of the last step; None: it had none.
+        hidden: the draft's outputs ``[n, h]`` for the results of the last step; None: there is no draft.
     """
 
     def __init__(
@@ -78,9 +85,12 @@ class StepGraphs:
         newest: Tensor,
         dimensions: Sequence[InferenceBatchDimensions],
         recorder: Recorder,
+        all_rows: bool = False,
+        eagle: EagleSpeculator | None = None,
     ) -> None:
         self._model, self._cache, self._newest, self._recorder = model, cache, newest, recorder
         self._dtype = next(model.parameters()).dtype
+        self._all_rows, self._eagle = all_rows, eagle
         self._experts = [module for module in model.modules() if isinstance(module, MoE)]
         # Recurrent layers read the numbers of new tokens on the host, unless all are 1.
         self.dimensions = [each for each in dimensions if cache.reversible or not each.prefill_req_count]
@@ -90,8 +100,9 @@ class StepGraphs:
         self._met: set[InferenceBatchDimensions] = set()
         # Whether steps with prefill, or without, cannot be recorded.
         self._failed: set[bool] = set()
-        # Shared by all graphs: logits, and samples.
-        self._outputs: tuple[Tensor, Tensor] | None = None
+        # Shared by all graphs: logits, samples, and the draft's outputs.
+        self._outputs: tuple[Tensor, ...] | None = None
+        self.hidden: Tensor | None = None
 
     @classmethod
     def of(
@@ -102,6 +113,7 @@ class StepGraphs:
         count: int,
         max_tokens: int = 0,
         mixed_prefill_count: int = 0,
+        speculator: Speculator | None = None,
     ) -> StepGraphs | None:
         """Return the graphs of a model; None: its steps are not recorded.
 
@@ -115,6 +127,7 @@ class StepGraphs:
             count: about how many numbers of tokens are recorded.
             max_tokens: of a step with prompts, at most :data:`MAX_TOKENS`.
             mixed_prefill_count: sequences of such a step beside those that decode. 0: none is recorded.
+            speculator: steps with its guesses are recorded instead of those with prompts.
 
         Raises:
             ConfigurationError: ``count`` or ``mixed_prefill_count`` is no integer of at least 0.
@@ -130,10 +143,16 @@ class StepGraphs:
         if moe is not None and (moe.capacity is not None or moe.router.force_balance):
             return None
         max_tokens = min(max_tokens, MAX_TOKENS)
-        builder = CUDAGraphBatchDimensionBuilder(
-            count, cache.num_slots, cache.capacity, max_tokens, mixed_prefill_count
-        )
-        return cls(model, cache, newest, builder.build(), CUDARecorder(newest.device))
+        recorder = CUDARecorder(newest.device)
+        if speculator is None:
+            builder = CUDAGraphBatchDimensionBuilder(
+                count, cache.num_slots, cache.capacity, max_tokens, mixed_prefill_count
+            )
+            return cls(model, cache, newest, builder.build(), recorder)
+        builder = CUDAGraphBatchDimensionBuilder(count, cache.num_slots, cache.capacity)
+        dimensions = with_guesses(builder.build(), speculator.guesses, max_tokens)
+        eagle = speculator if isinstance(speculator, EagleSpeculator) else None
+        return cls(model, cache, newest, dimensions, recorder, True, eagle)
 
     def create(self) -> None:
         """Record all steps now.
@@ -149,17 +168,36 @@ class StepGraphs:
         for step in self._steps.values():
             step.recording.drop()
         self._steps.clear()
-        self._outputs = None
+        self._outputs = self.hidden = None
 
-    def run(self, slots: Sequence[int], fresh: Sequence[Sequence[int]], sampling: PassSampling) -> Tensor | None:
+    def run(
+        self,
+        slots: Sequence[int],
+        fresh: Sequence[Sequence[int]],
+        sampling: PassSampling,
+        rows: Sequence[int] | None = None,
+        following: Sequence[int] = (),
+    ) -> Tensor | None:
         """Run the new tokens of each slot, and sample; return the results until the next step.
 
-        None: there is no graph for it.
+        Args:
+            slots: the slots.
+            fresh: their new tokens.
+            sampling: how tokens are sampled.
+            rows: which of the tokens are sampled. None: the last one of each sequence that ``sampling`` names.
+            following: for a draft, the token after each, or :data:`PENDING` where the step samples it.
+
+        Returns:
+            the results; None: there is no graph for it.
 
         Raises:
             DataError: see :meth:`Cache.extend`.
         """
-        self.last, real = None, dimensions_of(fresh)
+        self.last = self.hidden = None
+        real = dimensions_of(fresh)
+        # A draft reads what is sampled, within the step.
+        if self._eagle is not None and not sampling.recordable:
+            return None
         dimensions = match_graph_config(real, self.dimensions)
         if dimensions is None:
             return None
@@ -170,21 +208,24 @@ class StepGraphs:
         if step is None or self._outputs is None:
             return None
         totals = self._cache.reserve(slots, [*map(len, fresh)])
-        recorded = sampling.recordable
-        step.fill(self._cache, slots, totals, fresh, sampling if recorded else None)
+        recorded, sequences = sampling.recordable, [*range(len(slots))]
+        if step.all_rows and rows is None:
+            sequences = [end - 1 for end in accumulate(map(len, fresh))]
+        # Rows of all logits, and those of the results.
+        places = [sequences[place] for place in sampling.places] if rows is None else rows
+        step.fill(self._cache, slots, totals, fresh, places, sampling.host_rows() if recorded else None, following)
         step.recording.replay()
         self.uses[dimensions] += 1
         self.last = dimensions
-        logits, samples = self._outputs
-        places = sampling.places
+        logits, samples, *hidden = self._outputs
         if not recorded:
-            results = sampling(logits[: len(slots)])
-            own = to_device([slots[place] for place in places], torch.int64, samples.device)
-            self._newest[own] = results[:, 0].long()
+            results = sampling(_rows_of(logits, sequences if rows is None else rows))
+            if not step.all_rows:
+                own = to_device([slots[place] for place in places], torch.int64, samples.device)
+                self._newest[own] = results[:, 0].long()
             return results
-        if [*places] == [*range(len(places))]:
-            return samples[: len(places)]
-        return samples[to_device(places, torch.int64, samples.device)]
+        self.hidden = _rows_of(hidden[0], places).clone() if hidden else None
+        return _rows_of(samples, places)
 
     def _step(self, dimensions: InferenceBatchDimensions) -> _Step | None:
         prefill = dimensions.prefill_req_count > 0
@@ -216,71 +257,96 @@ class StepGraphs:
                 dispatcher.bounded = False
 
     def _record(self, dimensions: InferenceBatchDimensions) -> _Step:
-        step = _Step(self._cache, self._newest, dimensions)
+        step, eagle = _Step(self._cache, self._newest, dimensions, self._all_rows, self._eagle is not None), self._eagle
 
-        def run() -> Tensor:
-            logits = self._model(*step.inputs(), states=self._cache.states, rows=step.rows).logits
+        def run() -> list[Tensor]:
+            ids, sequences = step.inputs()
+            places = () if eagle is None else eagle.places
+            with keeping(self._model, places) as kept:
+                logits = self._model(ids, sequences, states=self._cache.states, rows=step.rows).logits
             assert isinstance(logits, Tensor)
-            return logits
+            # One kernel for all temperatures, with top-k and top-p: rows without them are done at once.
+            tokens = sample_tokens(logits, rows_of(step.draws, greedy=False, filtered=True))
+            if eagle is None:
+                return [logits, tokens[:, None].double()]
+            after = torch.where(step.following == PENDING, tokens.clamp(min=0), step.following)
+            states = torch.cat([kept[KEPT + name] for name in places], -1)
+            return [logits, tokens[:, None].double(), eagle.read(after, sequences, states)]
 
         def write() -> None:
             assert self._outputs is not None
-            logits = run()
-            # One kernel for all temperatures, with top-k and top-p: rows without them are done at once.
-            tokens = sample_tokens(logits, rows_of(step.draws, greedy=False, filtered=True))
-            self._newest.index_copy_(0, step.slots, tokens)
-            for output, found in zip(self._outputs, (logits, tokens[:, None]), strict=True):
+            results = run()
+            if not step.all_rows:
+                self._newest.index_copy_(0, step.slots, results[1][:, 0].long())
+            for output, found in zip(self._outputs, results, strict=True):
                 output[: len(found)].copy_(found)
 
         with overlapping(self._newest.device):
-            logits = run()  # pools are allocated
+            results = run()  # pools are allocated
             if self._outputs is None:
                 # Not in the pool of the graphs, each of which would keep its own.
-                most = max(each.req_count for each in self.dimensions)
-                samples = torch.empty(most, 1, dtype=torch.float64, device=logits.device)
-                self._outputs = logits.new_empty(most, logits.shape[1]), samples
+                most = max(each.token_count if self._all_rows else each.req_count for each in self.dimensions)
+                self._outputs = tuple(found.new_empty(most, *found.shape[1:]) for found in results)
             write()  # kernels are compiled
             step.recording = self._recorder.record(write, pool="steps", settle=False)
         return step
+
+
+def _rows_of(found: Tensor, rows: Sequence[int]) -> Tensor:
+    if [*rows] == [*range(len(rows))]:
+        return found[: len(rows)]
+    return found[to_device(rows, torch.int64, found.device)]
 
 
 class _Step:
     """The buffer of the inputs of a recorded step: integers of 64 bits, then of 32.
 
     Attributes:
+        all_rows: whether all tokens of sequences with several are sampled, ``N = T``; otherwise ``N = R``.
         slots: ``[R]``, the slot of each sequence.
-        draws: ``[6 R]``, how each is sampled; see :meth:`PassSampling.host_rows`.
-        rows: ``[R]``, the last token of each sequence; None: the token.
+        draws: ``[6 N]``, how each is sampled; see :meth:`PassSampling.host_rows`.
+        following: ``[T]``, the token after each, for a draft.
+        rows: ``[R]``, the last token of each sequence; None: all tokens.
         recording: the step.
     """
 
     recording: Recording[None]
 
-    def __init__(self, cache: Cache, newest: Tensor, dimensions: InferenceBatchDimensions) -> None:
+    def __init__(
+        self, cache: Cache, newest: Tensor, dimensions: InferenceBatchDimensions, all_rows: bool, drafted: bool
+    ) -> None:
         tokens, decodes = dimensions.token_count, dimensions.decode_req_count
         self._dimensions, self._cache, self._newest = dimensions, cache, newest
         requests = dimensions.req_count
         # With prefill, padding is a sequence of its own, without stored tokens; otherwise there is one for each token.
         prefills = dimensions.prefill_req_count
+        self.all_rows = all_rows and prefills > 0
         self._sequences = requests + (prefills > 0)
         width = min(cache.blocks.holding(cache.capacity), cache.blocks.count)
-        counts = [*[tokens] * 3, requests, requests, 6 * requests, self._sequences + 1, self._sequences]
-        counts.append(self._sequences * width)
-        self._bytes = [count * (8 if place < 6 else 4) for place, count in enumerate(counts)]
+        counts = [
+            *[tokens] * 3,
+            tokens if drafted else 0,
+            requests,
+            requests,
+            6 * (tokens if self.all_rows else requests),
+        ]
+        counts += [self._sequences + 1, self._sequences, self._sequences * width]
+        self._bytes = [count * (8 if place < WIDE else 4) for place, count in enumerate(counts)]
         self._places = places_of(self._bytes)
         self._buffer = torch.empty(self._places[-1], dtype=torch.uint8, device=newest.device)
         parts = [
-            self._buffer[place : place + count].view(torch.int64 if number < 6 else torch.int32)
+            self._buffer[place : place + count].view(torch.int64 if number < WIDE else torch.int32)
             for number, (place, count) in enumerate(zip(self._places, self._bytes, strict=False))
         ]
-        self._positions, self._write, self._ids, self.slots, last, self.draws, self._offsets, self._lengths = parts[:8]
-        self._table = parts[8].view(self._sequences, width)
-        self.rows = last if prefills else None
+        self._positions, self._write, self._ids, self.following, self.slots, last, self.draws = parts[:WIDE]
+        self._offsets, self._lengths, table = parts[WIDE:]
+        self._table = table.view(self._sequences, width)
+        self.rows = last if prefills and not all_rows else None
         # On the host bounds alone.
         most = min(tokens, cache.capacity)
         self._most = (1,) * decodes + (most,) * (self._sequences - decodes)
         self._bounds = (min(cache.capacity, width * cache.blocks.size),) * self._sequences
-        self.fill(cache, [], [], [], None)
+        self.fill(cache, [], [], [], [], None, [])
 
     def inputs(self) -> tuple[Tensor, PackedSequences]:
         """Return tokens and sequences, anew for each run, as they remember what follows from them."""
@@ -313,7 +379,9 @@ class _Step:
         slots: Sequence[int],
         totals: Sequence[int],
         fresh: Sequence[Sequence[int]],
-        sampling: PassSampling | None,
+        places: Sequence[int],
+        draws: NDArray[np.int64] | None,
+        following: Sequence[int],
     ) -> None:
         """Copy a step's sequences to the device.
 
@@ -322,16 +390,19 @@ class _Step:
             slots: their slots.
             totals: their numbers of stored tokens, with the new ones.
             fresh: their new tokens.
-            sampling: how they are sampled. None: it does not matter.
+            places: rows that are sampled.
+            draws: ``[6, n]``, how. None: it does not matter.
+            following: the token after each, for a draft.
         """
         size, blocks = self._dimensions, cache.blocks
         host = torch.empty(self._buffer.shape, dtype=torch.uint8, pin_memory=self._buffer.device.type == "cuda")
         array = host.numpy()
         parts: list[NDArray[Any]] = [
-            array[place : place + count].view(np.int64 if number < 6 else np.int32)
+            array[place : place + count].view(np.int64 if number < WIDE else np.int32)
             for number, (place, count) in enumerate(zip(self._places, self._bytes, strict=False))
         ]
-        positions, write, ids, own, last, draws, offsets, lengths, table = parts
+        positions, write, ids, after, own, last, own_draws, offsets, lengths, table = parts
+        after[: len(following)], after[len(following) :] = following, 0
         counts, rows = np.array([*map(len, fresh)], np.int64), np.asarray(slots, np.int64)
         count, tokens = len(counts), int(counts.sum())
         own[count:], last[count:] = cache.dummy_slot, 0
@@ -365,12 +436,15 @@ class _Step:
             ids[:tokens] = np.where(flat == PENDING, PENDING - rows[sequence], flat)
             known = blocks.table[rows, : table.shape[1]]
             table[place, : known.shape[1]] = known
-        draws = draws.reshape(6, -1)
-        draws[:] = PLAIN
-        if sampling is not None and len(places := [*sampling.places]):
-            draws[:, places] = sampling.host_rows()
+        own_draws = own_draws.reshape(6, -1)
+        own_draws[:] = PLAIN
+        if draws is not None and len(places):
+            own_draws[:, [*places]] = draws
         self._buffer.copy_(host, non_blocking=True)
 
+
+WIDE = 7
+"""How many parts of the buffer are integers of 64 bits."""
 
 PLAIN = np.array([0, *np.array([1.0]).view(np.int64), 0, ALL, 0, 0], np.int64)[:, None]
 """The most probable token."""

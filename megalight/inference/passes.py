@@ -111,7 +111,7 @@ class _PendingPass(NamedTuple):
         scored: whose prompts were scored: from which token on, and how many.
         step: what is known.
         guesses: those after the newest token of a request; it has a result for each of them, too.
-        hidden: outputs of a draft for the tokens of the pass, and which of them are those of the results; or None.
+        hidden: outputs ``[n, h]`` of a draft for the results, or None.
     """
 
     requests: list[Request]
@@ -119,7 +119,7 @@ class _PendingPass(NamedTuple):
     scored: list[tuple[Request, int, int]]
     step: EngineStep
     guesses: dict[Request, list[int]]
-    hidden: tuple[Tensor, list[int]] | None = None
+    hidden: Tensor | None = None
 
 
 class PassesInFlight:
@@ -152,7 +152,7 @@ class PassesInFlight:
     ) -> None:
         self._model, self._scheduler, self._requests, self._speculator = model, scheduler, requests, speculator
         self._parallel = model if isinstance(model, ParallelGPT) else None
-        # A draft goes on from what the newest pass has read, so there is one pass at a time, without recordings.
+        # A draft goes on from what the newest pass has read, so there is one pass at a time.
         self._eagle = speculator if isinstance(speculator, EagleSpeculator) else None
         cache = scheduler.cache
         if self._eagle is not None:
@@ -164,9 +164,10 @@ class PassesInFlight:
             model,
             cache,
             self.newest,
-            0 if self._eagle is not None else cuda_graphs,
+            cuda_graphs,
             scheduler.step_tokens,
             cuda_graph_mixed_prefill_count,
+            speculator,
         )
         # How many passes may have begun before the host knows the tokens of the first: with a pipeline one in each
         # stage, of other requests; else a second one of the same requests, which takes their tokens on the device.
@@ -225,11 +226,13 @@ class PassesInFlight:
         sampling, rows = self._sampling(counts, requests, guesses, self._there(places))
         results: Tensor | None = None
         hidden = None
-        if self._eagle is not None:
-            results, hidden = self._run_drafted(slots, fresh, sampling, rows, _following(counts, schedule))
-        elif self.graphs is not None and not (plan.restored or scored or guesses):
-            results = self.graphs.run(slots, fresh, sampling)
-        if self._eagle is None and results is None:
+        following = [] if self._eagle is None else _following(counts, schedule)
+        if self.graphs is not None and not (plan.restored or scored):
+            results = self.graphs.run(slots, fresh, sampling, rows, following)
+            hidden = self.graphs.hidden
+        if results is None and self._eagle is not None:
+            results, hidden = self._run_drafted(slots, fresh, sampling, rows, following)
+        elif results is None:
             results = self._run(slots, fresh, sampling, rows)
             if results is not None and self.runs_ahead:
                 # For the next pass, which may begin before the host knows them.
@@ -333,11 +336,11 @@ class PassesInFlight:
         sampling: PassSampling,
         rows: Sequence[int] | None,
         following: Sequence[int],
-    ) -> tuple[Tensor, tuple[Tensor, list[int]] | None]:
-        """Do the same, and let the draft read what the base has read; return the draft's outputs, too.
+    ) -> tuple[Tensor, Tensor | None]:
+        """Do the same, and let the draft read what the base has read; return its outputs ``[n, h]`` for the results.
 
         Args:
-            following: the token after each, or 0 where the pass samples it.
+            following: the token after each, or :data:`PENDING` where the pass samples it.
         """
         assert self._eagle is not None
         cache, device, places = self._scheduler.cache, self.newest.device, self._eagle.places
@@ -358,7 +361,7 @@ class PassesInFlight:
                 # Where sampling failed there is no token, and the host will drop what follows.
                 after = after.index_copy(0, last, results[:, 0].long().clamp(min=0))
             outputs = self._eagle.read(after, sequences, states)
-        return results, None if rows is None else (outputs, [*rows])
+            return results, None if rows is None else outputs[last]
 
     def collect(self) -> OpenStep:
         """Wait for the oldest pass, and give its tokens to the requests that still run."""
@@ -422,8 +425,7 @@ class PassesInFlight:
             while right < len(guesses) and own[right][0] == guesses[right] and own[right + 1][0] != FAILED:
                 right += 1
             if self._eagle is not None and flight.hidden is not None:
-                outputs, places = flight.hidden
-                self._eagle.stand(request, outputs[places[at - 1 - len(guesses) + right]])
+                self._eagle.stand(request, flight.hidden[at - 1 - len(guesses) + right])
             if guesses:
                 tokens = [int(row[0]) for row in own[: right + 1]]
                 self.rounds[DraftRound.of(len(guesses), tokens, request.ends)] += 1
@@ -467,12 +469,12 @@ def _scored(
 
 
 def _following(counts: Mapping[Request, int], schedule: Scheduler) -> list[int]:
-    """Return the token after each of a pass, or 0 where none is known."""
+    """Return the token after each of a pass, or :data:`PENDING` where none is known, as the pass samples it."""
     found: list[int] = []
     for request, count in counts.items():
         first = request.extent - schedule.unread(request) + 1
-        known = [*request.tokens[first : first + count], *request.guesses][:count]
-        found += known + [0] * (count - len(known))
+        known = request.tokens[first : first + count]
+        found += known + [PENDING] * (count - len(known))
     return found
 
 

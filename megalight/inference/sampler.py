@@ -55,7 +55,7 @@ class PassSampling:
     @property
     def recordable(self) -> bool:
         """Whether it is all told by :meth:`host_rows`, so that it can be a part of a recorded step."""
-        if self.scored is not None or any(self._ahead):
+        if self.scored is not None:
             return False
         for request in self._requests:
             params = request.sampling_params

@@ -77,7 +77,13 @@ class DraftRounds(Counter[DraftRound]):
 
 
 class Speculator(Protocol):
-    """Guesses tokens; on all ranks of a replica the same."""
+    """Guesses tokens; on all ranks of a replica the same.
+
+    Attributes:
+        guesses: the most that it guesses after a token.
+    """
+
+    guesses: int
 
     def guess(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
         """Return at most ``counts[i]`` tokens that may follow those of ``requests[i]``, which have a slot."""

@@ -7,11 +7,14 @@ from collections.abc import Sequence
 import pytest
 
 from megalight.errors import ConfigurationError
-from megalight.inference import DynamicEngine
-from megalight.inference.batch_dimensions import InferenceBatchDimensions
+from megalight.inference import Completion, DynamicEngine, SamplingParams
+from megalight.inference.batch_dimensions import InferenceBatchDimensions, with_guesses
 from megalight.inference.graphs import StepGraphs
+from megalight.inference.scheduler import Request
+from megalight.inference.speculator import EagleSpeculator, Speculator
 from tests.inference.test_engine import MODELS, PROMPTS, SAMPLED, alone, tokens_of
 from tests.inference.test_generate import build
+from tests.inference.test_speculator import Told, draft_of
 from tests.parallel.graphs.tape import Tape
 
 RECURRENT = ("hybrid", "mamba", "delta")
@@ -61,6 +64,70 @@ def test_completions_are_those_of_each_prompt_alone(name: str, dimensions: list[
     if len(dimensions) > 2:
         assert engine.graph_uses[D(5, 0, 5)] > 8
     assert engine.blocks.free == 20
+
+
+class Watched:
+    """A speculator, and all that it has guessed."""
+
+    def __init__(self, speculator: Speculator) -> None:
+        self.found: list[list[list[int]]] = []
+        guess = speculator.guess
+
+        def watched(requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
+            self.found.append(guess(requests, counts))
+            return self.found[-1]
+
+        speculator.guess = watched  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("name", "eagle"),
+    [
+        ("llama", False),
+        ("llama", True),
+        *[
+            pytest.param(name, eagle, marks=pytest.mark.full)
+            for name in ("latent", "experts")
+            for eagle in (False, True)
+        ],
+    ],
+)
+def test_steps_with_guesses_are_recorded(name: str, eagle: bool, poison: None) -> None:
+    """Texts, and what a draft guesses, are those of steps that are not recorded, with whatever settings."""
+    model = build(**MODELS[name])
+    expected = alone(model, 14, seed=11)
+
+    def run(recorded: bool) -> tuple[list[list[int]], list[list[list[int]]], StepGraphs | None]:
+        speculator = EagleSpeculator(draft_of(model), model, 3) if eagle else Told([*expected, [], []], 3)
+        watched, graphs = Watched(speculator), None
+        engine = DynamicEngine(
+            model, num_blocks=20, block_size=3, max_sequences=5, step_tokens=9, speculator=speculator
+        )
+        if recorded:
+            dimensions = with_guesses([D(5, 0, 5), D(2, 0, 2)], speculator.guesses, 99)
+            cache, newest = engine._scheduler.cache, engine._passes.newest
+            draft = speculator if isinstance(speculator, EagleSpeculator) else None
+            graphs = engine._passes.graphs = StepGraphs(model, cache, newest, dimensions, Tape(), True, draft)  # type: ignore[arg-type]
+        for number, prompt in enumerate(PROMPTS):
+            engine.add(prompt, max_new_tokens=14, sampling_params=SAMPLED, seed=11 + number)
+        params = SamplingParams(temperature=0.8, presence_penalty=0.5, min_new_tokens=3)
+        engine.add(PROMPTS[1], max_new_tokens=9, sampling_params=params, eos_id=[3, 4], seed=5)
+        engine.add(PROMPTS[2], max_new_tokens=6, sampling_params=SAMPLED, seed=7, log_probs=True)
+        found: dict[int, Completion] = {}
+        for turn, step in enumerate(engine):
+            found |= step.finished
+            if turn == 12:
+                engine.suspend(keep_cache=True)
+                engine.resume()
+        return tokens_of(dict(sorted(found.items()))), watched.found, graphs
+
+    plain, guessed, _ = run(False)
+    assert plain[:4] == expected
+    texts, guesses, graphs = run(True)
+    assert texts == plain
+    assert guesses == guessed
+    assert graphs is not None
+    assert sum(count for used, count in graphs.uses.items() if used.prefill_req_count) > 5
 
 
 def test_a_step_that_cannot_be_recorded_runs_without(caplog: pytest.LogCaptureFixture) -> None:

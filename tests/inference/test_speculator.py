@@ -28,14 +28,14 @@ class Told:
     """Guesses what a text will be, or something else at each ``wrong``-th token."""
 
     def __init__(self, texts: Sequence[Sequence[int]], wrong: int, vocabulary: int = 61) -> None:
-        self.texts, self.wrong, self.vocabulary = texts, wrong, vocabulary
+        self.texts, self.wrong, self.vocabulary, self.guesses = texts, wrong, vocabulary, 4
 
     def guess(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
         found = []
         for request, count in zip(requests, counts, strict=True):
             begin = len(request.tokens)
             text = [*request.tokens[: request.prompt_length], *self.texts[request.number % len(self.texts)]]
-            right = enumerate(text[begin : begin + min(count, 4)], begin)
+            right = enumerate(text[begin : begin + min(count, self.guesses)], begin)
             found.append([(token + (place % self.wrong == 0)) % self.vocabulary for place, token in right])
         return found
 
