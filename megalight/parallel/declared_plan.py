@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from megalight.errors import LayoutError
+from megalight.parallel.peft_layers import adapted_rules, is_adapted
 from megalight.parallel.structural_plan import COUNTS, KEY_COUNTS, Rules, refused_dropout
 from megalight.parallel.styles import (
     Attributes,
@@ -84,9 +85,9 @@ def _rules(
     outer, _, local = name.rpartition(".")
     if kind == "colwise":
         units = _units(name, module, modules[outer])
-        return {_linear(name, module): Column(units=units, shared=local in KEYS, tokens="whole")}
+        return _linear(name, module, Column(units=units, shared=local in KEYS, tokens="whole"))
     if kind == "rowwise":
-        return {_linear(name, module): Row()}
+        return _linear(name, module, Row())
     if kind == "embedding_rowwise":  # split with the output layer
         return {}
     if kind == "replicated_with_grad_allreduce":
@@ -109,10 +110,12 @@ def _rules(
     )
 
 
-def _linear(name: str, module: nn.Module) -> str:
-    """Return the name of a linear layer: a declared module, or the only one inside of it (Gemma 4 clips around it)."""
+def _linear(name: str, module: nn.Module, style: Style) -> Rules:
+    """Return the rules of a declared linear layer: the module, or the only one in it (Gemma 4 clips around it)."""
+    if is_adapted(module):
+        return adapted_rules(name, module, style)
     inside = [local for local, child in module.named_children() if type(child) is nn.Linear]
-    return name if "weight" in module._parameters or len(inside) != 1 else f"{name}.{inside[0]}"
+    return {f"{name}.{inside[0]}" if len(inside) == 1 else name: style}
 
 
 def _rows(module: nn.Module) -> int:

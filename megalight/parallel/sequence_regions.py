@@ -189,6 +189,8 @@ class _Regions:
                 self.rules[each] = tuple(
                     replace(s, scatter_output=False) if isinstance(s, Row | ConvRow) else s for s in self.rules[each]
                 )
+            elif self.has(each, SequenceRegion):  # the second layer of an adapter, behind one of these
+                self.rules[each] = (Replicated(),)
 
     def whole(self, name: str) -> None:
         """Let every rank compute a module with all tokens, and take its share of the output."""
