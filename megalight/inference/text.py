@@ -20,12 +20,10 @@ from megalight.data.multimodal.template import ImageText, image_text_of
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import CheckpointError, ConfigurationError, DataError, LayoutError, integer
 from megalight.inference.blocks import BLOCK_SIZE, blocks_at_once
-from megalight.inference.detokenizer import Detokenizer
 from megalight.inference.engine import DynamicEngine
-from megalight.inference.generate import generate, stream
+from megalight.inference.generate import generate
 from megalight.inference.images import ImageFile, prepare_images
 from megalight.inference.parallel import GenerativeModel, ParallelGPT
-from megalight.inference.sampling import SamplingParams
 from megalight.inference.scheduler import Completion
 from megalight.inference.text_requests import TextCompletion, TextRequest, before, stop_at
 from megalight.models.eagle import DraftModel
@@ -336,49 +334,6 @@ class TextGenerator:
         )
         # Without special tokens: the end of the document is no text.
         return [self.tokenizer.decode_after(*pair) for pair in zip(ids, completions, strict=True)]
-
-    def stream(
-        self,
-        prompt: str,
-        *,
-        max_new_tokens: int | None = None,
-        sampling_params: SamplingParams | None = None,
-        seed: int | None = None,
-        ends: Collection[int] = (),
-    ) -> Iterator[str]:
-        """Yield the text after a prompt while it is generated, in parts that are whole characters.
-
-        Args:
-            prompt: the text to continue.
-            max_new_tokens: maximum length of the completion, in tokens. None: as long as the model's longest sequence.
-            sampling_params: how tokens are chosen.
-            seed, ends: see :meth:`complete`.
-
-        Raises:
-            DataError: the prompt leaves no room for a token.
-            MegalightError: see :func:`~megalight.inference.generate.generate`.
-        """
-        ids, longest = self._ids(prompt), self.model.config.max_sequence_length
-        if len(ids) >= longest:
-            raise DataError(
-                f"the conversation or prompt has {len(ids)} tokens, and the model reads at most {longest}, with the "
-                "completion. Start a new one (/reset in megalight chat), or shorten it."
-            )
-        room = longest - len(ids)
-        steps = stream(
-            self.model,
-            [ids],
-            max_new_tokens=room if max_new_tokens is None else min(room, max_new_tokens),
-            sampling_params=sampling_params,
-            eos_id=self.all_ends(ends),
-            seed=seed,
-        )
-        detokenizer = Detokenizer(self.tokenizer, ids)
-        for step in steps:
-            if part := detokenizer.add(step[0]):
-                yield part
-        if part := detokenizer.finish():
-            yield part
 
     def complete_each(
         self,

@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 
 from megalight.cli.main import main
+from megalight.cli.verbs import chat
 from megalight.data.chat.template import ChatTemplate
 from megalight.data.tokenizer import Tokenizer
-from megalight.inference import SamplingParams, TextGenerator
+from megalight.inference import TextGenerator
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.hugging_face.export import export
 from megalight.models.stored import held_model
 from megalight.nn.init import initialize
+from megalight.serving import EngineLoop
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}"
@@ -71,15 +73,42 @@ def test_answers_follow_the_conversation(
 def test_ctrl_c_stops_the_answer_alone(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def stream(self: TextGenerator, prompt: str, **options: Any) -> Iterator[str]:
-        yield f"{prompt.count('user')} "
-        raise KeyboardInterrupt
+    assert talk(folder, "a\n/reset\na", monkeypatch) == 0
+    whole, again = capsys.readouterr().out.split("\n")[:2]
+    assert whole == again
+    parts, aborted = chat._Conversation._parts, []
 
-    monkeypatch.setattr(TextGenerator, "stream", stream)
-    assert talk(folder, "a\nb\n/reset\nc", monkeypatch) == 0
+    def stopped(self: Any, prompt: list[int]) -> Iterator[str]:
+        found = parts(self, prompt)
+        try:
+            if len(aborted) < 2:
+                yield next(found)
+                raise KeyboardInterrupt
+            yield from found
+        finally:
+            found.close()
+            aborted.append(self)
+
+    monkeypatch.setattr(chat._Conversation, "_parts", stopped)
+    assert talk(folder, "a\n/reset\na\n/reset\na", monkeypatch) == 0
     printed, told = capsys.readouterr()
-    assert printed == "1 \n2 \n1 \n"
-    assert told.count("[stopped]") == 3
+    first, second, third = printed.split("\n")[:3]
+    assert whole.startswith(first)
+    assert (first, third) == (second, whole)
+    assert told.count("[stopped]") == 2
+    engine = aborted[0].served.loop.engine
+    assert engine.blocks.free == engine.blocks.count
+
+
+def test_an_engine_that_fails_ends_the_program(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def step(self: EngineLoop) -> Any:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(EngineLoop, "step", step)
+    assert talk(folder, "a\nb", monkeypatch) != 0
+    assert capsys.readouterr().err.count("the engine has stopped: out of memory") == 1
 
 
 def test_a_message_that_is_too_long_is_dropped(
@@ -89,16 +118,6 @@ def test_a_message_that_is_too_long_is_dropped(
     printed, told = capsys.readouterr()
     assert "the model reads at most 96" in told
     assert printed.count("\n") == 1
-
-
-def test_streams_are_whole_characters(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = TextGenerator.from_checkpoint(folder)
-    ids = writer.tokenizer.encode("naïve 東京 🙂!")
-    monkeypatch.setattr("megalight.inference.text.stream", lambda *args, **options: ({0: token} for token in ids))
-    parts = list(writer.stream("user:", sampling_params=SamplingParams(temperature=0)))
-    assert "".join(parts) == "naïve 東京 🙂!"
-    assert not any("\ufffd" in part for part in parts)
-    assert len(parts) < len(ids) + 1
 
 
 def test_a_tokenizer_without_a_template_is_told(

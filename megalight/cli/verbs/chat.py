@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from megalight.cli.verbs import add_weights_keys
-from megalight.errors import ConfigurationError, MegalightError, nearest
+from megalight.errors import ConfigurationError, DataError, MegalightError, nearest
 
 if TYPE_CHECKING:
-    from megalight.data.chat.template import ChatTemplate
-    from megalight.inference import TextGenerator
+    from megalight.checkpoint.disk.files import PathLike
+    from megalight.serving import EngineOutput, ServedModel
 
 COMMANDS = {
     "/reset": "start a new conversation, with the same system message",
@@ -53,6 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_weights_keys(parser)
     parser.add_argument("--adapter", help="which adapter computes, for a checkpoint of several (default: the last one)")
+    parser.add_argument(
+        "--tensor-parallel",
+        type=int,
+        default=1,
+        help="processes that share each layer, each on a GPU (default: 1)",
+    )
     parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="dtype of the weights (default: as saved)"
@@ -68,22 +76,31 @@ def run(arguments: argparse.Namespace) -> int:
     import torch  # after the check: importing it takes seconds
 
     from megalight.data.chat.template import ChatTemplate, read_template
-    from megalight.inference import SamplingParams, TextGenerator
+    from megalight.inference import SamplingParams
+    from megalight.serving import ServedModel
+    from megalight.serving.engine_loop import EngineOptions
 
     source = None if arguments.chat_template is None else read_template(arguments.chat_template)
     sampling = SamplingParams(temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p)
-    writer = TextGenerator.from_checkpoint(
+    served = ServedModel.from_checkpoint(
         path,
+        tensor_parallel=arguments.tensor_parallel,
+        device=arguments.device,
+        options=EngineOptions(max_sequences=1),
         tokenizer=arguments.tokenizer,
-        device=torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")),
         base=None if arguments.base is None else existing(arguments.base),
         dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
         keys=arguments.weights_keys,
         adapter=arguments.adapter,
     )
-    template = ChatTemplate.of(writer.tokenizer, source)
-    options = {"sampling_params": sampling, "max_new_tokens": arguments.max_new_tokens, "seed": arguments.seed}
-    conversation = _Conversation(writer, template, arguments.system, options)
+    served.template = ChatTemplate.of(served.words, source)
+    options = {"sampling_params": sampling, "seed": arguments.seed}
+    with closing(served), closing(_Conversation(served, arguments.system, arguments.max_new_tokens, options)) as talk:
+        _converse(talk, path)
+    return 0
+
+
+def _converse(conversation: _Conversation, path: PathLike) -> None:
     if sys.stdin.isatty():
         with suppress(ImportError):  # editing and history of lines; not on every system
             import readline  # noqa: F401
@@ -96,8 +113,9 @@ def run(arguments: argparse.Namespace) -> int:
             elif line.strip():
                 conversation.answer(line)
         except MegalightError as error:
+            if conversation.failed:
+                raise
             _tell(f"error: {error}")
-    return 0
 
 
 def _lines() -> Iterator[str]:
@@ -117,16 +135,28 @@ def _tell(text: str) -> None:
 
 
 class _Conversation:
-    """Messages, and the model that answers them."""
+    """Messages, and the engine that answers them, in a thread of its own."""
 
-    def __init__(
-        self, writer: TextGenerator, template: ChatTemplate, system: str | None, options: dict[str, Any]
-    ) -> None:
-        self.writer, self.template, self.options = writer, template, options
-        self.ends = template.ends(writer.tokenizer)
+    def __init__(self, served: ServedModel, system: str | None, limit: int | None, options: dict[str, Any]) -> None:
+        from megalight.serving.engine_loop import EngineThread
+
+        self.served, self.limit, self.options = served, limit, options
+        self.ends = served.ends | served.template_ends
+        self.failed = False
+        self._numbers = itertools.count()
+        self._outputs: SimpleQueue[EngineOutput | BaseException] = SimpleQueue()
+        self._thread = EngineThread(served.loop, self._arrived, self._outputs.put)
         self.system = system
         self.messages: list[dict[str, str]] = []
         self.reset()
+
+    def _arrived(self, outputs: list[EngineOutput]) -> None:
+        for output in outputs:
+            self._outputs.put(output)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.close()
 
     def reset(self) -> None:
         """Start again."""
@@ -136,18 +166,55 @@ class _Conversation:
         """Print the answer to a message while it is written. Ctrl-C stops it, and what was written stays.
 
         Raises:
-            MegalightError: the template refuses the messages, or they are too long; the message is dropped.
+            MegalightError: the template refuses the messages, or they are too long; the message is dropped. Or a step
+                of the engine has failed.
         """
         asked = [*self.messages, {"role": "user", "content": text}]
-        prompt, parts = self.template.render(asked, answer=True), list[str]()
+        prompt, parts = self.served.chat_ids(asked), list[str]()
+        if len(prompt) >= self.served.max_sequence_length:
+            raise DataError(
+                f"the conversation has {len(prompt)} tokens, and the model reads at most "
+                f"{self.served.max_sequence_length}, with the answer. Start a new one (/reset), or shorten it."
+            )
         try:
-            for part in self.writer.stream(prompt, ends=self.ends, **self.options):
+            for part in self._parts(prompt):
                 parts.append(part)
                 print(part, end="", flush=True)
         except KeyboardInterrupt:
             _tell(" [stopped]")
         print(flush=True)
         self.messages = [*asked, {"role": "assistant", "content": "".join(parts)}]
+
+    def _parts(self, prompt: list[int]) -> Iterator[str]:
+        """Yield an answer while it is written. Whoever leaves the iteration aborts it."""
+        from megalight.serving.engine_loop import Abort, EngineRequest
+
+        room = self.served.room(prompt)
+        request = EngineRequest(
+            id=str(next(self._numbers)),
+            prompt=prompt,
+            max_new_tokens=room if self.limit is None else min(room, self.limit),
+            ends=self.ends,
+            **self.options,
+        )
+        try:
+            self._thread.submit(request)
+            while True:
+                output = self._outputs.get()
+                if isinstance(output, BaseException):
+                    self.failed = True
+                    raise MegalightError(f"the engine has stopped: {output}") from output
+                if output.id != request.id:
+                    continue  # of one that was stopped
+                if output.error is not None:
+                    raise output.error
+                yield output.text
+                if output.reason == "error":
+                    raise MegalightError("the logits hold NaN or infinity; the answer ends here.")
+                if output.last:
+                    return
+        finally:
+            self._thread.submit(Abort(request.id))
 
     def command(self, line: str) -> bool:
         """Follow a command; return whether the conversation goes on.
