@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -89,6 +90,52 @@ def test_reference(queries: list[int], totals: list[int], options: dict[str, Any
     check(paged_attention, queries, totals, torch.float64, **options)
 
 
+def as_recorded(pages: Pages, decodes: int, prefills: int, tokens: int) -> Pages:
+    """The pages of a graph with more places for sequences, and for tokens: the last sequence is padding."""
+    first = min(pages.decodes, decodes)
+    place = torch.tensor([*range(first), *range(decodes, decodes + len(pages.lengths) - first)])
+    count = decodes + prefills + 1
+    queries = torch.zeros(count, dtype=torch.int32)
+    queries[place] = pages.cu_queries.diff()
+    queries[-1] = tokens - queries.sum()
+    lengths, table = torch.zeros(count, dtype=torch.int32), torch.zeros(count, pages.block_table.shape[1]).int()
+    lengths[place], table[place] = pages.lengths, pages.block_table
+    return replace(
+        pages,
+        block_table=table,
+        lengths=lengths,
+        cu_queries=torch.cat([queries.new_zeros(1), queries.cumsum(0)]).int(),
+        query_lengths=(1,) * decodes + (tokens,) * (prefills + 1),
+        bounds=(max(pages.bounds) + 1,) * count,
+        recorded=True,
+    )
+
+
+RECORDED = [([1, 1, 3, 9], [9, 4, 3, 12], (3, 3, 20)), ([1, 1, 1, 4], [9, 4, 3, 12], (1, 3, 8)), ([1], [5], (1, 2, 3))]
+
+
+def check_recorded(
+    run: Any, queries: list[int], totals: list[int], size: tuple[int, int, int], dtype: torch.dtype, **options: Any
+) -> None:
+    """What a graph computes of its places for sequences and tokens is what a pass without padding does."""
+
+    def padded(q: Tensor, k: Tensor, v: Tensor, pages: Pages, **given: Any) -> Tensor:
+        filled = torch.cat([q, torch.randn(size[2] - len(q), *q.shape[1:], dtype=q.dtype)])
+        found = run(filled, k, v, as_recorded(pages, *size), **given)
+        assert len(found) == size[2]
+        return found[: len(q)]
+
+    check(padded, queries, totals, dtype, **options)
+
+
+@pytest.mark.parametrize(("queries", "totals", "size"), RECORDED)
+@pytest.mark.parametrize("options", OPTIONS[:-1], ids=str)
+def test_reference_with_padding(
+    queries: list[int], totals: list[int], size: tuple[int, int, int], options: dict[str, Any]
+) -> None:
+    check_recorded(paged_attention, queries, totals, size, torch.float64, **options)
+
+
 def kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is declared
     return importlib.import_module(f"megalight.ops.{name}.triton")
@@ -110,6 +157,31 @@ def test_kernels(
         return module.paged_attention(q, k, v, pages, *map(given.get, names))
 
     check(run, queries, totals, torch.float32, **options)
+
+
+# Parts of places without a sequence hold anything; what is made of them is overwritten.
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
+@needs_interpreter
+@pytest.mark.parametrize(("queries", "totals", "size"), RECORDED)
+@pytest.mark.parametrize("options", OPTIONS[:-1], ids=str)
+def test_kernels_with_padding(
+    queries: list[int],
+    totals: list[int],
+    size: tuple[int, int, int],
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = kernels("paged_attention", monkeypatch)
+    monkeypatch.setattr(module, "splits_of", lambda programs, sms: 4)
+    monkeypatch.setattr(module, "_blocks", lambda *given: (16, 16, 4, 1))
+
+    def run(q: Tensor, k: Tensor, v: Tensor, pages: Pages, **given: Any) -> Any:
+        names = ("scale", "window", "chunk", "softcap", "sink")
+        found = module.paged_attention(q, k, v, pages, True, *map(given.get, names))
+        assert not found[sum(queries) :].any()  # padding sees nothing
+        return found
+
+    check_recorded(run, queries, totals, size, torch.float32, **options)
 
 
 @needs_interpreter
