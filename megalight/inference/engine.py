@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from megalight.inference.request_record import (
 from megalight.inference.sampling import LARGEST_SEED, SamplingParams, check_seed
 from megalight.inference.scheduler import Completion, Request, Scheduler, Stop
 from megalight.inference.speculator import DraftRounds, EagleSpeculator, Speculator
+from megalight.inference.step_log import StepLog
 from megalight.models.gpt import GPTConfig
 from megalight.models.hf import HFConfig
 
@@ -73,8 +75,11 @@ class DynamicEngine:
             suspend. 2: the weights are moved there, too. Without such memory on a rank, it warns and takes 0.
         first_rank_only: on a divided model, the first rank of a replica makes all calls, and tells the other ranks.
         sampling_params: those of requests that have none; it warns, as each request should have its own.
+        step_log: a file to which a line of JSON is appended for each step: its dimensions, those of its graph and how
+            often that was used, and seconds. None: nothing is written.
 
     Attributes:
+        step_log: counts of steps, and the last one (:class:`~megalight.inference.step_log.StepLog`).
         blocks: who has which blocks.
         suspended: whether the cache is given back.
         memory_level: the level that all ranks have.
@@ -99,6 +104,7 @@ class DynamicEngine:
         memory_level: int = 0,
         first_rank_only: bool = False,
         sampling_params: SamplingParams | None = None,
+        step_log: Path | str | None = None,
     ) -> None:
         model = generative(model)
         _check_model(model)
@@ -152,8 +158,15 @@ class DynamicEngine:
         # Ranks of a replica may hold different layers, and must plan the same.
         self._scheduler = Scheduler(cache, step_tokens, states=not self._every(cache.reversible))
         self._requests: dict[int, Request] = {}
+        self.step_log = StepLog(step_log)
         self._passes = PassesInFlight(
-            model, self._scheduler, self._requests, cuda_graphs, cuda_graph_mixed_prefill_count, speculator
+            model,
+            self._scheduler,
+            self._requests,
+            cuda_graphs,
+            cuda_graph_mixed_prefill_count,
+            speculator,
+            self.step_log,
         )
         self._speculator = speculator
         if speculator is not None and (self._shares_experts or self._scheduler.states):
@@ -626,7 +639,7 @@ class DynamicEngine:
     @property
     def graph_uses(self) -> dict[InferenceBatchDimensions, int]:
         """How often the graph of each dimensions was used."""
-        return {} if self._passes.graphs is None else dict(self._passes.graphs.uses)
+        return dict(self.step_log.graph_uses)
 
     def _new_seed(self) -> int:
         if self._seeds is None:

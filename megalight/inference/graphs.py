@@ -8,7 +8,6 @@ padding: tokens are written to a dummy block and rows of padding are sampled for
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
@@ -73,7 +72,7 @@ class StepGraphs:
         eagle: the speculator whose draft reads what each step has read.
 
     Attributes:
-        uses: how often each graph was replayed.
+        dimensions: those of graphs, in the order of recording.
         last: the graph of the last step; None: it had none.
         hidden: the draft's outputs ``[n, h]`` for the results of the last step; None: there is no draft.
     """
@@ -94,7 +93,6 @@ class StepGraphs:
         self._experts = [module for module in model.modules() if isinstance(module, MoE)]
         # Recurrent layers read the numbers of new tokens on the host, unless all are 1.
         self.dimensions = [each for each in dimensions if cache.reversible or not each.prefill_req_count]
-        self.uses: Counter[InferenceBatchDimensions] = Counter()
         self.last: InferenceBatchDimensions | None = None
         self._steps: dict[InferenceBatchDimensions, _Step] = {}
         self._met: set[InferenceBatchDimensions] = set()
@@ -215,7 +213,6 @@ class StepGraphs:
         places = [sequences[place] for place in sampling.places] if rows is None else rows
         step.fill(self._cache, slots, totals, fresh, places, sampling.host_rows() if recorded else None, following)
         step.recording.replay()
-        self.uses[dimensions] += 1
         self.last = dimensions
         logits, samples, *hidden = self._outputs
         if not recorded:

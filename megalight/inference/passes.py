@@ -9,19 +9,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megalight.inference.batch_dimensions import InferenceBatchDimensions
 from megalight.inference.cache import Cache
-from megalight.inference.graphs import PENDING, StepGraphs
+from megalight.inference.graphs import PENDING, StepGraphs, dimensions_of
 from megalight.inference.parallel import GenerativeModel, ParallelGPT, device_of, evaluating
 from megalight.inference.request_record import RequestError, RequestEvent, RequestEventKind
 from megalight.inference.sampler import PassSampling, TokenCounts
 from megalight.inference.sampling import FAILED
 from megalight.inference.scheduler import Completion, Request, Scheduler
 from megalight.inference.speculator import DraftRound, DraftRounds, EagleSpeculator, Speculator
+from megalight.inference.step_log import StepLog, StepRecord
 from megalight.models.hidden import KEPT, keeping
 from megalight.models.vision import PackedImages
 from megalight.types import PackedSequences, to_device
@@ -112,6 +115,8 @@ class _PendingPass(NamedTuple):
         step: what is known.
         guesses: those after the newest token of a request; it has a result for each of them, too.
         hidden: outputs ``[n, h]`` of a draft for the results, or None.
+        launched: its dimensions, those of its graph, and when its launch began and ended; None: it is the rest of a
+            pass whose guesses were right.
     """
 
     requests: list[Request]
@@ -120,6 +125,7 @@ class _PendingPass(NamedTuple):
     step: EngineStep
     guesses: dict[Request, list[int]]
     hidden: Tensor | None = None
+    launched: tuple[InferenceBatchDimensions, InferenceBatchDimensions | None, float, float] | None = None
 
 
 class PassesInFlight:
@@ -131,6 +137,7 @@ class PassesInFlight:
         requests: those that have not ended, by number.
         cuda_graphs, cuda_graph_mixed_prefill_count: see :class:`~megalight.inference.DynamicEngine`.
         speculator: guesses tokens; None: none are guessed.
+        step_log: gets a record of each pass.
 
     Attributes:
         newest: ``[slots]``, the newest token of each slot on the device.
@@ -149,7 +156,9 @@ class PassesInFlight:
         cuda_graphs: int,
         cuda_graph_mixed_prefill_count: int,
         speculator: Speculator | None,
+        step_log: StepLog,
     ) -> None:
+        self.step_log, self._results_came = step_log, 0.0
         self._model, self._scheduler, self._requests, self._speculator = model, scheduler, requests, speculator
         self._parallel = model if isinstance(model, ParallelGPT) else None
         # A draft goes on from what the newest pass has read, so there is one pass at a time.
@@ -205,6 +214,7 @@ class PassesInFlight:
         Return False if there is nothing to run.
         """
         schedule = self._scheduler
+        begun = perf_counter()
         self._guess()
         passes = self.depth - len(self.flights) if self.stages > 1 else 1
         plan = schedule.plan(passes, pending=self.stages == 1)
@@ -225,11 +235,11 @@ class PassesInFlight:
         guesses = {request: request.guesses for request in requests if request.guesses}
         sampling, rows = self._sampling(counts, requests, guesses, self._there(places))
         results: Tensor | None = None
-        hidden = None
+        hidden = graph = None
         following = [] if self._eagle is None else _following(counts, schedule)
         if self.graphs is not None and not (plan.restored or scored):
             results = self.graphs.run(slots, fresh, sampling, rows, following)
-            hidden = self.graphs.hidden
+            hidden, graph = self.graphs.hidden, self.graphs.last
         if results is None and self._eagle is not None:
             results, hidden = self._run_drafted(slots, fresh, sampling, rows, following)
         elif results is None:
@@ -250,7 +260,8 @@ class PassesInFlight:
         if results is not None:
             flat = results.flatten()
             found_results = _to_host(flat if sampling.scores is None else torch.cat([flat, sampling.scores]))
-        self.flights.append(_PendingPass(requests, found_results, scored, step, guesses, hidden))
+        launched = dimensions_of(fresh), graph, begun, perf_counter()
+        self.flights.append(_PendingPass(requests, found_results, scored, step, guesses, hidden, launched))
         return True
 
     def _there(self, places: tuple[list[int], list[int]]) -> tuple[Tensor, Tensor] | None:
@@ -368,12 +379,17 @@ class PassesInFlight:
         schedule = self._scheduler
         if not self.flights:
             return OpenStep(EngineStep({}, {}, [], {}), deque())
-        flight = self.flights.popleft()
+        flight, waited = self.flights.popleft(), perf_counter()
         values = None if flight.results is None else flight.results.get()
         if self.stages > 1:
             assert self._parallel is not None
             values = self._parallel.agree(values, -1)
         assert values is not None
+        if flight.launched is not None:
+            dimensions, graph, begun, ended = flight.launched
+            now, before = perf_counter(), max(begun, self._results_came)
+            self._results_came = now
+            self.step_log.add(StepRecord(dimensions, graph, now - before, ended - begun, now - waited))
         for request, first, count in flight.scored[::-1]:
             assert request.prompt_log_probs is not None
             request.prompt_log_probs[first : first + count] = values[-count:]

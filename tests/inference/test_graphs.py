@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -97,9 +99,9 @@ def test_steps_with_guesses_are_recorded(name: str, eagle: bool, poison: None) -
     model = build(**MODELS[name])
     expected = alone(model, 14, seed=11)
 
-    def run(recorded: bool) -> tuple[list[list[int]], list[list[list[int]]], StepGraphs | None]:
+    def run(recorded: bool) -> tuple[list[list[int]], list[list[list[int]]], dict[D, int]]:
         speculator = EagleSpeculator(draft_of(model), model, 3) if eagle else Told([*expected, [], []], 3)
-        watched, graphs = Watched(speculator), None
+        watched = Watched(speculator)
         engine = DynamicEngine(
             model, num_blocks=20, block_size=3, max_sequences=5, step_tokens=9, speculator=speculator
         )
@@ -107,7 +109,7 @@ def test_steps_with_guesses_are_recorded(name: str, eagle: bool, poison: None) -
             dimensions = with_guesses([D(5, 0, 5), D(2, 0, 2)], speculator.guesses, 99)
             cache, newest = engine._scheduler.cache, engine._passes.newest
             draft = speculator if isinstance(speculator, EagleSpeculator) else None
-            graphs = engine._passes.graphs = StepGraphs(model, cache, newest, dimensions, Tape(), True, draft)  # type: ignore[arg-type]
+            engine._passes.graphs = StepGraphs(model, cache, newest, dimensions, Tape(), True, draft)  # type: ignore[arg-type]
         for number, prompt in enumerate(PROMPTS):
             engine.add(prompt, max_new_tokens=14, sampling_params=SAMPLED, seed=11 + number)
         params = SamplingParams(temperature=0.8, presence_penalty=0.5, min_new_tokens=3)
@@ -119,15 +121,14 @@ def test_steps_with_guesses_are_recorded(name: str, eagle: bool, poison: None) -
             if turn == 12:
                 engine.suspend(keep_cache=True)
                 engine.resume()
-        return tokens_of(dict(sorted(found.items()))), watched.found, graphs
+        return tokens_of(dict(sorted(found.items()))), watched.found, engine.graph_uses
 
     plain, guessed, _ = run(False)
     assert plain[:4] == expected
-    texts, guesses, graphs = run(True)
+    texts, guesses, uses = run(True)
     assert texts == plain
     assert guesses == guessed
-    assert graphs is not None
-    assert sum(count for used, count in graphs.uses.items() if used.prefill_req_count) > 5
+    assert sum(count for used, count in uses.items() if used.prefill_req_count) > 5
 
 
 def test_a_step_that_cannot_be_recorded_runs_without(caplog: pytest.LogCaptureFixture) -> None:
@@ -145,3 +146,24 @@ def test_a_step_that_cannot_be_recorded_runs_without(caplog: pytest.LogCaptureFi
 def test_a_number_of_graphs_is_checked() -> None:
     with pytest.raises(ConfigurationError, match="cuda_graphs is -1"):
         DynamicEngine(build(), num_blocks=4, cuda_graphs=-1)
+
+
+def test_steps_are_logged_with_their_dimensions_and_graphs(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    engine = DynamicEngine(build(), num_blocks=20, block_size=3, step_tokens=6, step_log=path)
+    recording(engine, [D(6, 2, 2), D(4, 0, 4)])
+    for prompt in PROMPTS:
+        engine.add(prompt, max_new_tokens=5)
+    engine.run()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [*range(1, engine.step_log.steps + 1)]
+    # 3, 1 and 2 of 7 tokens; then 1, 1 and 4
+    first, second = ({name: line[name] for name in vars(D(0, 0, 0))} for line in lines[:2])
+    assert (first, second) == (vars(D(6, 3, 0)), vars(D(6, 1, 2)))
+    assert sum(line["token_count"] for line in lines) == sum(map(len, PROMPTS)) + 4 * len(PROMPTS)
+    graphs = [line["graph"] for line in lines if line["graph"] is not None]
+    assert graphs[-1] == {**vars(D(4, 0, 4)), "uses": engine.graph_uses[D(4, 0, 4)]}
+    assert len(graphs) == engine.step_log.graphed == sum(engine.graph_uses.values())
+    assert all(line["seconds"] >= line["wait_seconds"] >= 0 for line in lines)
+    assert engine.step_log.last is not None
+    assert engine.step_log.last.seconds == pytest.approx(lines[-1]["seconds"], abs=1e-6)

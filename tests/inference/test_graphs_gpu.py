@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -101,3 +102,23 @@ def test_steady_decode_with_sampling_is_one_replay(name: str) -> None:
     # inputs to the device, and ids to the host
     assert launches.get("cudaLaunchKernel", 0) == 0
     engine.run()
+
+
+def test_garbage_is_collected_before_captures_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, collections = DynamicEngine(build("llama"), num_blocks=20, max_sequences=4, cuda_graphs=2), [0]
+
+    def count(phase: str, info: dict[str, int]) -> None:
+        collections[0] += phase == "start" and info["generation"] == 2
+
+    gc.callbacks.append(count)
+    try:
+        engine.create_cuda_graphs()
+        before, made = collections[0], len(engine._passes.graphs._steps)  # type: ignore[union-attr]
+        engine.suspend()
+        engine.resume()
+        monkeypatch.setenv("CUDA_GRAPH_CAPTURE_FREEZE_GC", "0")
+        engine.create_cuda_graphs()
+    finally:
+        gc.callbacks.remove(count)
+    assert made >= 3
+    assert before < made <= collections[0] - before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Generic, Protocol, TypeVar
@@ -12,6 +13,10 @@ import torch
 from megalight.parallel.trace import silence
 
 T = TypeVar("T")
+
+FREEZE = "CUDA_GRAPH_CAPTURE_FREEZE_GC"
+"""Environment variable. ``0``: garbage is collected before each capture, as ``torch.cuda.graph`` does; it frees memory,
+and takes longer than the capture where a process has many objects. Otherwise once per pool, and not while capturing."""
 
 
 class Recording(Protocol[T]):
@@ -119,9 +124,10 @@ class CUDARecorder:
         for generator in generators:
             # Before the capture: each replay then advances the generator, and draws other numbers.
             graph.register_generator_state(generator)
+        thawed = os.environ.get(FREEZE) == "0"
+        if thawed or (settle and pool not in self._pools):
+            gc.collect()  # slow, so only once per pool
         if pool not in self._pools:
-            if settle:
-                gc.collect()  # slow, so only once per pool
             self._pools[pool] = torch.cuda.graph_pool_handle()
         handle = self._pools[pool]
         with no_collection(), silence():
