@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -12,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError, DataError
-from megalight.inference.blocks import BlockPool
+from megalight.inference.blocks import BlockPool, SpanBlocks
 from megalight.parallel.host_memory import host_memory
-from megalight.types import PackedSequences, Pages
+from megalight.types import AttentionSpan, PackedSequences, Pages
 
 
 class Form(NamedTuple):
@@ -46,7 +47,22 @@ class _Pool:
 
 
 class TokenBlocks(_Pool):
-    """A pool with one row per token, in the blocks of the cache."""
+    """A pool with one row per token, in the blocks of layers that see the same.
+
+    Args:
+        blocks: the blocks.
+        span: what the layers see, if the blocks are of such layers alone.
+    """
+
+    def __init__(self, blocks: BlockPool | SpanBlocks, span: AttentionSpan | None) -> None:
+        super().__init__((blocks.count + 1) * blocks.size)
+        self.blocks, self.span = blocks, span
+
+    @property
+    def stored_blocks(self) -> Tensor:
+        """``[blocks.count + 1, blocks.size, *shape]``."""
+        assert self.stored is not None
+        return self.stored.view(-1, self.blocks.size, *self.stored.shape[1:])
 
     def rows(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Return the pool ``[(blocks.count + 1) * blocks.size, *shape]``. The last block is a dummy."""
@@ -105,7 +121,7 @@ class Cache:
         self._ahead = [0] * num_slots
         self._axes: int | None = None
         self._pools: list[TokenBlocks | SlotEntries] = []
-        self._used: list[int] = []
+        self._used: dict[BlockPool | SpanBlocks, list[int]] = {}
         self.states: dict[str, Any] = {}
         for name, layer in layers.items():
             if not hasattr(layer, "make_state"):
@@ -115,9 +131,10 @@ class Cache:
                 )
             self.states[name] = layer.make_state(self)  # type: ignore[operator]
 
-    def per_token(self) -> TokenBlocks:
-        """Make storage for one row per token."""
-        pool = TokenBlocks((self.blocks.count + 1) * self.blocks.size)
+    def per_token(self, span: AttentionSpan | None = None) -> TokenBlocks:
+        """Make storage for one row per token, which later tokens within its span read (None: all)."""
+        known = None if span is None else self.blocks.spans.get(span)
+        pool = TokenBlocks(self.blocks, span) if known is None else TokenBlocks(known, span)
         self._pools.append(pool)
         return pool
 
@@ -177,12 +194,11 @@ class Cache:
 
     def keep(self) -> None:
         """Give the memory of the device back, and keep what sequences have in it on the host."""
-        self._used = self.blocks.used
+        self._used = {each: each.used for each in self.blocks.pools}
         for pool in self._pools:
             if pool.stored is not None:
                 # Pool by pool, so that no second copy of all is on the device.
-                rows = self._blocks_of(pool)
-                found = rows if isinstance(pool, SlotEntries) else rows[self._used]
+                found = pool.stored if isinstance(pool, SlotEntries) else pool.stored_blocks[self._used[pool.blocks]]
                 pool.kept = host_memory(found.shape, found.dtype, found.device)
                 pool.kept.copy_(found)
                 pool.stored = None
@@ -192,23 +208,23 @@ class Cache:
         """All pools that are on the device."""
         return [pool.stored for pool in self._pools if pool.stored is not None]
 
-    def _blocks_of(self, pool: TokenBlocks | SlotEntries) -> Tensor:
-        assert pool.stored is not None
-        rows = pool.stored
-        return rows.view(-1, self.blocks.size, *rows.shape[1:]) if isinstance(pool, TokenBlocks) else rows
-
-    def forms(self) -> tuple[list[Form | None], int, int]:
-        """Return the forms of all pools after a pass, the bytes of a token, and the bytes of a sequence's entries.
+    def forms(self) -> tuple[list[Form | None], dict[AttentionSpan | None, int], int]:
+        """Return the forms of all pools after a pass, the bytes of a token by what sees it, and those of a sequence.
 
         A pool that no layer has asked for has none.
         """
         forms: list[Form | None] = []
-        sizes = {TokenBlocks: 0, SlotEntries: 0}
+        tokens: dict[AttentionSpan | None, int] = {}
+        entry = 0
         for pool in self._pools:
             rows = pool.stored
             forms.append(None if rows is None else Form(tuple(rows.shape[1:]), rows.dtype, rows.device))
-            sizes[type(pool)] += 0 if rows is None else rows[0].nbytes
-        return forms, sizes[TokenBlocks], sizes[SlotEntries]
+            size = 0 if rows is None else rows[0].nbytes
+            if isinstance(pool, TokenBlocks):
+                tokens[pool.span] = tokens.get(pool.span, 0) + size
+            else:
+                entry += size
+        return forms, tokens, entry
 
     def allocate(self, forms: Sequence[Form | None]) -> None:
         """Take the memory of all pools now, and not in the first pass; read what :meth:`keep` kept."""
@@ -217,8 +233,10 @@ class Cache:
                 continue
             pool.stored = torch.empty(pool.count, *form.shape, dtype=form.dtype, device=form.device)
             if pool.kept is not None:
-                rows = self._blocks_of(pool)
-                rows[slice(None) if isinstance(pool, SlotEntries) else self._used] = pool.kept.to(form.device)
+                if isinstance(pool, SlotEntries):
+                    pool.stored.copy_(pool.kept)
+                else:
+                    pool.stored_blocks[self._used[pool.blocks]] = pool.kept.to(form.device)
                 pool.kept = None
 
     def reserve(self, slots: Sequence[int], counts: Sequence[int]) -> list[int]:
@@ -287,25 +305,36 @@ class Cache:
         np.cumsum(number, out=offsets[1:])
         sequence = np.repeat(np.arange(sequences), number)
         positions = np.arange(tokens) - (offsets[:-1] - np.asarray(past))[sequence]
-        block = self.blocks.table[rows[sequence], positions // size].astype(np.int64)
-        position, write, state_slot, cu_queries, lengths, table = to_device_packed(
+        tables = [each.table for each in self.blocks.pools]
+        written = [table[rows[sequence], positions // size].astype(np.int64) * size for table in tables]
+        position, state_slot, cu_queries, lengths, *there = to_device_packed(
             [
-                *(positions, block * size + positions % size, rows.astype(np.int64)),
-                *(offsets, np.asarray(totals, np.int32), self.blocks.table[rows, :width].ravel()),
+                *(positions, rows.astype(np.int64), offsets, np.asarray(totals, np.int32)),
+                *(block + positions % size for block in written),
+                *(table[rows, :width].ravel() for table in tables),
             ],
             device,
         )
         pages = Pages(
-            table.view(sequences, width),
+            there[len(tables)].view(sequences, width),
             lengths,
             cu_queries,
-            write,
+            there[0],
             state_slot,
             size,
             tuple(counts),
             tuple(totals),
             any(past),
         )
+        if self.blocks.spans:
+            own = zip(self.blocks.spans, there[1 : len(tables)], there[len(tables) + 1 :], strict=True)
+            pages = replace(
+                pages,
+                spans={
+                    span: replace(pages, block_table=table.view(sequences, width), write=write)
+                    for span, write, table in own
+                },
+            )
         uniform = (sequences, counts[0]) if len({*counts}) == 1 else None
         return PackedSequences(tuple(counts), cu_queries, position, uniform, pages=pages)
 

@@ -21,7 +21,7 @@ from torch import Generator, nn
 
 from megalight.errors import ConfigurationError, DataError, integer
 from megalight.inference.batch_dimensions import InferenceBatchDimensions
-from megalight.inference.blocks import BlockPool
+from megalight.inference.blocks import BlockPool, span_counts
 from megalight.inference.cache import Cache
 from megalight.inference.engine_memory import CacheForms, HostWeights, ManagedPages, Memory, check_memory, layers_of
 from megalight.inference.grammar import Grammar
@@ -41,6 +41,7 @@ from megalight.inference.speculator import DraftRounds, EagleSpeculator, Specula
 from megalight.inference.step_log import StepLog
 from megalight.models.gpt import GPTConfig
 from megalight.models.hf import HFConfig
+from megalight.types import AttentionSpan
 
 _Call = tuple[str, tuple[Any, ...]]
 """A method, and its arguments."""
@@ -59,7 +60,8 @@ class DynamicEngine:
         model: a whole model on any device, or this rank's part of a model; or a causal language model of
             ``transformers`` whose layers use the attention interface. Its weights may change while the engine is
             suspended.
-        num_blocks: blocks of the cache. Each layer has ``num_blocks * block_size`` rows. Or give ``cache_memory``.
+        num_blocks: blocks of the cache. Each layer has ``num_blocks * block_size`` rows; one with a window or chunks
+            has fewer, if ``max_sequences`` sequences see fewer. Or give ``cache_memory``.
         cache_memory: the memory of the cache on this rank: a number of bytes; or, between 0 and 1, a share of the
             memory that is free beside weights and a forward pass. All ranks take the smallest number of blocks.
         block_size: tokens of a block.
@@ -81,6 +83,7 @@ class DynamicEngine:
     Attributes:
         step_log: counts of steps, and the last one (:class:`~megalight.inference.step_log.StepLog`).
         blocks: who has which blocks.
+        num_blocks: of layers that see all tokens.
         suspended: whether the cache is given back.
         memory_level: the level that all ranks have.
 
@@ -131,15 +134,26 @@ class DynamicEngine:
         forms = CacheForms.of(model, largest, block_size, eagle)
         # Texts begin in the order in which they came, so few beginnings are wanted at a time.
         snapshots = -(-max_sequences // 16)
+        # Stages may have other layers, and must plan the same.
+        spans = {*forms.token_bytes}
+        spans = spans if self._parallel is None else self._parallel.union(spans)
+        limited = sorted((span for span in spans if span is not None), key=str)
+
+        def counts(number: int) -> dict[AttentionSpan | None, int]:
+            own = span_counts(limited, number, block_size, max_sequences, step_tokens)
+            return dict[AttentionSpan | None, int]({None: number}) | own
+
+        most = max_sequences * -(-capacity // block_size)
         if num_blocks is None:
             assert cache_memory is not None
-            entries, most = max_sequences + snapshots + 1, max_sequences * -(-capacity // block_size)
-            num_blocks = forms.blocks(cache_memory, block_size, entries, most)
-            # Stages may have other layers, and must plan the same.
+            num_blocks = forms.blocks(cache_memory, counts, block_size, max_sequences + snapshots + 1, most)
             num_blocks = num_blocks if self._parallel is None else self._parallel.least(num_blocks)
-        self.blocks = BlockPool(max_sequences, num_blocks, block_size, snapshots=snapshots)
+        # Without layers that see all tokens, blocks for all tokens are only numbers.
+        count, held = num_blocks if None in spans or not limited else most, counts(num_blocks)
+        self.num_blocks = num_blocks
+        self.blocks = BlockPool(max_sequences, count, block_size, snapshots, {span: held[span] for span in limited})
         # Models of transformers may have no bound.
-        capacity = min(capacity, num_blocks * block_size)
+        capacity = min(capacity, count * block_size)
         cache = Cache(layers_of(model, eagle), max_sequences, capacity, self.blocks)
         self._forms = forms.forms
         self._released: HostWeights | None = None
@@ -150,7 +164,7 @@ class DynamicEngine:
         if self._pages is not None:
             if self.memory_level == 2:
                 self._pages.take(model)
-            self._pages.check(forms.bytes(num_blocks * block_size, cache.dummy_slot + 1))
+            self._pages.check(forms.bytes(held, block_size, cache.dummy_slot + 1))
             with self._pages.memory.allocating():
                 cache.allocate(self._forms)
         else:
@@ -369,10 +383,10 @@ class DynamicEngine:
     def _check_room(self, length: int, max_new_tokens: int) -> None:
         # The last token of a completion never runs.
         longest = length + max_new_tokens - 1
-        if self.blocks.holding(longest) > self.blocks.count:
+        if longest > self.blocks.longest:
             raise DataError(
                 f"a prompt of {length} tokens and {max_new_tokens} new ones need {self.blocks.holding(longest)} "
-                f"blocks of {self.blocks.size} tokens, and the cache has {self.blocks.count}: the request could never "
+                f"blocks of {self.blocks.size} tokens, and the cache has {self.num_blocks}: the request could never "
                 "end. Lower max_new_tokens (--max-new-tokens), or raise num_blocks (--cache-tokens)."
             )
 

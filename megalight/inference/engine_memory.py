@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from megalight.inference.sampler import PassSampling, TokenCounts
 from megalight.inference.scheduler import Request
 from megalight.inference.speculator import EagleSpeculator
 from megalight.parallel.host_memory import ManagedMemory, host_memory, prefetch
+from megalight.types import AttentionSpan
 
 Memory = int | float
 """A number of bytes; or, between 0 and 1, a share of the memory that is free beside weights and a forward pass."""
@@ -57,13 +59,13 @@ class CacheForms:
 
     Attributes:
         forms: for each pool of the cache the form of a row or of an entry.
-        token_bytes: what all layers keep of a token.
+        token_bytes: what layers keep of a token, by what sees it (None: all later tokens).
         entry_bytes: what all layers keep of a sequence.
         free: bytes that are free on the device.
     """
 
     forms: Sequence[Form | None]
-    token_bytes: int
+    token_bytes: Mapping[AttentionSpan | None, int]
     entry_bytes: int
     free: int
 
@@ -83,27 +85,43 @@ class CacheForms:
         cache.drop()
         return cls(forms, token, entry, _free(device_of(model)))
 
-    def bytes(self, rows: int, entries: int) -> int:
-        """Return what so many rows and entries take."""
-        return rows * self.token_bytes + entries * self.entry_bytes
+    def bytes(self, blocks: Mapping[AttentionSpan | None, int], block_size: int, entries: int) -> int:
+        """Return what so many blocks, a dummy block for each of them, and entries take."""
+        rows = {span: (count + 1) * block_size for span, count in blocks.items()}
+        return sum(rows[span] * size for span, size in self.token_bytes.items()) + entries * self.entry_bytes
 
-    def blocks(self, memory: Memory, block_size: int, entries: int, most: int) -> int:
-        """Return how many blocks fit, beside a dummy block and ``entries`` for sequences, but at most ``most``.
+    def blocks(
+        self,
+        memory: Memory,
+        counts: Callable[[int], Mapping[AttentionSpan | None, int]],
+        block_size: int,
+        entries: int,
+        most: int,
+    ) -> int:
+        """Return how many blocks fit, beside dummy blocks and ``entries`` for sequences, but at most ``most``.
+
+        Args:
+            memory: of the cache.
+            counts: how many blocks the layers have, by what they see, if there are so many.
+            block_size: tokens of a block.
+            entries: of sequences.
+            most: how many are of use.
 
         Raises:
             ConfigurationError: none fits.
         """
         size = memory if isinstance(memory, int) else math.floor(memory * self.free)
-        rest = size - entries * self.entry_bytes
-        # A stage of recurrent layers alone has no rows.
-        found = rest // (self.token_bytes * block_size) - 1 if self.token_bytes else (most if rest >= 0 else 0)
-        if found < 1:
-            needed = 2 * block_size * self.token_bytes + entries * self.entry_bytes
+
+        def needed(count: int) -> int:
+            return self.bytes(counts(count), block_size, entries)
+
+        found = bisect_right(range(1, most + 1), size, key=needed)
+        if not found:
             raise ConfigurationError(
                 f"cache_memory={memory!r} is {size} bytes, and a block of {block_size} tokens, a dummy block and "
-                f"{entries} entries for sequences take {needed}; give more, or lower block_size or max_sequences."
+                f"{entries} entries for sequences take {needed(1)}; give more, or lower block_size or max_sequences."
             )
-        return min(found, most)
+        return found
 
 
 def _free(device: torch.device) -> int:

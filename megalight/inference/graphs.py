@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -320,24 +321,21 @@ class _Step:
         self.all_rows = all_rows and prefills > 0
         self._sequences = requests + (prefills > 0)
         width = min(cache.blocks.holding(cache.capacity), cache.blocks.count)
-        counts = [
-            *[tokens] * 3,
-            tokens if drafted else 0,
-            requests,
-            requests,
-            6 * (tokens if self.all_rows else requests),
-        ]
-        counts += [self._sequences + 1, self._sequences, self._sequences * width]
-        self._bytes = [count * (8 if place < WIDE else 4) for place, count in enumerate(counts)]
+        # Layers that see a span have rows to write and tables of their own, after those of the others.
+        pools = len(cache.blocks.pools)
+        draws = 6 * (tokens if self.all_rows else requests)
+        counts = [tokens, tokens, tokens if drafted else 0, requests, requests, draws, *[tokens] * pools]
+        self._wide = len(counts)
+        counts += [self._sequences + 1, self._sequences, *[self._sequences * width] * pools]
+        self._bytes = [count * (8 if place < self._wide else 4) for place, count in enumerate(counts)]
         self._places = places_of(self._bytes)
         self._buffer = torch.empty(self._places[-1], dtype=torch.uint8, device=newest.device)
         parts = [
-            self._buffer[place : place + count].view(torch.int64 if number < WIDE else torch.int32)
+            self._buffer[place : place + count].view(torch.int64 if number < self._wide else torch.int32)
             for number, (place, count) in enumerate(zip(self._places, self._bytes, strict=False))
         ]
-        self._positions, self._write, self._ids, self.following, self.slots, last, self.draws = parts[:WIDE]
-        self._offsets, self._lengths, table = parts[WIDE:]
-        self._table = table.view(self._sequences, width)
+        self._positions, self._ids, self.following, self.slots, last, self.draws, *self._writes = parts[: self._wide]
+        self._offsets, self._lengths, *self._tables = parts[self._wide :]
         self.rows = last if prefills and not all_rows else None
         # On the host bounds alone.
         most = min(tokens, cache.capacity)
@@ -350,18 +348,22 @@ class _Step:
         # Where sampling failed there is no token, and the host will drop what follows.
         pending = self._newest[(PENDING - self._ids).clamp(min=0)].clamp(min=0)
         ids = torch.where(self._ids < 0, pending, self._ids)
-        pages = Pages(
-            self._table,
-            self._lengths,
-            self._offsets,
-            self._write,
-            self.slots,
-            self._cache.blocks.size,
-            self._most,
-            self._bounds,
-            continued=True,
-            recorded=True,
-        )
+        each = [
+            Pages(
+                table.view(self._sequences, -1),
+                self._lengths,
+                self._offsets,
+                write,
+                self.slots,
+                self._cache.blocks.size,
+                self._most,
+                self._bounds,
+                continued=True,
+                recorded=True,
+            )
+            for write, table in zip(self._writes, self._tables, strict=True)
+        ]
+        pages = replace(each[0], spans=dict(zip(self._cache.blocks.spans, each[1:], strict=True)))
         size = self._dimensions
         nominal, uniform = self._most, (size.token_count, 1)
         if not size.prefill_req_count:
@@ -391,21 +393,20 @@ class _Step:
             draws: ``[6, n]``, how. None: it does not matter.
             following: the token after each, for a draft.
         """
-        size, blocks = self._dimensions, cache.blocks
+        size = self._dimensions
         host = torch.empty(self._buffer.shape, dtype=torch.uint8, pin_memory=self._buffer.device.type == "cuda")
         array = host.numpy()
         parts: list[NDArray[Any]] = [
-            array[place : place + count].view(np.int64 if number < WIDE else np.int32)
+            array[place : place + count].view(np.int64 if number < self._wide else np.int32)
             for number, (place, count) in enumerate(zip(self._places, self._bytes, strict=False))
         ]
-        positions, write, ids, after, own, last, own_draws, offsets, lengths, table = parts
+        positions, ids, after, own, last, own_draws, *writes = parts[: self._wide]
+        offsets, lengths, *tables = parts[self._wide :]
         after[: len(following)], after[len(following) :] = following, 0
         counts, rows = np.array([*map(len, fresh)], np.int64), np.asarray(slots, np.int64)
         count, tokens = len(counts), int(counts.sum())
         own[count:], last[count:] = cache.dummy_slot, 0
-        positions[tokens:], write[tokens:], ids[tokens:] = 0, blocks.count * blocks.size, 0
-        table = table.reshape(self._sequences, -1)
-        table[:] = blocks.count
+        positions[tokens:], ids[tokens:] = 0, 0
         # Where each sequence is among those of the graph: places that decode, then those for prefill.
         decodes = int((counts == 1).cumprod().sum())
         decodes = min(decodes, size.decode_req_count)
@@ -427,21 +428,22 @@ class _Step:
             own[:count], last[:count] = rows, ends - 1
             sequence = np.repeat(np.arange(count), counts)
             positions[:tokens] = at = np.arange(tokens) + (np.asarray(totals) - ends)[sequence]
-            write[:tokens] = blocks.table[rows[sequence], at // blocks.size].astype(np.int64) * blocks.size
-            write[:tokens] += at % blocks.size
             flat = np.array([token for each in fresh for token in each], np.int64)
             ids[:tokens] = np.where(flat == PENDING, PENDING - rows[sequence], flat)
-            known = blocks.table[rows, : table.shape[1]]
-            table[place, : known.shape[1]] = known
+        for blocks, write, table in zip(cache.blocks.pools, writes, tables, strict=True):
+            write[tokens:], table[:] = blocks.count * blocks.size, blocks.count
+            if count:
+                write[:tokens] = blocks.table[rows[sequence], at // blocks.size].astype(np.int64) * blocks.size
+                write[:tokens] += at % blocks.size
+                each = table.reshape(self._sequences, -1)
+                known = blocks.table[rows, : each.shape[1]]
+                each[place, : known.shape[1]] = known
         own_draws = own_draws.reshape(6, -1)
         own_draws[:] = PLAIN
         if draws is not None and len(places):
             own_draws[:, [*places]] = draws
         self._buffer.copy_(host, non_blocking=True)
 
-
-WIDE = 7
-"""How many parts of the buffer are integers of 64 bits."""
 
 PLAIN = np.array([0, *np.array([1.0]).view(np.int64), 0, ALL, 0, 0], np.int64)[:, None]
 """The most probable token."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property, partial
@@ -322,6 +323,15 @@ class ParallelGPT(nn.Module):
         found = torch.tensor(number)
         dist.all_reduce(found, dist.ReduceOp.MIN, group)
         return int(found)
+
+    def union(self, values: AbstractSet[T]) -> set[T]:
+        """Return the values of all ranks of the replica."""
+        group = self._hosts
+        if group is None:
+            return {*values}
+        found: list[AbstractSet[T]] = [values] * group.size()
+        dist.all_gather_object(found, values, group)
+        return {value for each in found for value in each}
 
     def agree(self, value: T, stage: int = 0) -> T:
         """Return the value of the first rank of a stage, on all ranks of the replica; the device is not waited for."""

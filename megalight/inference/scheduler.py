@@ -235,6 +235,10 @@ class Scheduler:
         # Which tokens a grammar allows is known once the last one is.
         going = [r for r in self.running if not r.pending or (pending and r.matcher is None)]
         going = going[: -(-len(going) // passes)]
+        for request in self.running if blocks.spans else ():
+            if request.slot is not None:
+                # Guesses that ran may be wrong, and are forgotten then.
+                blocks.slide(request.slot, min(self.cache.lengths[request.slot], len(request.tokens) - 1))
         # Only the youngest can have more than one token to run, as it began with what was left of a step. So a long
         # prompt does not stop those before it.
         for request in going:
@@ -245,17 +249,15 @@ class Scheduler:
                 break
             if request.guesses and request.slot is not None:
                 # Nobody loses blocks for guesses.
-                while request.guesses and blocks.missing(request.slot, request.extent) > blocks.free:
+                while request.guesses and not blocks.fits({request.slot: request.extent}):
                     request.guesses.pop()
                 count = min(self.unread(request), left)
                 request.guesses = request.guesses[: count - 1]
-            total = request.extent - self.unread(request) + count
-            while request.slot is not None and blocks.missing(request.slot, total) > blocks.free:
+            # The others of its tokens have blocks already, or run as far as there are some.
+            while request.slot is not None and not blocks.fits({request.slot: self.cache.lengths[request.slot] + 1}):
                 plan.preempted.append(self.preempt())
             if request.slot is None:  # it has given its blocks to an older one, or found none for itself
                 break
-            if blocks.missing(request.slot, total):
-                blocks.grow({request.slot: total})
             left -= self._run(plan, request, request.slot, left)
         # A state that is kept can be copied after the pass alone, so those that wait for it begin in the next one.
         while left and not plan.kept and not any(request.suspect for request in plan.counts):
@@ -270,13 +272,13 @@ class Scheduler:
 
     def may_run_ahead(self) -> bool:
         """Return whether a pass can be planned while tokens are pending: none would be preempted, none runs alone."""
-        blocks, missing = self.cache.blocks, 0
+        totals: dict[int, int] = {}
         for request in self.running:
             if request.suspect or request.slot is None:
                 return False
             if not request.full:
-                missing += blocks.missing(request.slot, request.length)
-        return missing <= blocks.free and not any(request.suspect for request in self.waiting)
+                totals[request.slot] = self.cache.lengths[request.slot] + 1
+        return self.cache.blocks.fits(totals) and not any(request.suspect for request in self.waiting)
 
     def preempt(self) -> Request:
         """Let the youngest request that runs wait; return it."""
@@ -314,7 +316,8 @@ class Scheduler:
     def _run(self, plan: StepPlan, request: Request, slot: int, left: int) -> int:
         """Plan the next tokens of a request, at most ``left``; return how many."""
         stored, blocks = self.cache.lengths[slot], self.cache.blocks
-        end = min(stored + left, request.extent)
+        end = min(stored + left, request.extent, blocks.reach(slot))
+        blocks.grow({slot: end})
         if request.suspect:
             plan.counts[request] = end - stored
             return end - stored
@@ -342,7 +345,7 @@ class Scheduler:
             if request.tokens[common:after] != wanted[common:after]:
                 break
             common = after
-        kept = blocks.prefixes.snapshots.last(blocks.prefixes.find(wanted)) * blocks.size
+        kept = len(blocks.find(wanted, states=True)) * blocks.size
         return common if common > max(stored, kept) else 0
 
     def _next(self, plan: StepPlan) -> tuple[Request, int] | None:
@@ -353,16 +356,13 @@ class Scheduler:
             return None
         request, blocks = self.waiting[0], self.cache.blocks
         # Without the last token, which always runs: nobody has kept its logits.
-        shared = [] if request.unscored else blocks.prefixes.find(request.tokens[:-1])
-        if self.states:
-            shared = shared[: blocks.prefixes.snapshots.last(shared)]
+        shared = [] if request.unscored else blocks.find(request.tokens[:-1], self.states)
         self.cache.begin(slot, shared)
         # All now, though it may run in parts: the rest of a prompt then never waits for blocks, and what was just
         # preempted cannot come back and be preempted again.
-        if blocks.missing(slot, len(request.tokens)) > blocks.free:
+        if not blocks.reserve(slot, len(request.tokens)):
             self.cache.release(slot)
             return None
-        blocks.grow({slot: len(request.tokens)})
         request.slot = slot
         self.running.append(self.waiting.popleft())
         if request in plan.preempted:

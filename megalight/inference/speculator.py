@@ -292,16 +292,17 @@ class EagleSpeculator:
         cache, blocks = self._cache, self._cache.blocks
         self._hidden = {request: self._hidden[request] for request in requests if request in self._hidden}
         wanted: dict[int, int] = {}
-        free = blocks.free
+        free = [each.free for each in blocks.pools]
         for place, (request, count) in enumerate(zip(requests, counts, strict=True)):
             if request not in self._hidden or (slot := request.slot) is None:
                 continue
             count, length = min(count, self.guesses), cache.lengths[slot]
             # It reads all guesses but the last, which takes blocks for a while.
-            while count > 1 and blocks.missing(slot, length + count - 1) > free:
+            left = [n - each.missing(slot, length + count - 1) for n, each in zip(free, blocks.pools, strict=True)]
+            while min(left) < 0:
                 count -= 1
-            free -= blocks.missing(slot, length + count - 1)
-            wanted[place] = count
+                left = [n - each.missing(slot, length + count - 1) for n, each in zip(free, blocks.pools, strict=True)]
+            free, wanted[place] = left, count
         found: list[list[int]] = [[] for _ in requests]
         if not wanted:
             return found

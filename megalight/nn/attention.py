@@ -23,7 +23,7 @@ from megalight.ops.draft_attention import draft_attention
 from megalight.ops.fp8_attention import FP8Attention
 from megalight.ops.paged_attention import paged_attention
 from megalight.ops.row_indexing import take_rows
-from megalight.types import PackedSequences
+from megalight.types import AttentionSpan, PackedSequences
 
 
 class InnerAttention(nn.Module):
@@ -93,11 +93,9 @@ class InnerAttention(nn.Module):
         if stored is not None:
             if later is not None:
                 raise LayoutError("tokens of an image come after stored tokens; give all images in the first pass.")
-            assert sequences.pages is not None
             return paged_attention(
                 q,
                 *stored,
-                sequences.pages,
                 causal=self.causal,
                 scale=self.scale,
                 window=self.window,
@@ -124,6 +122,12 @@ class InnerAttention(nn.Module):
             sink=sink,
             backend=self.backend,
         )
+
+    @property
+    def span(self) -> AttentionSpan | None:
+        """What a token sees, if that is limited; None: all earlier tokens."""
+        limited = self.causal and not (self.window is None and self.chunk is None)
+        return AttentionSpan(self.window, self.chunk) if limited else None
 
     def sinks(self, q: Tensor, learned: Tensor | None) -> Tensor | None:
         """Return the sinks ``[H]`` of the heads in ``q [T, H, D]``; None: they have none."""
@@ -263,8 +267,8 @@ class Attention(nn.Module):
         return queries // self.head_dim, keys // self.head_dim
 
     def make_state(self, slots: Slots) -> KeysAndValues:
-        """Make the state: keys and values of every token."""
-        return KeysAndValues.of(slots)
+        """Make the state: keys and values of every token that later ones see."""
+        return KeysAndValues.of(slots, self.inner.span if isinstance(self.inner, InnerAttention) else None)
 
     def forward(self, hidden: Tensor, context: LayerContext, state: Any = None, memory: Tensor | None = None) -> Tensor:
         """``[T, h] -> [T, h]``, or ``[M, h]`` if it narrows. The inner attention gets what is stored.
@@ -367,8 +371,7 @@ class DraftAttention(nn.Module):
             state.append(k, v)
             return draft_attention(q, state.keys, state.values, sequences, scale=self.scale)
         if state is not None:
-            assert sequences.pages is not None
-            return paged_attention(q, *state, sequences.pages, scale=self.scale)
+            return paged_attention(q, *state, scale=self.scale)
         return attention(q, k, v, sequences, scale=self.scale)
 
 

@@ -180,7 +180,8 @@ class LatentAttention(nn.Module):
         plain, turned = torch.split(q, [self.head_dim, self.rotary_dim], -1)
         # q (W c) = (q W) c: one key head for all query heads, and its first c features are the values
         absorbed = torch.cat([torch.einsum("thd,hdc->thc", plain, for_keys), turned], -1)
-        stored = StoredHeads(pool[:, None], pool[:, None, : self.kv_rank])
+        assert sequences.pages is not None
+        stored = StoredHeads(pool[:, None], pool[:, None, : self.kv_rank], sequences.pages)
         mixed = self.inner(absorbed, None, None, sequences, stored)
         # The outputs are latents. The part of the weight for values turns them into heads.
         return torch.einsum("thc,hvc->thv", mixed, for_values)

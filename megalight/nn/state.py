@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megalight.nn.rotary import RotaryTable
 from megalight.ops.paged_append import paged_append
-from megalight.types import Pages
+from megalight.types import AttentionSpan, Pages
 
 
 class TokenPool(Protocol):
@@ -37,8 +37,11 @@ class SequencePool(Protocol):
 class Slots(Protocol):
     """Storage for sequences that later forward passes continue."""
 
-    def per_token(self) -> TokenPool:
-        """Make storage for one row per token. The first pass decides its shape and dtype."""
+    def per_token(self, span: AttentionSpan | None = None) -> TokenPool:
+        """Make storage for one row per token, which later tokens within its span read (None: all).
+
+        The first pass decides its shape and dtype.
+        """
         ...
 
     def per_sequence(self) -> SequencePool:
@@ -52,33 +55,42 @@ class StoredHeads(NamedTuple):
     Attributes:
         keys: ``[N, Hkv, D]``.
         values: ``[N, Hkv, Dv]``.
+        pages: where they lie.
     """
 
     keys: Tensor
     values: Tensor
+    pages: Pages
 
 
 @dataclass(frozen=True, eq=False)
 class KeysAndValues:
-    """The state of attention: keys and values of every token."""
+    """The state of attention: keys and values of every token that later ones see.
+
+    Attributes:
+        span: what a token sees. None: all earlier ones.
+    """
 
     keys: TokenPool
     values: TokenPool
+    span: AttentionSpan | None = None
 
     @classmethod
-    def of(cls, slots: Slots) -> KeysAndValues:
+    def of(cls, slots: Slots, span: AttentionSpan | None = None) -> KeysAndValues:
         """Make an empty state, without any token."""
-        return cls(slots.per_token(), slots.per_token())
+        return cls(slots.per_token(span), slots.per_token(span), span)
 
     def append(
         self, q: Tensor, k: Tensor, v: Tensor, pages: Pages, rotary: RotaryTable | None
     ) -> tuple[Tensor, StoredHeads]:
         """Rotate ``q [T, H, D]`` and ``k [T, Hkv, D]``, store ``k`` and ``v``; return ``q`` and all that is stored."""
-        stored = StoredHeads(self.keys.rows(tuple(k.shape[1:]), k), self.values.rows(tuple(v.shape[1:]), v))
+        pages = pages.of(self.span)
+        keys, values = self.keys.rows(tuple(k.shape[1:]), k), self.values.rows(tuple(v.shape[1:]), v)
+        stored = StoredHeads(keys, values, pages)
         if rotary is None:
-            return paged_append(q, k, v, *stored, pages.write), stored
+            return paged_append(q, k, v, keys, values, pages.write), stored
         q = paged_append(
-            *(q, k, v, *stored, pages.write, rotary.cos, rotary.sin),
+            *(q, k, v, keys, values, pages.write, rotary.cos, rotary.sin),
             interleaved=rotary.interleaved,
             backend=rotary.backend,
         )
@@ -88,4 +100,4 @@ class KeysAndValues:
         """Store ``k [T, Hkv, D]``, which are rotated, and ``v``."""
         with torch.no_grad():
             for pool, rows in ((self.keys, k), (self.values, v)):
-                pool.rows(tuple(rows.shape[1:]), rows)[pages.write] = rows
+                pool.rows(tuple(rows.shape[1:]), rows)[pages.of(self.span).write] = rows

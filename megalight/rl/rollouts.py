@@ -193,7 +193,7 @@ def _engine(
         blocks = policy.model.asking_replicas(blocks)()
     # After an error there is none: its requests would go on.
     engine, policy.engine = policy.engine, None
-    if engine is not None and engine.blocks.count >= blocks:
+    if engine is not None and engine.num_blocks >= blocks:
         engine.resume()
         return engine
     return DynamicEngine(

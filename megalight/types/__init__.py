@@ -9,6 +9,7 @@ from megalight.types.batch import Totals as Totals
 from megalight.types.batch import WithResults as WithResults
 from megalight.types.batch import inverse as inverse
 from megalight.types.batch import mean as mean
+from megalight.types.packed_sequences import AttentionSpan as AttentionSpan
 from megalight.types.packed_sequences import ContextShare as ContextShare
 from megalight.types.packed_sequences import PackedSequences as PackedSequences
 from megalight.types.packed_sequences import Pages as Pages

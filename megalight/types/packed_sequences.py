@@ -5,11 +5,11 @@ Context parallelism splits each sequence in zigzag order (:class:`ContextShare`)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import gcd, lcm
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,13 +17,35 @@ from torch import Tensor
 from megalight.errors import DataError
 
 
+class AttentionSpan(NamedTuple):
+    """What a token sees of its sequence, beside itself.
+
+    Attributes:
+        window: so many earlier tokens. None: all.
+        chunk: of these, only those of its own chunk of so many tokens. None: all.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+    @property
+    def earlier(self) -> int:
+        """How many earlier tokens it sees at most."""
+        return min(size for size in (self.window, self.chunk and self.chunk - 1) if size is not None)
+
+    def first(self, position: int) -> int:
+        """Return the first position that the token at ``position`` sees."""
+        first = 0 if self.window is None else max(0, position - self.window)
+        return first if self.chunk is None else max(first, position // self.chunk * self.chunk)
+
+
 @dataclass(frozen=True, eq=False)
 class Pages:
     """The block tables of ``S`` sequences, of which a forward pass computes ``T`` new tokens.
 
-    A pool has a row for each token of each block: row ``block * page_size + offset``. All layers have pools of equal
-    blocks, so one table serves all of them. The host knows bounds alone, and never waits for the device: a decode step
-    has the same shapes every time, and can be recorded.
+    A pool has a row for each token of each block: row ``block * page_size + offset``. Layers that see the same have
+    pools of equal blocks, so one table serves all of them. The host knows bounds alone, and never waits for the device:
+    a decode step has the same shapes every time, and can be recorded.
 
     Attributes:
         block_table: ``[S, B]`` int32: the blocks of each sequence, in the order of its tokens. Entries after the last
@@ -38,6 +60,7 @@ class Pages:
         continued: whether a sequence may have earlier tokens.
         recorded: whether the pass is recorded: later ones have other numbers on the device, within the same bounds. A
             sequence without stored tokens sees nothing.
+        spans: the pages of layers that see a limited span and keep no more. Their tables have any block before it.
     """
 
     block_table: Tensor
@@ -50,6 +73,7 @@ class Pages:
     bounds: tuple[int, ...]
     continued: bool
     recorded: bool = False
+    spans: Mapping[AttentionSpan, Pages] = field(default_factory=dict)
 
     @cached_property
     def decodes(self) -> int:
@@ -88,6 +112,10 @@ class Pages:
             self.continued,
             self.recorded,
         )
+
+    def of(self, span: AttentionSpan | None) -> Pages:
+        """Return the pages of layers that see a span (None: all): their own, or those of all layers."""
+        return self if span is None else self.spans.get(span, self)
 
     def rows(self, first: int, counts: Sequence[int]) -> Tensor:
         """Return the rows ``[sum(counts)]`` of the first ``counts[i]`` tokens of the sequences from ``first`` on."""

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalight.inference.blocks import BlockPool
+from megalight.inference.blocks import BlockPool, SpanBlocks
+from megalight.types import AttentionSpan
 
 
 class Written:
-    """Sequences in a pool, and what each row of it holds.
+    """Sequences in a pool, and what each row of it and of its spans holds.
 
     Args:
         chance: chooses what happens next.
@@ -21,10 +22,13 @@ class Written:
 
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance
-        self.pool = BlockPool(chance.randint(1, 5), chance.randint(1, 12), chance.randint(1, 4), snapshots=2)
+        spans = [AttentionSpan(window=chance.randint(0, 5)), AttentionSpan(chunk=chance.randint(1, 6))]
+        slots, count, size = chance.randint(1, 5), chance.randint(1, 12), chance.randint(1, 4)
+        counts = {span: chance.randint(1, 12) for span in spans[: chance.randint(0, 2)]}
+        self.pool = BlockPool(slots, count, size, snapshots=2, spans=counts)
         self.tokens: list[list[int]] = [[] for _ in self.pool.tables]
         self.stored = [0 for _ in self.pool.tables]
-        self.rows: dict[int, int] = {}
+        self.rows: list[dict[int, int]] = [{} for _ in self.pool.pools]
 
     def operation(self) -> None:
         slot = self.chance.randrange(len(self.tokens))
@@ -41,17 +45,16 @@ class Written:
 
     def begin(self, slot: int) -> None:
         # Of two tokens, so that beginnings are equal.
-        self.tokens[slot] = [self.chance.randrange(2) for _ in range(self.chance.randint(1, 9))]
-        found = self.pool.prefixes.find(self.tokens[slot][:-1])
+        self.tokens[slot] = [self.chance.randrange(2) for _ in range(self.chance.randint(1, 20))]
+        found = self.pool.find(self.tokens[slot][:-1])
         self.pool.share(slot, found)
         self.stored[slot] = len(found) * self.pool.size
-        if self.pool.missing(slot, len(self.tokens[slot])) > self.pool.free:
+        if not self.pool.reserve(slot, len(self.tokens[slot])):
             self.release(slot)
-        else:
-            self.pool.grow({slot: len(self.tokens[slot])})
 
     def append(self, slot: int) -> None:
-        if self.pool.missing(slot, len(self.tokens[slot]) + 1) > self.pool.free:
+        self.pool.slide(slot, self.stored[slot])
+        if not self.pool.fits({slot: self.stored[slot] + 1}):
             self.release(slot)
             return
         self.tokens[slot].append(self.chance.randrange(2))
@@ -59,30 +62,45 @@ class Written:
 
     def run(self, slot: int) -> None:
         """A forward pass."""
-        first, size = self.stored[slot], self.pool.size
-        total = self.chance.randint(first + 1, len(self.tokens[slot]))
-        self.pool.remember(slot, self.tokens[slot], first, total)
+        pool, first = self.pool, self.stored[slot]
+        pool.slide(slot, first)
+        # Others may have taken what a span needs.
+        if (most := min(len(self.tokens[slot]), pool.reach(slot))) <= first:
+            self.release(slot)
+            return
+        total = self.chance.randint(first + 1, most)
+        pool.grow({slot: total})
+        pool.remember(slot, self.tokens[slot], first, total)
         for place in range(first, total):
-            self.rows[self.pool.tables[slot][place // size] * size + place % size] = self.tokens[slot][place]
+            for each, rows in zip(pool.pools, self.rows, strict=True):
+                rows[self.row(each, slot, place)] = self.tokens[slot][place]
         self.stored[slot] = total
 
     def release(self, slot: int) -> None:
         self.pool.shrink(slot, 0)
         self.tokens[slot], self.stored[slot] = [], 0
 
+    def row(self, each: BlockPool | SpanBlocks, slot: int, place: int) -> int:
+        block = each.tables[slot][place // each.size - each.first[slot]]
+        assert each.table[slot, place // each.size] == block
+        return block * each.size + place % each.size
+
     def check(self) -> None:
-        pool = self.pool
-        users = Counter(block for table in pool.tables for block in table)
-        assert pool._users == [users[block] for block in range(pool.count)]
-        assert {*pool._free} == {*range(pool.count)} - {*users}
-        for slot, table in enumerate(pool.tables):
-            assert len(table) == len({*table}) == pool.holding(len(self.tokens[slot]))
-            assert pool.table[slot, : len(table)].tolist() == table
-            read = [
-                self.rows[table[place // pool.size] * pool.size + place % pool.size]
-                for place in range(self.stored[slot])
-            ]
-            assert read == self.tokens[slot][: self.stored[slot]], "another sequence has written here"
+        for each, rows in zip(self.pool.pools, self.rows, strict=True):
+            users = Counter(block for table in each.tables for block in table)
+            assert each._users == [users[block] for block in range(each.count)]
+            assert {*each._free} == {*range(each.count)} - {*users}
+            for slot, table in enumerate(each.tables):
+                assert len(table) == len({*table})
+                first = 0
+                if isinstance(each, SpanBlocks):
+                    first = each.span.first(self.stored[slot])
+                    assert each._owners == {own: block for block, own in each._kept.items()}
+                    assert each._kept.keys() <= {*self.pool.prefixes.blocks}
+                else:
+                    assert len(table) == each.holding(len(self.tokens[slot]))
+                read = [rows[self.row(each, slot, place)] for place in range(first, self.stored[slot])]
+                assert read == self.tokens[slot][first : self.stored[slot]], "another sequence has written here"
 
 
 def operate(seed: int, count: int) -> None:
@@ -92,7 +110,7 @@ def operate(seed: int, count: int) -> None:
         written.check()
     for slot in range(len(written.tokens)):
         written.release(slot)
-    assert written.pool.free == written.pool.count
+    assert all(each.free == each.count for each in written.pool.pools)
 
 
 @settings(max_examples=20)

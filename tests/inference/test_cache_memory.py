@@ -54,16 +54,19 @@ def test_other_values_are_refused(memory: Any) -> None:
 
 def _blocks(name: str, options: dict[str, Any]) -> Any:
     _, _, model = divided(name, options)
-    engine = DynamicEngine(model, cache_memory=20_000, block_size=3)
+    engine = DynamicEngine(model, cache_memory=20_000, block_size=3, max_sequences=2, step_tokens=4)
     engine.add([1, 2, 3], max_new_tokens=5, sampling_params=GREEDY)
-    return engine.blocks.count, bytes_of(engine), engine.run()[0].tokens
+    held = [each.count for each in engine.blocks.pools]
+    return held, bytes_of(engine), engine.run()[0].tokens
 
 
-def test_stages_with_other_layers_have_equally_many_blocks() -> None:
-    options = {"pipeline_parallel": 2, "pipeline_layout": "Et|tttL"}
-    (first, first_bytes, tokens), (second, second_bytes, others) = run(_blocks, 2, "gqa", options)
+@pytest.mark.parametrize(("name", "layout", "pools"), [("gqa", "Et|tttL", 1), ("windows", "Ett|ttL", 2)])
+def test_stages_with_other_layers_have_equally_many_blocks(name: str, layout: str, pools: int) -> None:
+    options = {"pipeline_parallel": 2, "pipeline_layout": layout}
+    (first, first_bytes, tokens), (second, second_bytes, others) = run(_blocks, 2, name, options)
     assert first == second
-    assert 2 * first_bytes < second_bytes <= 20_000
-    engine = DynamicEngine(one_device("gqa"), num_blocks=9)
+    assert len(first) == pools
+    assert first_bytes * (3 - pools) < second_bytes <= 20_000
+    engine = DynamicEngine(one_device(name), num_blocks=9)
     engine.add([1, 2, 3], max_new_tokens=5, sampling_params=GREEDY)
     assert tokens == others == engine.run()[0].tokens

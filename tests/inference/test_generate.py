@@ -51,7 +51,7 @@ PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [5, 6, 7]]
 
 
 def build(style: str = "llama", **more) -> GPT:
-    model = GPT(GPTConfig(**SIZES, **STYLES[style], init=InitConfig(std=0.4), **more)).double()
+    model = GPT(GPTConfig(**SIZES | STYLES[style] | {"init": InitConfig(std=0.4)} | more)).double()
     initialize(model, 5)
     return model.eval()
 

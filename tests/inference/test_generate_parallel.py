@@ -13,7 +13,7 @@ from megalight.errors import ConfigurationError
 from megalight.inference import DynamicEngine, ParallelGPT, SamplingParams, generate
 from megalight.inference.speculator import EagleSpeculator
 from megalight.models.eagle import DraftModel, EagleConfig
-from megalight.models.gpt import GPT, InitConfig, LatentConfig
+from megalight.models.gpt import GPT, AttentionConfig, InitConfig, LatentConfig
 from megalight.nn.init import initialize
 from megalight.strategies import MegatronStrategy
 from megalight.types import PackedSequences
@@ -24,6 +24,10 @@ from tests.support.workers import run
 MODELS = {name: replace(CONFIGS[name], num_layers=4, init=InitConfig(std=0.4)) for name in ("gqa", "gpt2", "tied")}
 MODELS["hybrid"] = replace(MODELS["gqa"], mixer_pattern=("conv", "attention", "conv"))
 MODELS["early"] = replace(MODELS["gqa"], mixer_pattern=("conv", *["attention"] * 3))
+# only the first of two stages has windows
+MODELS["windows"] = replace(
+    MODELS["gqa"], attention=AttentionConfig(window=3, window_pattern=(True, True, False, False))
+)
 MODELS["latent"] = replace(
     MODELS["gqa"],
     num_kv_heads=0,

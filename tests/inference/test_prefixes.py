@@ -102,14 +102,13 @@ def test_the_state_that_was_used_longest_ago_goes_first() -> None:
     snapshots = StateSnapshots([10, 11])
     assert {snapshots.keep(1), snapshots.keep(2)} == {10, 11}
     entry = snapshots.use(1)
-    assert snapshots.last([1, 2, 3]) == 2
     assert snapshots.keep(3) != entry
-    assert [snapshots.last([block]) for block in (1, 2, 3)] == [1, 0, 1]
+    assert [block in snapshots for block in (1, 2, 3)] == [True, False, True]
     snapshots.forget(1)
-    assert snapshots.last([1, 4]) == 0
+    assert 1 not in snapshots
     assert snapshots.keep(4) == entry
     snapshots.clear()
-    assert snapshots.last([3, 4]) == 0
+    assert 3 not in snapshots
     assert {snapshots.keep(5), snapshots.keep(6)} == {10, 11}
 
 
@@ -203,11 +202,12 @@ def test_texts_that_begin_otherwise_share_nothing() -> None:
 def check(engine: DynamicEngine) -> None:
     """Each block is free or in tables, and what can be found is what the tables say."""
     blocks, schedule = engine.blocks, engine._scheduler
-    users = Counter(block for table in blocks.tables for block in table)
-    assert [users[block] for block in range(blocks.count)] == blocks._users
-    assert {*blocks._free} == {*range(blocks.count)} - {*users}
     slots = [request.slot for request in schedule.running]
     assert all(schedule.cache.lengths[slot] == 0 for slot in range(len(blocks.tables)) if slot not in slots)
+    for each in blocks.pools:
+        users = Counter(block for table in each.tables for block in table)
+        assert [users[block] for block in range(each.count)] == each._users
+        assert {*each._free} == {*range(each.count)} - {*users}
     for request in schedule.running:
         assert request.slot is not None
         table = blocks.tables[request.slot]
@@ -232,7 +232,12 @@ ACTIONS = st.sampled_from(["step", "step", "step", "cancel", "suspend", "fail", 
 
 
 @settings(max_examples=40)
-@given(st.sampled_from(["llama", "hybrid"]), SIZES, st.lists(REQUEST | ACTIONS, min_size=1, max_size=30), st.data())
+@given(
+    st.sampled_from(["llama", "hybrid", "windowed"]),
+    SIZES,
+    st.lists(REQUEST | ACTIONS, min_size=1, max_size=30),
+    st.data(),
+)
 def test_whatever_happens_each_completion_is_that_of_its_prompt_alone(name, sizes, actions, data) -> None:
     """Requests: how many tokens of a common beginning, its own, new tokens, a seed."""
     block_size, spare, max_sequences, step_tokens = sizes

@@ -81,7 +81,6 @@ class PagedCore:
         return paged_attention(
             q,
             *stored,
-            pages,
             causal=pattern.causal,
             scale=scale,
             window=pattern.window,

@@ -102,8 +102,8 @@ def _attend(
     scores = scores.masked_fill(~allowed[:, None, None], -torch.inf)
     # a row of the softmax per head and query
     weights = softmax(scores.flatten(1, 2), sink).view(*key.shape[:2], -1, bound)
-    # Rows that hold no token of the sequence may hold NaN, and 0 times NaN is NaN.
-    value = value.masked_fill((index >= present[:, 0])[:, None, :, None], 0)
+    # Rows that hold no token that is seen may hold NaN, and 0 times NaN is NaN.
+    value = value.masked_fill(~allowed.any(1)[:, None, :, None], 0)
     out = (weights @ value).view(*query.shape[:4], -1).permute(0, 3, 1, 2, 4)
     return out.reshape(len(q), heads, -1).to(q.dtype)
 

@@ -117,6 +117,8 @@ def _attend(
         high = length
         if CAUSAL:
             high = tl.minimum(length, length - queries + (top + ROWS - 1) // GROUP + 1)
+        # Blocks before these may have been given to others, or never written: 0 times NaN is NaN.
+        bottom = low
         low = low // KEYS * KEYS
         share = tl.cdiv(tl.cdiv(high - low, SPLITS), KEYS) * KEYS
         low += part * share
@@ -130,7 +132,7 @@ def _attend(
         blocks = table + sequence.to(tl.int64) * table_row
         for start in range(low, high, KEYS):
             at = start + offset
-            present = at < high
+            present = (at >= bottom) & (at < high)
             number = tl.load(blocks + at // PAGE, mask=present, other=0)
             rows = number.to(tl.int64) * PAGE + at % PAGE
             keys = k + rows * k_row + kv_head * (DIM + TAIL)
