@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -94,6 +95,12 @@ class HomedMatrix:
         """Indices of the buckets that hold it, on any rank."""
         return {box.bucket for boxes in self.held.values() for box in boxes}
 
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Where it begins: the first rank that holds it, the bucket and the element there."""
+        rank = min(self.held)
+        return rank, *min((box.bucket, box.start) for box in self.held[rank])
+
     def sources(self) -> dict[int, list[MatrixBox]]:
         """Return the boxes that each rank sends home: each part once, where several hold it."""
         order = sorted(self.held, key=lambda rank: (rank - self.home) % (max(self.held) + 1))
@@ -106,23 +113,52 @@ class HomedMatrix:
         return chosen
 
 
+class ShardSpan(NamedTuple):
+    """Elements of a rank's shard: one or several boxes that lie behind each other there."""
+
+    bucket: int
+    start: int
+    numel: int
+
+
+class MatrixSpan(NamedTuple):
+    """A box of a matrix of a batch (``last = first + 1``), or all of several matrices (``box=None``)."""
+
+    shape: Shape
+    first: int
+    last: int
+    box: MatrixBox | None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return (self.last - self.first) * prod(self.shape) if self.box is None else self.box.numel
+
+    def of(self, batch: Tensor) -> Tensor:
+        """Return it in a batch, as a view."""
+        part = batch[self.first : self.last]
+        if (box := self.box) is None:
+            return part
+        return part[:, box.row : box.row + box.rows, box.column : box.column + box.columns]
+
+
 class MatrixRound(NamedTuple):
     """What this rank sends, computes and receives at a time. Each rank has matrices of its own shapes.
 
     Attributes:
         own: shape -> the matrices of this shape whose home is this rank: one batch.
-        sent: for each rank, boxes of this rank's shards that it needs.
-        received: for each rank, ``(shape, index in the batch, box)``, which come from it.
-        returned: for each rank, ``(shape, index in the batch, box)``, whose updates it gets.
-        updated: for each rank, boxes of this rank's shards whose updates come from it.
+        sent: for each rank, spans of this rank's shards that it needs.
+        received: for each rank, what comes from it.
+        returned: for each rank, that whose updates it gets.
+        updated: for each rank, spans of this rank's shards whose updates come from it.
         completed: the buckets whose last matrices, on any rank, are in this round.
     """
 
     own: dict[Shape, list[str]]
-    sent: list[list[MatrixBox]]
-    received: list[list[tuple[Shape, int, MatrixBox]]]
-    returned: list[list[tuple[Shape, int, MatrixBox]]]
-    updated: list[list[MatrixBox]]
+    sent: list[list[ShardSpan]]
+    received: list[list[MatrixSpan]]
+    returned: list[list[MatrixSpan]]
+    updated: list[list[ShardSpan]]
     completed: list[int]
 
 
@@ -219,6 +255,10 @@ class MatrixExchange:
                 used = [0] * size
             rounds[-1][matrix.home].append(matrix)
             used[matrix.home] += needed
+        for of_rank in rounds:
+            for matrices in of_rank:
+                # In the order of memory: neighbors, such as the experts of a stack, are copied together.
+                matrices.sort(key=lambda each: (each.shape, each.place))
         return rounds
 
     def _round(self, of_rank: list[list[HomedMatrix]], completed: list[int]) -> MatrixRound:
@@ -230,12 +270,16 @@ class MatrixExchange:
             at.append((matrix.shape, len(batch)))
             batch.append(matrix.name)
         sources = [matrix.sources() for matrix in mine]
+        held = [matrix.held for matrix in mine]
         return MatrixRound(
             own,
-            [[b for matrix in of_rank[rank] for b in matrix.sources().get(self.rank, [])] for rank in range(size)],
-            [[(*at[i], b) for i, chosen in enumerate(sources) for b in chosen.get(rank, [])] for rank in range(size)],
-            [[(*at[i], b) for i, matrix in enumerate(mine) for b in matrix.held.get(rank, [])] for rank in range(size)],
-            [[b for matrix in of_rank[rank] for b in matrix.held.get(self.rank, [])] for rank in range(size)],
+            [_joined(b for m in of_rank[rank] for b in m.sources().get(self.rank, [])) for rank in range(size)],
+            [
+                _together((*at[i], b) for i, each in enumerate(sources) for b in each.get(rank, []))
+                for rank in range(size)
+            ],
+            [_together((*at[i], b) for i, each in enumerate(held) for b in each.get(rank, [])) for rank in range(size)],
+            [_joined(b for m in of_rank[rank] for b in m.held.get(self.rank, [])) for rank in range(size)],
             completed,
         )
 
@@ -259,9 +303,8 @@ class MatrixExchange:
             coming = self._gather(self.rounds[number + 1], flats) if number + 1 < len(self.rounds) else None
             for shape, batch in whole.items():
                 whole[shape] = function(batch, self.states[number][shape])
-            pieces = [[_part(whole[shape][i], box) for shape, i, box in boxes] for boxes in current.returned]
-            sizes = [sum(box.numel for box in boxes) for boxes in current.updated]
-            message = _Message(pieces, sizes, next(iter(flats.values())), self.group)
+            pieces = [[span.of(whole[span.shape]).reshape(-1) for span in spans] for spans in current.returned]
+            message = _Message(pieces, current.updated, next(iter(flats.values())), self.group)
             if leaving is not None:
                 yield from self._scatter(*leaving, flats)
             leaving = current, message
@@ -269,27 +312,23 @@ class MatrixExchange:
             yield from self._scatter(*leaving, flats)
 
     def _gather(self, current: MatrixRound, flats: Mapping[int, Tensor]) -> _Message:
-        pieces = [[flats[b.bucket][b.start : b.start + b.numel] for b in boxes] for boxes in current.sent]
-        sizes = [sum(box.numel for *_, box in boxes) for boxes in current.received]
-        return _Message(pieces, sizes, next(iter(flats.values())), self.group)
+        pieces = [[flats[s.bucket][s.start : s.start + s.numel] for s in spans] for spans in current.sent]
+        return _Message(pieces, current.received, next(iter(flats.values())), self.group)
 
     def _whole(self, current: MatrixRound, message: _Message) -> dict[Shape, Tensor]:
         values, first = message.wait(), 0
         whole = {shape: values.new_zeros(len(names), *shape) for shape, names in current.own.items()}
-        for of_rank in current.received:
-            for shape, index, box in of_rank:
-                _part(whole[shape][index], box, flat=False).copy_(
-                    values[first : first + box.numel].view(box.rows, box.columns)
-                )
-                first += box.numel
+        for span in chain.from_iterable(current.received):
+            target = span.of(whole[span.shape])
+            target.copy_(values[first : first + span.numel].view(target.shape))
+            first += span.numel
         return whole
 
     def _scatter(self, current: MatrixRound, message: _Message, flats: Mapping[int, Tensor]) -> list[int]:
         values, first = message.wait(), 0
-        for of_rank in current.updated:
-            for box in of_rank:
-                flats[box.bucket][box.start : box.start + box.numel] = values[first : first + box.numel]
-                first += box.numel
+        for span in chain.from_iterable(current.updated):
+            flats[span.bucket][span.start : span.start + span.numel] = values[first : first + span.numel]
+            first += span.numel
         return current.completed
 
 
@@ -297,14 +336,19 @@ class _Message:
     """One all-to-all that is on its way: pieces for each rank, and what comes from each."""
 
     def __init__(
-        self, pieces: Sequence[Sequence[Tensor]], sizes: list[int], like: Tensor, group: dist.ProcessGroup | None
+        self,
+        pieces: Sequence[Sequence[Tensor]],
+        coming: Sequence[Sequence[ShardSpan | MatrixSpan]],
+        like: Tensor,
+        group: dist.ProcessGroup | None,
     ) -> None:
-        flat = [piece.reshape(-1) for of_rank in pieces for piece in of_rank]
+        flat = [piece for of_rank in pieces for piece in of_rank]
         self._sent = torch.cat(flat) if flat else like.new_empty(0)
         self._received, self._work = self._sent, None
         if group is not None:
-            self._received = like.new_empty(sum(sizes))
+            sizes = [sum(span.numel for span in of_rank) for of_rank in coming]
             counts = [sum(piece.numel() for piece in of_rank) for of_rank in pieces]
+            self._received = like.new_empty(sum(sizes))
             self._work = dist.all_to_all_single(self._received, self._sent, sizes, counts, group=group, async_op=True)
 
     def wait(self) -> Tensor:
@@ -314,9 +358,27 @@ class _Message:
         return self._received
 
 
-def _part(matrix: Tensor, box: MatrixBox, flat: bool = True) -> Tensor:
-    part = matrix[box.row : box.row + box.rows, box.column : box.column + box.columns]
-    return part.reshape(-1) if flat else part
+def _joined(boxes: Iterable[MatrixBox]) -> list[ShardSpan]:
+    """Return boxes of a shard as spans."""
+    spans: list[ShardSpan] = []
+    for box in boxes:
+        if spans and (last := spans[-1]).bucket == box.bucket and last.start + last.numel == box.start:
+            spans[-1] = ShardSpan(box.bucket, last.start, last.numel + box.numel)
+        else:
+            spans.append(ShardSpan(box.bucket, box.start, box.numel))
+    return spans
+
+
+def _together(boxes: Iterable[tuple[Shape, int, MatrixBox]]) -> list[MatrixSpan]:
+    """Return boxes of matrices of a batch as spans."""
+    spans: list[MatrixSpan] = []
+    for shape, index, box in boxes:
+        whole = box.place == (0, 0, *shape)
+        if whole and spans and (last := spans[-1]).box is None and (last.shape, last.last) == (shape, index):
+            spans[-1] = last._replace(last=index + 1)
+        else:
+            spans.append(MatrixSpan(shape, index, index + 1, None if whole else box))
+    return spans
 
 
 def _matrices(

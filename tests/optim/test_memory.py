@@ -15,6 +15,7 @@ from megalight.models.gpt.module import GPTModule
 from megalight.optim import AdamConfig, MuonConfig, ShampooConfig, whole_matrices
 from megalight.optim.whole_matrix_config import WholeMatrixConfig
 from megalight.parallel.data_parallel.options import DataParallelOptions
+from tests.strategies.test_experts import PLAIN
 from tests.strategies.training import BASE, global_batch
 from tests.support.workers import run
 
@@ -50,6 +51,9 @@ def _train(level: str, matrices: WholeMatrixConfig, config: GPTConfig = BASE) ->
         - sum(bucket.shard.numel for bucket in optimizer.buckets.values()),
         "batches": sizes,
         "load": [exchange.load for exchange, _ in optimizer.exchanges],
+        "copies": [
+            sum(map(len, current.received)) for exchange, _ in optimizer.exchanges for current in exchange.rounds
+        ],
         "rounds": [
             sum(len(names) * optimizer.flops(shape) for shape, names in current.own.items())
             for exchange, _ in optimizer.exchanges
@@ -82,6 +86,13 @@ def test_ranks_do_equal_work_in_each_round(level: str) -> None:
     (load,) = first["load"]
     assert load == [sum(first["rounds"]), sum(second["rounds"])]
     assert sum(map(max, first["rounds"], second["rounds"])) <= 1.1 * sum(load) / 2
+
+
+def test_experts_of_a_stack_are_copied_together() -> None:
+    (found,) = run(_train, 1, "optim", MuonConfig(), PLAIN)
+    assert sorted(found["shapes"]).count((32, 12)) == 4  # the second products of the experts of one layer
+    assert len(found["shapes"]) > 20
+    assert sum(found["copies"]) <= 8
 
 
 def test_state_of_whole_matrices_is_divided() -> None:
