@@ -3,6 +3,7 @@
     python benchmarks/decoding.py kernels RESULT.json    # checks, then GB/s of decode attention beside a copy
     python benchmarks/decoding.py models RESULT.json     # batch 1, 64 mixed requests, a long prompt
     python benchmarks/decoding.py peers RESULT.json      # `transformers` on the same shape
+    torchrun --nproc-per-node 2 benchmarks/decoding.py divided RESULT.json  # shapes of 8B and 32B over GPUs
 
 ``--package FOLDER`` imports Megalight from another checkout, to time two in one call. Wrong kernels are not timed.
 """
@@ -327,16 +328,61 @@ def peers(arguments: argparse.Namespace) -> Row:
     return out
 
 
+def divided(arguments: argparse.Namespace) -> Row:
+    """Time the Qwen3-32B shape, and one of 8B, over all GPUs (TP), one text and 64."""
+    import os
+
+    import torch.distributed as dist
+
+    import megalight
+    from megalight.inference import DynamicEngine, SamplingParams
+    from megalight.inference.parallel import ParallelGPT
+    from megalight.models.gpt import GPT
+    from megalight.models.gpt.presets import preset
+
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group()
+    ranks, greedy, out = dist.get_world_size(), SamplingParams(temperature=0), {}
+    bandwidth = copy_bandwidth()
+    for name in ("llama3_8b", "qwen3_32b"):
+        with torch.device("meta"):
+            root = GPT(preset(name))
+        layout = megalight.Layout(tensor_parallel=ranks)
+        split = megalight.parallelize(root, layout, device=device, dtype=torch.bfloat16, seed=0, fill=True)
+        model = ParallelGPT(split).eval()
+        size = sum(each.numel() * each.element_size() for each in model.parameters())
+        size -= sum(each.numel() * each.element_size() for each in model.chunks[0].embed.parameters())
+        engine = DynamicEngine(model, num_blocks=6000, block_size=16, max_sequences=64, step_tokens=2048)
+        row: Row = {"ranks": ranks, "weight_bytes": size, "copy_bytes_per_s": bandwidth}
+        for prompts, new in (([requests()[0][:128]], 128), (requests(), 128)):
+            # Kernels are compiled, and graphs recorded, in the first two: the second finds its prompts stored.
+            for turn in range(3):
+                for prompt in prompts:
+                    engine.add(prompt, max_new_tokens=new if turn == 2 else 16, sampling_params=greedy)
+                seconds, found = clock(engine.run)
+            row[f"tokens_per_s_{len(prompts)}"] = sum(len(each.tokens) for each in found.values()) / seconds
+        row["of_roofline_1"] = row["tokens_per_s_1"] * size / bandwidth
+        row["uses"] = {str(key): value for key, value in engine.graph_uses.items()}
+        out[name] = row
+        if dist.get_rank() == 0:
+            print(name, row, flush=True)
+        del engine, model
+        torch.cuda.empty_cache()
+    dist.destroy_process_group()
+    return out
+
+
 def main() -> None:
     """Run a part and write its figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("kernels", "models", "peers"))
+    parser.add_argument("part", choices=("kernels", "models", "peers", "divided"))
     parser.add_argument("result", type=Path)
     parser.add_argument("--package", type=Path, default=Path(__file__).resolve().parents[1])
     arguments = parser.parse_args()
     sys.path.insert(0, str(arguments.package))
     torch.manual_seed(0)
-    found = {"kernels": kernels, "models": models, "peers": peers}[arguments.part](arguments)
+    found = {"kernels": kernels, "models": models, "peers": peers, "divided": divided}[arguments.part](arguments)
     found |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
     arguments.result.write_text(json.dumps(found, indent=1) + "\n")
     print(f"RESULT {arguments.part} { ({key: value for key, value in found.items() if key != 'rows'}) }", flush=True)

@@ -31,8 +31,8 @@ from megalight.inference.parallel import GenerativeModel, ParallelGPT, evaluatin
 from megalight.inference.sampler import PassSampling, rows_of
 from megalight.inference.sampling import ALL
 from megalight.inference.speculator import EagleSpeculator, Speculator
-from megalight.models.gpt import GPT, GPTConfig
-from megalight.models.hf import HFConfig, HFModel
+from megalight.models.gpt import GPTConfig
+from megalight.models.hf import HFConfig
 from megalight.models.hidden import KEPT, keeping
 from megalight.nn.moe import MoE
 from megalight.ops.common import HALF
@@ -63,7 +63,7 @@ class StepGraphs:
     """The recorded steps of a model.
 
     Args:
-        model: a whole model.
+        model: a model, or this rank's part of it.
         cache: its cache. Its pools must keep their addresses until :meth:`drop`.
         newest: ``[num_slots]`` int64: the token of each slot that the host gives as :data:`PENDING`. Steps write what
             they sample there.
@@ -80,7 +80,7 @@ class StepGraphs:
 
     def __init__(
         self,
-        model: GPT | HFModel,
+        model: GenerativeModel,
         cache: Cache,
         newest: Tensor,
         dimensions: Sequence[InferenceBatchDimensions],
@@ -116,8 +116,10 @@ class StepGraphs:
     ) -> StepGraphs | None:
         """Return the graphs of a model; None: its steps are not recorded.
 
-        Recorded are whole models of text on a GPU in half precision: otherwise attention reads all that a cache has
-        room for. Experts that drop tokens are left out: padding would take the place of tokens.
+        Recorded are models of text on a GPU in half precision: otherwise attention reads all that a cache has room for.
+        They may be divided over tensor-parallel ranks, which record and replay equal steps. Experts that drop tokens
+        are left out, as padding would take the place of tokens, and so are experts of several ranks, whose messages
+        have sizes that the host reads.
 
         Args:
             model: a model.
@@ -132,7 +134,11 @@ class StepGraphs:
             ConfigurationError: ``count`` or ``mixed_prefill_count`` is no integer of at least 0.
         """
         mixed_prefill_count = integer("cuda_graph_mixed_prefill_count", mixed_prefill_count, 0)
-        if not integer("cuda_graphs", count, 0) or newest.device.type != "cuda" or isinstance(model, ParallelGPT):
+        if not integer("cuda_graphs", count, 0) or newest.device.type != "cuda":
+            return None
+        eagle = speculator if isinstance(speculator, EagleSpeculator) else None
+        # A draft reads states inside of the model, which a divided one gives outside of recordings alone.
+        if isinstance(model, ParallelGPT) and (model.stages > 1 or model.mesh.ep > 1 or eagle is not None):
             return None
         config: object = model.config
         # Steps of a model of transformers whose code waits for the device (experts) fail to record, and run without.
@@ -150,7 +156,6 @@ class StepGraphs:
             return cls(model, cache, newest, builder.build(), recorder)
         builder = CUDAGraphBatchDimensionBuilder(count, cache.num_slots, cache.capacity)
         dimensions = with_guesses(builder.build(), speculator.guesses, max_tokens)
-        eagle = speculator if isinstance(speculator, EagleSpeculator) else None
         return cls(model, cache, newest, dimensions, recorder, True, eagle)
 
     def create(self) -> None:

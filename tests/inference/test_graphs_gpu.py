@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+import megalight
 from megalight.inference import DynamicEngine, SamplingParams
 from megalight.inference.batch_dimensions import InferenceBatchDimensions
+from megalight.inference.parallel import ParallelGPT
 from megalight.models.gpt import GPT, AttentionConfig, GPTConfig, InitConfig, LatentConfig
 from megalight.nn.init import initialize
 from megalight.nn.moe import MoEConfig
+from tests.support.nccl import runs_of
 
 pytestmark = pytest.mark.gpu
 
@@ -44,7 +47,7 @@ def build(name: str) -> GPT:
     return model.eval()
 
 
-def texts(model: GPT, graphs: int, mixed: int, create: bool) -> tuple[list[list[int]], dict[Any, int]]:
+def texts(model: GPT | ParallelGPT, graphs: int, mixed: int, create: bool) -> tuple[list[list[int]], dict[Any, int]]:
     engine = DynamicEngine(
         model,
         num_blocks=100,
@@ -122,3 +125,22 @@ def test_garbage_is_collected_before_captures_where_asked(monkeypatch: pytest.Mo
         gc.callbacks.remove(count)
     assert made >= 3
     assert before < made <= collections[0] - before
+
+
+def _divided(graphs: int) -> Any:
+    model = megalight.parallelize(
+        build("llama").to("meta"), megalight.Layout(tensor_parallel=2), seed=3, fill=True, dtype=torch.bfloat16
+    )
+    return texts(ParallelGPT(model), graphs, 4, create=graphs > 0)
+
+
+def jobs(world: int) -> list[tuple[Any, tuple[Any, ...]]]:
+    return [(_divided, (graphs,)) for graphs in (0, 16)]
+
+
+def test_tensor_parallel_ranks_replay_together() -> None:
+    plain, uses = runs_of(jobs, 2).outcome((0,))
+    assert not uses
+    found, uses = runs_of(jobs, 2).outcome((16,))
+    assert sum(uses.values()) > 20
+    assert sum(each == other for each, other in zip(found, plain, strict=True)) >= 9
