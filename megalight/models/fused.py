@@ -7,14 +7,15 @@ classes whose code is that of a family in :data:`REFERENCES`.
 
 from __future__ import annotations
 
-import ast
+import dis
 import inspect
 import re
 import sys
-import textwrap
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from types import CodeType, FunctionType
 from typing import Any, ClassVar
 
 import torch
@@ -436,8 +437,8 @@ HELPERS = {"Attention": ("apply_rotary_pos_emb", "rotate_half")}
 def part_of(kind: Any) -> type[FusedModule] | None:
     """Return what computes the same as a class of ``transformers``; None: nothing is known to.
 
-    Most families copy the code of others. A class is known if its ``forward``, without names of its family, comments
-    and types, is that of a reference.
+    Most families copy the code of others. A class is known if its ``forward`` has the instructions of a reference,
+    but for names of the family.
     """
     path = kind.__module__.split(".")
     # By exact class: a subclass of a user may compute something else.
@@ -448,7 +449,7 @@ def part_of(kind: Any) -> type[FusedModule] | None:
 
 
 @cache
-def _references(part: str) -> frozenset[str | None]:
+def _references(part: str) -> frozenset[Hashable]:
     found = set()
     for prefix, folder in REFERENCES.items():
         beside = import_module(f"transformers.models.{folder}.modeling_{folder}")
@@ -456,22 +457,33 @@ def _references(part: str) -> frozenset[str | None]:
     return frozenset(found)
 
 
-def _code_of(kind: Any, part: str) -> str | None:
-    """Return the code that a part runs, in a form that families share; None: it cannot be read."""
+def _code_of(kind: Any, part: str) -> Hashable:
+    """Return what a part runs, in a form that families share: instructions, names and constants of its functions.
+
+    None: a function has no code of Python.
+    """
     functions = [inspect.unwrap(kind.forward)]
     functions += [getattr(sys.modules[kind.__module__], name, None) for name in HELPERS.get(part, ())]
-    try:
-        trees = [ast.parse(textwrap.dedent(inspect.getsource(function))) for function in functions]
-    except (OSError, TypeError):
+    if not all(isinstance(function, FunctionType) for function in functions):
         return None
-    for node in (node for tree in trees for node in ast.walk(tree)):
-        if isinstance(node, ast.FunctionDef):
-            node.decorator_list, node.returns = [], None
-            node.body = node.body[1:] if ast.get_docstring(node) else node.body
-        elif isinstance(node, ast.arg | ast.AnnAssign):
-            node.annotation = ast.Constant(None) if isinstance(node, ast.AnnAssign) else None
-    prefix = kind.__name__.removesuffix(part)
-    return re.sub(rf"\b{prefix}(?=[A-Z])", "", "".join(map(ast.dump, trees)))
+    prefix = re.compile(rf"\b{kind.__name__.removesuffix(part)}(?=[A-Z])")
+    return tuple(
+        (_instructions(each.__code__, prefix), repr((each.__defaults__, each.__kwdefaults__))) for each in functions
+    )
+
+
+def _instructions(code: CodeType, prefix: re.Pattern[str]) -> Hashable:
+    """Return instructions with the names and constants that they use. Docstrings, types and comments are no part."""
+    found: list[Hashable] = [code.co_flags, *code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
+    for each in dis.get_instructions(code):
+        value = each.argval
+        if isinstance(value, CodeType):
+            value = _instructions(value, prefix)
+        elif isinstance(value, str):
+            value = prefix.sub("", value)
+        # Of their type, too: 1 equals True.
+        found.append((each.opcode, type(value), value))
+    return tuple(found)
 
 
 def fuse(model: nn.Module) -> int:

@@ -1,24 +1,26 @@
 """Our attention behind the attention interface of ``transformers``, for every family that uses it.
 
 Models of ``transformers`` look up attention and the making of masks by a name in their configuration
-(``ALL_ATTENTION_FUNCTIONS``, ``ALL_MASK_ATTENTION_FUNCTIONS``). Under :data:`NAME`, a mask is no tensor but says what
-it means (:class:`Visible`): causal, a window, chunks, packed sequences, padding. The attention op has kernels for
-these. A mask of another form, such as that of images or of a static cache, is a tensor as with ``sdpa``.
+(``ALL_ATTENTION_FUNCTIONS``, ``ALL_MASK_ATTENTION_FUNCTIONS``). Under :data:`NAME`, a mask says what it means
+(:class:`Visible`): causal, a window, chunks, packed sequences, padding. The attention op has kernels for these. Its
+numbers are computed only for layers that read them (:class:`LazyMask`). A mask of another form, such as that of images
+or of a static cache, is a tensor as with ``sdpa``.
 """
 
 from __future__ import annotations
 
 import inspect
-import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from megalight.errors import LayoutError
 from megalight.ops.attention import attention
@@ -28,6 +30,13 @@ NAME = "megalight"
 """Name of our attention in a configuration (``attn_implementation``)."""
 MIXERS = ("full_attention", "sliding_attention", "chunked_attention")
 """Types of layers that mix tokens by attention alone."""
+SPARSE = (
+    "deepseek_sparse_attention",
+    "minimax_m3_sparse",
+    "compressed_sparse_attention",
+    "heavily_compressed_attention",
+)
+"""Types of layers whose attention sees the keys that the layer itself chooses, for each query."""
 STRETCHED = ("dynamic", "longrope")
 """Rotary embeddings whose angles follow from the longest position of a call."""
 
@@ -97,6 +106,40 @@ class Visible:
     queries: Tensor | None = None
     keys: Tensor | None = None
     core: Core = plain
+
+
+class LazyMask(Tensor):
+    """What a query sees, as a mask ``[B, 1, Sq, Sk]`` of 0 and the lowest number, whose memory is made when it is read.
+
+    Args:
+        visible: what it means.
+        shape: ``B, 1, Sq, Sk``.
+        dtype: of hidden states.
+        make: returns the mask.
+    """
+
+    visible: Visible
+    make: Callable[[], Tensor]
+
+    @staticmethod
+    def __new__(
+        cls, visible: Visible, shape: tuple[int, ...], dtype: torch.dtype, device: Any, make: Callable[[], Tensor]
+    ) -> LazyMask:
+        """Make a mask without memory."""
+        found: LazyMask = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        found.visible, found.make = visible, make
+        return found
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Compute any operation with the mask itself."""
+        if func is torch.ops.aten.detach.default:  # layers that run again in the backward pass
+            mask = args[0]
+            return LazyMask(mask.visible, tuple(mask.shape), mask.dtype, mask.device, mask.make)
+        args, kwargs = tree_map_only(LazyMask, lambda mask: mask.make(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
 @dataclass(eq=False)
@@ -205,13 +248,14 @@ def mask(
         kwargs: arguments of the masks of ``sdpa``.
 
     Returns:
-        :class:`Visible`, or a mask ``[B, 1, Sq, Sk]`` of bools if it has another form.
+        :class:`LazyMask`, or a mask ``[B, 1, Sq, Sk]`` of bools if it has another form.
     """
-    from transformers.masking_utils import causal_mask_function, sdpa_mask
+    from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
     function = mask_function or causal_mask_function
+    shape, dtype = (batch_size, 1, q_length, kv_length), kwargs.get("dtype", torch.float32)
     if (call := CALL.get()) is not None:
-        return _of_call(call, pattern_of(function), attention_mask)
+        return LazyMask(_of_call(call, pattern_of(function), attention_mask), shape, dtype, device, _unread)
     pattern = None if torch.compiler.is_compiling() else pattern_of(function)
     visible = None
     # Behind the last query, a static cache has keys that are not written yet.
@@ -220,19 +264,18 @@ def mask(
         # A cache that has dropped the first tokens of a chunk no longer knows where it began.
         if pattern.chunk is None or not kv_offset:
             visible = _visible(pattern, batch_size, q_length, kv_length, real, torch.device(device))
-    if visible is not None:
-        return visible
     kwargs["allow_is_causal_skip"] = kwargs["allow_is_bidirectional_skip"] = False
-    return sdpa_mask(
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        mask_function=function,
-        attention_mask=attention_mask,
-        device=device,
-        **kwargs,
+    given = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, **kwargs}
+    given |= {"kv_offset": kv_offset, "mask_function": function, "attention_mask": attention_mask, "device": device}
+    if visible is None:
+        return sdpa_mask(**given)
+    return LazyMask(visible, shape, dtype, device, cache(lambda: eager_mask(**given)))
+
+
+def _unread() -> Tensor:
+    raise LayoutError(
+        "a layer reads its attention mask, and sequences that are packed or divided have none that it could read. Give "
+        "whole rows to the model."
     )
 
 
@@ -335,6 +378,13 @@ def attend(
     Returns:
         ``[B, Sq, H, Dv]``, and weights if they were asked for of a mask that is a tensor.
     """
+    if chosen := next((name for name in ("indices", "block_indices") if kwargs.get(name) is not None), None):
+        raise LayoutError(
+            f"{type(module).__name__} attends to keys that it chooses itself ({chosen}), which attn_implementation="
+            f"{NAME!r} does not do; use 'sdpa' or 'eager'."
+        )
+    if isinstance(attention_mask, LazyMask):
+        attention_mask = attention_mask.visible
     if attention_mask is None and kwargs.get("position_bias") is None:
         batch, _, queries, _ = query.shape
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
@@ -400,18 +450,11 @@ def _masked(
     return found
 
 
-def _reads_masks(model: nn.Module) -> bool:
-    """Return whether the code of a model's layers looks into the mask, instead of handing it to the interface."""
-    inside = {type(each) for each in model.modules() if not hasattr(each, "_supports_attention_backend")}
-    kinds = [kind for kind in inside if kind.__module__.startswith("transformers.")]
-    return any(re.search(r"\battention_mask(\.dtype|\.masked_fill|\[)", inspect.getsource(kind)) for kind in kinds)
-
-
 def use_attention(root: nn.Module) -> int:
     """Let models of ``transformers`` in ``root`` use our attention, and return how many do.
 
     A model keeps what its user chose if that is not the default (``sdpa``, or ``eager`` where a family lacks it), and
-    if layers of it read the mask, which is no tensor (an indexer of sparse attention). The name is not written into
+    if it declares layers that choose the keys for each query (:data:`SPARSE`). The name is not written into
     configurations that are saved.
     """
     if "transformers" not in sys.modules:
@@ -427,7 +470,7 @@ def use_attention(root: nn.Module) -> int:
         config = module.config
         default = "sdpa" if module._supports_sdpa else "eager"
         plain = config._attn_implementation == default and not getattr(config, "output_attentions", False)
-        if plain and not _reads_masks(module):
+        if plain and not {*(getattr(config, "layer_types", None) or ())} & {*SPARSE}:
             # The public setter would set models inside, too, whose class may not use the interface.
             config._attn_implementation_internal = NAME
         changed += config._attn_implementation == NAME

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megalight.nn.transformers_attention import NAME, Visible, mask, use_attention
+from megalight.errors import LayoutError
+from megalight.nn.transformers_attention import NAME, LazyMask, attend, calling, mask, use_attention
+from megalight.types import PackedSequences
 from tests.parallel.tiny_transformers import tiny
 
 transformers = pytest.importorskip("transformers")
@@ -108,11 +110,45 @@ def test_windows_do_not_pass_over_padding_inside_of_a_row() -> None:
     from transformers.masking_utils import sliding_window_causal_mask_function
 
     function, real = sliding_window_causal_mask_function(3), torch.ones(1, 6, dtype=torch.bool)
-    assert isinstance(mask(1, 6, 6, mask_function=function, attention_mask=real), Visible)
+    assert isinstance(mask(1, 6, 6, mask_function=function, attention_mask=real), LazyMask)
     real[0, 2] = False
     made = mask(1, 6, 6, mask_function=function, attention_mask=real, dtype=torch.float64)
     assert made.dtype == torch.bool
+    assert not isinstance(made, LazyMask)
     assert made[0, 0, 4].tolist() == [False, False, False, True, True, False]
+
+
+def test_a_mask_has_memory_only_where_a_layer_reads_it() -> None:
+    real = torch.ones(2, 4, dtype=torch.bool)
+    real[0, 0] = False
+    made = mask(2, 4, 4, attention_mask=real, dtype=torch.float64)
+    assert isinstance(made, LazyMask)
+    assert isinstance(made.detach(), LazyMask)
+    assert (made.shape, made.dtype, made.ndim) == ((2, 1, 4, 4), torch.float64, 4)
+    low = torch.finfo(torch.float64).min
+    assert made[0, 0].tolist() == [[low] * 4, [low, 0, low, low], [low, 0, 0, low], [low, 0, 0, 0]]
+    scores = torch.ones(2, 3, 4, 4, dtype=torch.float64)
+    for found in (scores + made, made + scores, scores.add(made)):
+        assert type(found) is Tensor
+        assert torch.equal(found[1, 2] == 1, torch.ones(4, 4, dtype=torch.bool).tril())
+    with calling(PackedSequences.of_lengths([4, 4])), pytest.raises(LayoutError, match="reads its attention mask"):
+        _ = mask(2, 4, 4) != 0
+
+
+def test_a_layer_that_reads_the_mask() -> None:
+    """Doge chooses tokens by values and mask: its own masks reach ``sdpa``, and losses are those of ``eager``."""
+    theirs, ours = pair("doge")
+    for name in ("whole", "padded right"):
+        wanted, found = results(theirs, BATCHES[name]), results(ours, BATCHES[name])
+        for key, value in wanted.items():
+            assert (found[key] - value).norm() / (value.norm() + 1e-6) < 1e-9, f"{name}: {key}"
+
+
+def test_sparse_layers_keep_their_attention() -> None:
+    assert use_attention(tiny("deepseek_v32")) == 0
+    q = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(LayoutError, match="chooses itself \\(indices\\)"):
+        attend(nn.Identity(), q, q, q, None, indices=torch.zeros(1, 3, 2))
 
 
 def test_what_a_user_chose_stays() -> None:
