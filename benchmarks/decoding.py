@@ -2,6 +2,7 @@
 
     python benchmarks/decoding.py kernels RESULT.json    # checks, then GB/s of decode attention beside a copy
     python benchmarks/decoding.py models RESULT.json     # batch 1, 64 mixed requests, a long prompt
+    python benchmarks/decoding.py graphs RESULT.json     # requests at random with no, decode and all graphs; captures
     python benchmarks/decoding.py peers RESULT.json      # `transformers` on the same shape
     torchrun --nproc-per-node 2 benchmarks/decoding.py divided RESULT.json  # shapes of 8B and 32B over GPUs
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import sys
 import time
@@ -190,11 +192,10 @@ def requests(count: int = 64, seed: int = 0) -> list[list[int]]:
     return [[draws.randrange(10, 120000) for _ in range(draws.randint(100, 1024))] for _ in range(count)]
 
 
-def models(arguments: argparse.Namespace) -> Row:
-    """Time Megalight on the Llama-3-8B shape."""
+def llama() -> Any:
+    """Return the Llama-3-8B shape with random weights."""
     from dataclasses import replace
 
-    from megalight.inference import DynamicEngine, SamplingParams, generate
     from megalight.models.gpt import GPT
     from megalight.models.gpt.presets import preset
 
@@ -208,6 +209,14 @@ def models(arguments: argparse.Namespace) -> Row:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.02)
+    return model
+
+
+def models(arguments: argparse.Namespace) -> Row:
+    """Time Megalight on the Llama-3-8B shape."""
+    from megalight.inference import DynamicEngine, SamplingParams, generate
+
+    model = llama()
     greedy, asked = SamplingParams(temperature=0), requests()
     out: Row = {}
 
@@ -284,7 +293,7 @@ def steady(engine: Any, prompt: list[int], greedy: Any, count: int = 1) -> Row:
     recorded = graph.recording
     torch.cuda.synchronize()
     begin = time.perf_counter()
-    graph.fill(engine._scheduler.cache, [], [], [], None)
+    graph.fill(engine._scheduler.cache, [], [], [], [], None, [])
     host = time.perf_counter() - begin
     replay = median(recorded.replay)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -292,6 +301,78 @@ def steady(engine: Any, prompt: list[int], greedy: Any, count: int = 1) -> Row:
         torch.cuda.synchronize()
     print(profile.key_averages().table(sort_by="cuda_time_total", row_limit=14, max_name_column_width=70), flush=True)
     return {f"step_ms_{count}": seconds * 1e3, f"replay_ms_{count}": replay * 1e3, f"fill_ms_{count}": host * 1e3}
+
+
+def arrive(engine: Any, count: int, seed: int) -> list[Any]:
+    """Let requests come at random, one in about two steps; return the record of each step."""
+    from megalight.inference import SamplingParams
+
+    draws, records = random.Random(seed), []
+    asked = requests(count, seed)
+    while asked or engine.unfinished:
+        while asked and (draws.random() < 0.4 or not engine.unfinished):
+            params = SamplingParams(temperature=draws.choice([0, 0.7]), top_p=0.9)
+            engine.add(asked.pop()[: draws.randint(20, 300)], max_new_tokens=128, sampling_params=params, seed=seed)
+        engine.step()
+        records.append(engine.step_log.last)
+    return records
+
+
+def busy(profile: Any) -> float:
+    """Return seconds in which some kernel runs."""
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    )
+    total = end = 0.0
+    for first, last in spans:
+        total += max(0.0, last - max(first, end))
+        end = max(end, last)
+    return total / 1e6
+
+
+def graphs(arguments: argparse.Namespace) -> Row:
+    """Time captures, and steps of requests that come at random, with no graphs, with those of decode steps, and all."""
+    from megalight.inference import DynamicEngine
+
+    model, out = llama(), Row()
+    for name, count, mixed in (("none", 0, 0), ("decode", 16, 0), ("all", 16, 16)):
+        found: Row = {}
+        path = arguments.result.with_suffix(f".{name}.jsonl")
+        options: Row = {"cuda_graphs": count, "cuda_graph_mixed_prefill_count": mixed, "step_log": path}
+        engine = DynamicEngine(model, num_blocks=6000, max_sequences=64, step_tokens=512, **options)
+        arrive(engine, 8, 1)  # kernels are compiled
+        for switch in ("0", "1") if count else ():
+            # The first captures compile kernels.
+            for _ in range(2):
+                engine.suspend()
+                engine.resume()
+                os.environ["CUDA_GRAPH_CAPTURE_FREEZE_GC"] = switch
+                before = torch.cuda.memory_allocated()
+                found[f"capture_seconds_freeze_{switch}"], _ = clock(engine.create_cuda_graphs)
+                found["capture_gib"] = (torch.cuda.memory_allocated() - before) / 2**30
+        found["graphs"] = len(engine._passes.graphs.dimensions) if count else 0
+        seconds, records = clock(lambda engine=engine: arrive(engine, 192, 2))
+        found["tokens_per_s"] = 192 * 128 / seconds
+        found["graphed_share"] = sum(each.graph is not None for each in records) / len(records)
+        for kind, own in (("decode", False), ("prompts", True)):
+            steps = [each for each in records if (each.dimensions.prefill_req_count > 0) == own]
+            for what in ("seconds", "host_seconds", "wait_seconds"):
+                ordered = sorted(getattr(each, what) for each in steps)
+                found[f"{kind}_{what.removesuffix('seconds')}ms"] = ordered[len(ordered) // 2] * 1e3
+            found[f"{kind}_steps"] = len(steps)
+        # All the host did but wait.
+        found["host_ms_per_step"] = (seconds - sum(each.wait_seconds for each in records)) / len(records) * 1e3
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            span, _ = clock(lambda engine=engine: arrive(engine, 24, 3))
+        found["gpu_idle_share"] = 1 - busy(profile) / span
+        found["uses"] = {str(key): value for key, value in engine.graph_uses.items()}
+        print(name, found, flush=True)
+        out[name] = found
+        del engine
+        torch.cuda.empty_cache()
+    return out
 
 
 def peers(arguments: argparse.Namespace) -> Row:
@@ -376,13 +457,15 @@ def divided(arguments: argparse.Namespace) -> Row:
 def main() -> None:
     """Run a part and write its figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("kernels", "models", "peers", "divided"))
+    parser.add_argument("part", choices=("kernels", "models", "graphs", "peers", "divided"))
     parser.add_argument("result", type=Path)
     parser.add_argument("--package", type=Path, default=Path(__file__).resolve().parents[1])
     arguments = parser.parse_args()
     sys.path.insert(0, str(arguments.package))
     torch.manual_seed(0)
-    found = {"kernels": kernels, "models": models, "peers": peers, "divided": divided}[arguments.part](arguments)
+    found = {"kernels": kernels, "models": models, "graphs": graphs, "peers": peers, "divided": divided}[
+        arguments.part
+    ](arguments)
     found |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
     arguments.result.write_text(json.dumps(found, indent=1) + "\n")
     print(f"RESULT {arguments.part} { ({key: value for key, value in found.items() if key != 'rows'}) }", flush=True)
