@@ -17,6 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
+from importlib.resources import files
 from typing import Any, TypeVar
 
 import fastapi
@@ -49,7 +50,21 @@ from megalight.serving.tool_calls import END_THINK, THINK, AnswerParser, ToolFor
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-OPEN = ("/health",)
+PAGE = {
+    "/": ("index.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+}
+"""Paths of the page for a browser -> the file, and its kind."""
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cache-Control": "no-cache",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+"""A browser runs the page's own script alone, and asks this server alone."""
+OPEN = ("/health", *PAGE)
 """Routes that answer without a key: they say nothing of the model."""
 CLOSED_REQUEST = 499
 """The status of a request whose client has gone."""
@@ -604,6 +619,9 @@ def app_of(llm: AsyncClient, name: str, *, keys: Sequence[str] = (), limits: Lim
     ):
         app.get(path, response_model=None)(get)
 
+    for path, (file, kind) in PAGE.items():
+        app.get(path, response_model=None, include_in_schema=False)(_page_route(file, kind))
+
     async def told(_: Request, error: Exception) -> Response:
         assert isinstance(error, APIError)
         return _response(error)
@@ -621,6 +639,15 @@ def app_of(llm: AsyncClient, name: str, *, keys: Sequence[str] = (), limits: Lim
     app.add_exception_handler(HTTPException, unknown)
     app.add_exception_handler(Exception, broken)
     return Gate(app, routes, Keys(keys, limits))
+
+
+def _page_route(file: str, kind: str) -> Callable[[], Awaitable[Response]]:
+    data = (files("megalight.serving") / "page" / file).read_bytes()
+
+    async def page() -> Response:
+        return Response(data, media_type=f"{kind}; charset=utf-8", headers=PAGE_HEADERS)
+
+    return page
 
 
 def _flat(schema: dict[str, Any]) -> dict[str, Any]:
