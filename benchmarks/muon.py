@@ -134,8 +134,9 @@ def compare(device: torch.device, tiny: bool) -> dict[str, dict[str, float]]:
     return found
 
 
-MATMULS = ((2, 4096, 4096), (8, 1024, 4096), (1, 4096, 14336), (8, 2048, 2048), (2, 2048, 8192), (21, 768, 2048))
-"""Matrices in a batch, and their sides: attention, keys and values, MLP of an 8B layer; two of a 2B model; experts."""
+MATMULS = ((8, 4096, 4096), (32, 1024, 4096), (2, 4096, 14336), (16, 2048, 2048), (8, 2048, 8192), (85, 768, 2048))
+"""Matrices in a batch of 256 MiB, and their sides: attention, keys and values, MLP of an 8B layer; two of a 2B model;
+experts."""
 TILES = tuple(
     {"ROWS": rows, "COLUMNS": columns, "DEPTH": 64, "GROUP": 8, "num_warps": warps, "num_stages": stages}
     for rows, columns, warps, stages in ((128, 128, 4, 3), (128, 128, 8, 4), (256, 128, 8, 4), (128, 256, 8, 4))
