@@ -125,7 +125,7 @@ def _rows(module: nn.Module) -> int:
 
 def _columns(module: nn.Module) -> int:
     """Return the input features of a linear layer."""
-    return int(module.get_parameter("weight").shape[1])
+    return int(next(module.parameters()).shape[1])
 
 
 def _units(name: str, module: nn.Module, outer: nn.Module) -> int | None:
@@ -155,6 +155,24 @@ def _count(module: nn.Module, names: tuple[str, ...]) -> int | None:
     return next((v for name in names if isinstance(v := vars(module).get(name), int)), None)
 
 
+def _check_rows(module: nn.Module, name: str, kinds: Mapping[str, str], head_dim: int) -> None:
+    """Refuse a declaration by which one layer of an attention has the heads of all ranks, and others those of one.
+
+    Raises:
+        LayoutError: names the layer.
+    """
+    query, key = module.get_submodule("q_proj"), module.get_submodule("k_proj")
+    heads = {_rows(each) // head_dim for each in (query, key)}
+    for local, child in module.named_children():
+        rows = _rows(child) if kinds.get(f"{name}.{local}") == "rowwise" else 0
+        if rows in heads and rows != _columns(query):
+            raise LayoutError(
+                f"{name}.{local} is declared rowwise, so that every rank has its {rows} outputs, one for each head, "
+                f"beside attention with its own heads: the declaration of {type(module).__name__} is wrong. Pass "
+                "plan=... to the strategy, or set tp=1."
+            )
+
+
 def _attention(module: nn.Module, name: str, kinds: Mapping[str, str], per_head: Mapping[str, int]) -> Style | None:
     """Return how the counts of an attention whose heads are divided change; None: it is none."""
     divided = [local for local in SPLIT_ATTENTION if kinds.get(f"{name}.{local}") == "colwise"]
@@ -164,6 +182,8 @@ def _attention(module: nn.Module, name: str, kinds: Mapping[str, str], per_head:
     keys = _count(module, KEY_COUNTS)
     if "k_proj" in divided:
         head_dim = getattr(module, "head_dim", None)
+        if head_dim and "q_proj" in divided:
+            _check_rows(module, name, kinds, head_dim)
         keys = _rows(module.get_submodule("k_proj")) // head_dim if head_dim else keys
     return Attributes(
         divide=tuple(each for each in COUNTS if isinstance(own.get(each), int)),

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning, BatchSizeFinder, Lea
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.utilities.compile import to_uncompiled
 from torch import nn
+from torch._dynamo import OptimizedModule
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -176,6 +177,29 @@ def check_lazy(root: nn.Module) -> None:
             f"{lazy[0]} has no shape yet, as its module is lazy, and weights are divided and stored before the first "
             f"batch. Run one batch through {type(root).__name__} before training, or give the layer its sizes."
         )
+
+
+def check_whole_models(root: nn.Module, mesh: ParallelMesh) -> None:
+    """Refuse models of a plain module that no rank can have a part of: compiled ones, and packed weights.
+
+    Raises:
+        ConfigurationError: names the model.
+    """
+    degrees = {each: mesh.size(each) for each in ("tp", "pp", "cp", "ep", "etp") if mesh.size(each) > 1}
+    layout = ", ".join(f"{axis}={size}" for axis, size in degrees.items())
+    for name, model in root.named_modules() if degrees else ():
+        kind = type(model).__name__
+        if isinstance(model, OptimizedModule):
+            raise ConfigurationError(
+                f"{name} is torch.compile({type(model._orig_mod).__name__}), and {layout} divides what it compiled. "
+                "Compile the layers instead, before training: layer.forward = torch.compile(layer.forward)."
+            )
+        if getattr(model, "is_quantized", False) is True and degrees.keys() & {"tp", "ep", "etp"}:
+            method = getattr(model, "quantization_method", "packed")
+            raise ConfigurationError(
+                f"{name} ({kind}) is quantized ({getattr(method, 'value', method)}), and {layout} divides weights, not "
+                "packed ones. Load the model without quantization_config, or set these degrees to 1."
+            )
 
 
 def check_no_codes(root: nn.Module) -> None:

@@ -5,6 +5,7 @@ docs/parallelism-order.md explains the order of the steps; :mod:`megalight.paral
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -24,12 +25,15 @@ from megalight.models.module import MegalightModule
 from megalight.nn.transformers_attention import use_attention
 from megalight.optim import Muon, shard_optimizer
 from megalight.optim.sharded import sharding_of
-from megalight.parallel.apply import find_plan, styles_for
+from megalight.parallel.apply import find_plan, parallelize, styles_for
+from megalight.parallel.context.divided_calls import interfaces_of
 from megalight.parallel.coupling import Coupling, emptied
 from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.initial_values import broadcast_values
+from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import TOKEN_AXES, ParallelMesh
 from megalight.parallel.model import ParallelModel
+from megalight.parallel.model_plans import plan_for
 from megalight.parallel.run_engine import engine_over
 from megalight.parallel.step import StepDriver
 from megalight.parallel.transform import apply_transforms
@@ -122,7 +126,8 @@ def check_plain(strategy: MeshStrategy, module: pl.LightningModule, mesh: Parall
     Raises:
         LayoutError: an earlier Trainer in this process split it in another way; or the plan names a module that is not
             there, or no experts for ``ep`` and ``etp``.
-        ConfigurationError: no plan says what to split, or a parameter has no shape yet.
+        ConfigurationError: no plan says what to split, a parameter has no shape yet, or a model is compiled or
+            quantized.
     """
     before: ParallelModel | None = SPLIT.get(module)
     if before is not None:
@@ -130,7 +135,20 @@ def check_plain(strategy: MeshStrategy, module: pl.LightningModule, mesh: Parall
     elif module.automatic_optimization and not any(map(partial(defines, module), ("configure_model", "setup"))):
         # These hooks may add what has a plan or a shape, and manual optimization is refused later, with any plan.
         refusals.check_lazy(module)
+        refusals.check_whole_models(module, mesh)
         styles_for(module, find_plan(module, mesh, strategy.part_layout), mesh)
+        if strategy.part_layout.plan is None and mesh.cp == 1 and mesh.tp * mesh.ep * mesh.etp > 1:
+            for name in interfaces_of(module):
+                _split_outline(name, module.get_submodule(name), mesh, strategy.part_layout)
+
+
+def _split_outline(name: str, model: nn.Module, mesh: ParallelMesh, layout: Layout) -> None:
+    """Split a copy of a model of ``transformers`` without memory, so that heads and widths are refused early."""
+    empty = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()}
+    copied = copy.deepcopy(model, memo=empty)
+    plan = plan_for(copied)
+    if plan is not None:
+        parallelize(copied, plan, mesh, sequence_parallel=layout.sequence_parallel, prefix=f"{name}.")
 
 
 def _split_before(strategy: MeshStrategy, module: pl.LightningModule, root: nn.Module) -> ParallelModel | None:

@@ -194,7 +194,7 @@ def _refused(family: str, sequence_parallel: bool, dropout: str = "") -> str:
 
 
 def test_layouts_are_refused_by_name() -> None:
-    assert "consists of 2 units (heads, groups, or features), and tp=3" in run(_refused, 3, "qwen3", False)[0]
+    assert "self_attn has 4 heads, and tp=3 does not divide them" in run(_refused, 3, "qwen3", False)[0]
     assert "model.decoder.layers.0 (OPTDecoderLayer) calls reshape" in run(_refused, 2, "opt", True)[0]
     assert "layers.0 (BartDecoderLayer) draws dropout=0.1 itself" in run(_refused, 2, "bart", True, "dropout")[0]
     model = tiny("qwen3_moe", moe_intermediate_size=15)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,12 +15,15 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
 
-from megalight.errors import ConfigurationError, LayoutError
+from megalight.errors import ConfigurationError, LayoutError, MegalightError
 from megalight.models.module import MegalightModule
 from megalight.parallel.expert import ExpertOptions
+from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plan import ParallelizePlan
 from megalight.strategies import DataParallelOptions, MegatronStrategy, PipelineOptions
+from megalight.strategies.setup import check_plain
 from megalight.types import Loss
+from tests.parallel.tiny_transformers import tiny
 from tests.strategies.regression import Plain, batches, fit, strategy
 from tests.support.environment import trainer
 from tests.support.options import data_parallel
@@ -360,3 +364,45 @@ def test_the_strategy_of_a_trainer_or_a_refusal():
     plain = pl.Trainer(accelerator="cpu", devices=1, logger=False)
     with pytest.raises(ConfigurationError, match=r"SingleDeviceStrategy.*Trainer\(strategy=MegatronStrategy"):
         MegatronStrategy.of(plain)
+
+
+class Holder(Plain):
+    """A plain module around a model of ``transformers``."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+
+def _quantized() -> nn.Module:
+    model = tiny("qwen3")
+    model.is_quantized = True  # type: ignore[assignment]
+    model.quantization_method = "bitsandbytes"  # type: ignore[assignment]
+    return model
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
+    "compiled": (
+        lambda: torch.compile(tiny("qwen3")),  # type: ignore[return-value]
+        2,
+        r"net is torch.compile\(Qwen3ForCausalLM\), and tp=2 divides what it compiled. Compile the layers instead",
+    ),
+    "quantized": (
+        _quantized, 2, r"net \(Qwen3ForCausalLM\) is quantized \(bitsandbytes\), and tp=2 divides weights, not packed",
+    ),
+    "more ranks than heads": (lambda: tiny("qwen3"), 8, r"layers.0.self_attn has 4 heads, and tp=8 does not divide"),
+    "odd widths": (
+        lambda: tiny("qwen3", intermediate_size=47), 2, "gate_proj.weight consists of 47 units .*, and tp=2",
+    ),
+    "a wrong declaration": (
+        lambda: tiny("doge"), 2, r"self_attn.dt_proj is declared rowwise, so that every rank has its 2 .* is wrong",
+    ),
+}  # fmt: skip
+"""What is wrong -> the model, ranks along ``tp``, and the message."""
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_models_of_transformers_are_refused_before_processes_start(case: str) -> None:
+    build, ranks, message = MODELS[case]
+    with pytest.raises(MegalightError, match=message):
+        check_plain(MegatronStrategy(tensor_parallel=ranks), Holder(build()), ParallelMesh(ranks, 0, tp=ranks))

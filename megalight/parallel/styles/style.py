@@ -190,6 +190,9 @@ class Attributes(Style):
             _divide(name, module, attribute, tp // replicas_of(count, tp, f"{name}.{attribute}"))
         # With replicated units, a rank's queries per key head shrink by the number of ranks that share the key head.
         for attribute, units in self.per_unit.items():
+            heads = units * getattr(module, attribute)
+            if heads % tp:
+                raise LayoutError(f"{name} has {heads} heads, and tp={tp} does not divide them. Lower tp.")
             _divide(name, module, attribute, replicas_of(units, tp, f"{name}.{attribute}"))
 
 
