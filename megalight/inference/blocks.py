@@ -295,16 +295,17 @@ class BlockPool(_Blocks):
         Raises:
             DataError: fewer blocks are free; no slot gets any.
         """
-        for each in self.pools:
-            if (more := sum(each.missing(slot, count) for slot, count in tokens.items())) > each.free:
+        missing = [[(slot, each.missing(slot, count)) for slot, count in tokens.items()] for each in self.pools]
+        for each, wanted in zip(self.pools, missing, strict=True):
+            if (more := sum(count for _, count in wanted)) > each.free:
                 raise DataError(
                     f"sequences of {list(tokens.values())[:8]} tokens need {more} more blocks of {self.size} tokens, "
                     f"and {each.free} of {each.count} are free; release sequences, or make the pool larger."
                 )
-        for each in self.pools:
-            for slot, count in tokens.items():
-                if missing := each.missing(slot, count):
-                    each._add(slot, [each._fresh() for _ in range(missing)])
+        for each, wanted in zip(self.pools, missing, strict=True):
+            for slot, count in wanted:
+                if count:
+                    each._add(slot, [each._fresh() for _ in range(count)])
 
     def reserve(self, slot: int, tokens: int) -> bool:
         """Give a slot the pool's own blocks that it lacks to hold so many tokens; return whether enough are free.

@@ -637,6 +637,11 @@ class DynamicEngine:
         Args:
             reset_context: whether running requests start again, and no prefix is found. Recording needs neither.
         """
+        self._check_asked()
+        self._tell("_create_cuda_graphs", reset_context)
+        self._create_cuda_graphs(reset_context)
+
+    def _create_cuda_graphs(self, reset_context: bool) -> None:
         if self._passes.graphs is None:
             return
         if reset_context:

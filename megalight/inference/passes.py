@@ -471,6 +471,8 @@ def _scored(
     scored: list[tuple[Request, int, int]] = []
     rows: list[int] = []
     labels: list[int] = []
+    if not any(request.unscored for request in counts):
+        return scored, (rows, labels)
     row = 0
     for request, ids in zip(counts, fresh, strict=True):
         first = request.extent - schedule.unread(request)

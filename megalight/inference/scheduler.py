@@ -124,7 +124,7 @@ class Request:
     @property
     def extent(self) -> int:
         """Number of tokens, with guesses."""
-        return self.length + len(self.guesses)
+        return len(self.tokens) + self.pending + len(self.guesses)
 
     @property
     def full(self) -> bool:
@@ -146,7 +146,8 @@ class Request:
     @property
     def unscored(self) -> bool:
         """Whether log-probabilities of the prompt are wanted and not known, so that all of its tokens must run."""
-        return any(map(math.isnan, (self.prompt_log_probs or [])[-1:]))  # they come in order
+        known = self.prompt_log_probs
+        return known is not None and len(known) > 0 and math.isnan(known[-1])  # they come in order
 
     def ended(self) -> Completion | None:
         """Return the completion if it ends."""
@@ -254,7 +255,7 @@ class Scheduler:
                 count = min(self.unread(request), left)
                 request.guesses = request.guesses[: count - 1]
             # The others of its tokens have blocks already, or run as far as there are some.
-            while request.slot is not None and not blocks.fits({request.slot: self.cache.lengths[request.slot] + 1}):
+            while request.slot is not None and not self._has_room(request.slot):
                 plan.preempted.append(self.preempt())
             if request.slot is None:  # it has given its blocks to an older one, or found none for itself
                 break
@@ -269,6 +270,11 @@ class Scheduler:
     def unread(self, request: Request) -> int:
         """Return how many tokens of a request have not run since it got its slot."""
         return request.extent - (0 if request.slot is None else self.cache.lengths[request.slot])
+
+    def _has_room(self, slot: int) -> bool:
+        """Return whether a slot can hold one more token. Where its last block is not full, no pool is asked."""
+        stored = self.cache.lengths[slot]
+        return stored % self.cache.blocks.size > 0 or self.cache.blocks.fits({slot: stored + 1})
 
     def may_run_ahead(self) -> bool:
         """Return whether a pass can be planned while tokens are pending: none would be preempted, none runs alone."""
@@ -316,8 +322,10 @@ class Scheduler:
     def _run(self, plan: StepPlan, request: Request, slot: int, left: int) -> int:
         """Plan the next tokens of a request, at most ``left``; return how many."""
         stored, blocks = self.cache.lengths[slot], self.cache.blocks
-        end = min(stored + left, request.extent, blocks.reach(slot))
-        blocks.grow({slot: end})
+        end = min(stored + left, request.extent)
+        if end > stored + 1 or stored % blocks.size == 0:
+            end = min(end, blocks.reach(slot))
+            blocks.grow({slot: end})
         if request.suspect:
             plan.counts[request] = end - stored
             return end - stored
