@@ -59,20 +59,20 @@ class DraftRound(NamedTuple):
 
 
 class DraftRounds(Counter[DraftRound]):
-    """How many rounds of each kind there were."""
+    """How many rounds of each kind there were. Another thread may read them."""
 
     @property
     def drafted(self) -> list[int]:
         """How many tokens were guessed as the first, the second and so on of their rounds."""
-        return self._by_place([(round.guessed, count) for round, count in self.items()])
+        return self._by_place([(round.guessed, count) for round, count in [*self.items()]])
 
     @property
     def accepted(self) -> list[int]:
         """How many of them were right; a guess after a wrong one is not."""
-        return self._by_place([(round.accepted, count) for round, count in self.items()])
+        return self._by_place([(round.accepted, count) for round, count in [*self.items()]])
 
     def _by_place(self, counts: Sequence[tuple[int, int]]) -> list[int]:
-        longest = max((round.guessed for round in self), default=0)
+        longest = max((round.guessed for round in [*self]), default=0)
         return [sum(count for reached, count in counts if reached > place) for place in range(longest)]
 
 

@@ -21,6 +21,7 @@ from megalight.inference.detokenizer import Detokenizer
 from megalight.inference.grammar import Grammar, GrammarCompiler, GrammarSource
 from megalight.inference.parallel import GenerativeModel
 from megalight.inference.scheduler import Completion, Reason
+from megalight.inference.speculator import EagleSpeculator, load_draft
 from megalight.inference.text_requests import is_text
 from megalight.models.hf.config import UNBOUNDED
 
@@ -35,18 +36,23 @@ CACHE_TOKENS = 65_536
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Sizes of an engine.
+    """Sizes of an engine, and who guesses.
 
     Attributes:
         cache_tokens: tokens for which the cache has room. None: 65,536, or as many as ``max_sequences`` sequences can
             have, and at least the model's longest sequence.
         max_sequences: maximum number of sequences in a step.
         step_tokens: maximum number of tokens in a step. Longer prompts run in parts.
+        draft: the checkpoint of a draft model (EAGLE-3), which guesses tokens; see
+            :mod:`megalight.inference.speculator`. None: nobody does.
+        guesses: the most that it guesses after a token.
     """
 
     cache_tokens: int | None = None
     max_sequences: int = 64
     step_tokens: int = 512
+    draft: str | None = None
+    guesses: int = 4
 
     def num_blocks(self, longest: int) -> int:
         """Return the number of blocks of a cache, for sequences of at most ``longest`` tokens.
@@ -60,18 +66,25 @@ class EngineOptions:
             tokens = max(longest, min(CACHE_TOKENS, integer("max_sequences", self.max_sequences) * longest))
         return -(-integer("cache_tokens", tokens) // BLOCK_SIZE)
 
-    def engine(self, model: GenerativeModel, *, first_rank_only: bool = False) -> DynamicEngine:
-        """Return a new engine.
+    def engine(
+        self, model: GenerativeModel, tokenizer: Tokenizer | None = None, *, first_rank_only: bool = False
+    ) -> DynamicEngine:
+        """Return a new engine. With a tokenizer, that of the draft must be the same.
 
         Raises:
             ConfigurationError: a number is out of range; or see :class:`DynamicEngine`.
+            CheckpointError, DataError: see :func:`~megalight.inference.speculator.load_draft`.
         """
+        speculator = None
+        if self.draft is not None:
+            speculator = EagleSpeculator(load_draft(self.draft, model, tokenizer), model, self.guesses)
         return DynamicEngine(
             model,
             num_blocks=self.num_blocks(model.config.max_sequence_length),
             block_size=BLOCK_SIZE,
             max_sequences=self.max_sequences,
             step_tokens=self.step_tokens,
+            speculator=speculator,
             first_rank_only=first_rank_only,
         )
 
@@ -162,6 +175,8 @@ class EngineStatus:
         blocks_free: those that no running sequence holds.
         steps: forward passes.
         preempted: how often a sequence gave its blocks back, to start again later.
+        drafted: tokens that a draft guessed, as the first, the second and so on after a token.
+        accepted: those of them that were right.
     """
 
     unfinished: int = 0
@@ -169,6 +184,8 @@ class EngineStatus:
     blocks_free: int = 0
     steps: int = 0
     preempted: int = 0
+    drafted: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()
 
 
 class _Running:
@@ -236,13 +253,15 @@ class EngineLoop:
     @property
     def status(self) -> EngineStatus:
         """What the engine has, and has done. May be read in any thread."""
-        blocks = self.engine.blocks
+        blocks, rounds = self.engine.blocks, self.engine.draft_rounds
         return EngineStatus(
             unfinished=len(self._numbers),
             blocks=blocks.count,
             blocks_free=blocks.free,
             steps=self._steps,
             preempted=self._preempted,
+            drafted=tuple(rounds.drafted),
+            accepted=tuple(rounds.accepted),
         )
 
     def grammar(self, source: GrammarSource) -> Grammar:

@@ -226,7 +226,7 @@ class ServedModel(ModelText):
     @cached_property
     def loop(self) -> EngineLoop:
         """The engine's loop, which the first caller makes."""
-        engine = self.options.engine(self.model, first_rank_only=self.ranks is not None)
+        engine = self.options.engine(self.model, self.tokenizer, first_rank_only=self.ranks is not None)
         return EngineLoop(engine, self.tokenizer, self.grammar_ends)
 
     def close(self) -> None:
@@ -247,7 +247,7 @@ class LLM:
         device: None: a GPU if there is one.
         dtype: dtype of the weights. None keeps the saved dtype.
         base: the weights that training began with, for a checkpoint of adapters.
-        cache_tokens, max_sequences, step_tokens: see :class:`EngineOptions`.
+        cache_tokens, max_sequences, step_tokens, draft, guesses: see :class:`EngineOptions`.
 
     Raises:
         CheckpointError, DataError, ConfigurationError: see :meth:`TextGenerator.from_checkpoint`.
@@ -266,12 +266,20 @@ class LLM:
         cache_tokens: int | None = None,
         max_sequences: int = 64,
         step_tokens: int = 512,
+        draft: str | os.PathLike[str] | None = None,
+        guesses: int = 4,
     ) -> None:
         self.served = ServedModel.from_checkpoint(
             path,
             tensor_parallel=tensor_parallel,
             device=device,
-            options=EngineOptions(cache_tokens=cache_tokens, max_sequences=max_sequences, step_tokens=step_tokens),
+            options=EngineOptions(
+                cache_tokens=cache_tokens,
+                max_sequences=max_sequences,
+                step_tokens=step_tokens,
+                draft=None if draft is None else os.fspath(draft),
+                guesses=guesses,
+            ),
             tokenizer=tokenizer,
             dtype=dtype,
             base=base,
@@ -580,8 +588,16 @@ class AsyncLLM(AsyncClient):
         cache_tokens: int | None = None,
         max_sequences: int = 64,
         step_tokens: int = 512,
+        draft: str | os.PathLike[str] | None = None,
+        guesses: int = 4,
     ) -> None:
-        options = EngineOptions(cache_tokens=cache_tokens, max_sequences=max_sequences, step_tokens=step_tokens)
+        options = EngineOptions(
+            cache_tokens=cache_tokens,
+            max_sequences=max_sequences,
+            step_tokens=step_tokens,
+            draft=None if draft is None else os.fspath(draft),
+            guesses=guesses,
+        )
         served = ServedModel.from_checkpoint(
             path,
             tensor_parallel=tensor_parallel,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
+from itertools import zip_longest
 
 import prometheus_client as prometheus
 from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from megalight.errors import MegalightError
 from megalight.serving.engine_loop import EngineOutput, EngineRequest
@@ -47,6 +50,7 @@ class Metrics:
             ("cache_blocks_free", "Blocks that no running sequence holds", "blocks_free"),
         ):
             gauge(name, what).labels(model).set_function(total(field))
+        self.registry.register(_Drafts(llm, model))
         self._ended = counter("completions", "Completions that have ended, by reason", "reason")
         self._prompt = counter("prompt_tokens", "Tokens of prompts").labels(model)
         self._cached = counter("cached_prompt_tokens", "Tokens of prompts that the prefix cache had").labels(model)
@@ -85,3 +89,29 @@ class Metrics:
             raise
         finally:
             self._ended.labels(self._model, reason).inc()
+
+
+class _Drafts(Collector):
+    """Guesses of drafts, in all engines."""
+
+    def __init__(self, llm: AsyncClient, model: str) -> None:
+        self._llm, self._model = llm, model
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield nothing if nobody guesses."""
+        engines = [*self._llm.engines.values()]
+        drafted = [sum(each) for each in zip_longest(*(engine.drafted for engine in engines), fillvalue=0)]
+        accepted = [sum(each) for each in zip_longest(*(engine.accepted for engine in engines), fillvalue=0)]
+        if not drafted:
+            return
+        for name, what, counts in (
+            ("draft_tokens", "Tokens that a draft guessed, by their position after a token", drafted),
+            ("draft_tokens_accepted", "Those of them that were right", accepted),
+        ):
+            family = CounterMetricFamily(f"megalight_{name}", what, labels=["model", "position"])
+            for position, count in enumerate(counts, 1):
+                family.add_metric([self._model, str(position)], count)
+            yield family
+        share = GaugeMetricFamily("megalight_draft_acceptance", "Share of guesses that were right", labels=["model"])
+        share.add_metric([self._model], sum(accepted) / sum(drafted))
+        yield share

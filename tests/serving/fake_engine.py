@@ -10,6 +10,7 @@ from typing import Any
 
 from megalight.inference import EngineStep
 from megalight.inference.scheduler import Completion
+from megalight.inference.speculator import DraftRounds
 
 VOCABULARY = 270
 
@@ -25,7 +26,7 @@ class FakeEngine:
         self.suspended = False
         self.prompts: list[list[int]] = []
         self.steps = 0
-        self.blocks = SimpleNamespace(count=0, free=0)
+        self.blocks, self.draft_rounds = SimpleNamespace(count=0, free=0), DraftRounds()
         self._seconds = seconds
         self._running: dict[int, dict[str, Any]] = {}
 

@@ -17,7 +17,10 @@ from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError, LayoutError, MegalightError
 from megalight.evaluation import Continuation, log_likelihoods
 from megalight.inference import SamplingParams, TextGenerator, TextRequest
-from megalight.models.gpt import GPTModule
+from megalight.models.eagle import DraftModel, EagleConfig
+from megalight.models.gpt import GPT, GPTConfig, GPTModule
+from megalight.models.stored import held_model, save_model
+from megalight.nn.init import initialize
 from megalight.serving import LLM, AsyncLLM, EngineOutput, EngineRequest
 from tests.support import interpreters
 
@@ -48,6 +51,25 @@ def test_completions_are_those_of_each_prompt_alone(llm: LLM, writer: TextGenera
         assert output.usage["prompt_tokens"] == len(llm.served.ids_of(prompt))
         assert output.usage["total_tokens"] == output.prompt_tokens + len(output.tokens)
     assert len({output.text for output in found}) > 1
+
+
+def test_a_draft_changes_no_text(folder: Path, tmp_path: Path) -> None:
+    config = GPTConfig(num_layers=2, hidden_size=16, num_heads=2, vocab_size=272, max_sequence_length=64)
+    base, draft = GPT(config), DraftModel(EagleConfig(auxiliary_layers=(1,), std=0.3).beside(config))
+    for name, kind, model in (("base", "gpt", base), ("draft", "eagle", draft)):
+        initialize(model, 0)
+        save_model(held_model(kind, model.config, model), tmp_path / name)
+    plain, drafted = (
+        LLM(tmp_path / "base", device="cpu", dtype=torch.float64, tokenizer=folder, **more)
+        for more in ({}, {"draft": tmp_path / "draft", "guesses": 3})
+    )
+    options: dict[str, Any] = {"max_new_tokens": 12, "seed": 3}
+    prompts = [[1, 2, 3], [4]]
+    found, expected = ([each.tokens for each in llm.generate(prompts, **options)] for llm in (drafted, plain))
+    assert found == expected
+    assert len(drafted.served.loop.status.drafted) == 3
+    with pytest.raises(ConfigurationError, match="holds a gpt model, and a draft is of the family eagle"):
+        LLM(tmp_path / "base", device="cpu", tokenizer=folder, draft=tmp_path / "base").generate([1])
 
 
 def test_prompts_may_be_ids_or_one_text(llm: LLM) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ import pytest
 from megalight.errors import ConfigurationError
 from megalight.inference import SamplingParams
 from megalight.serving import LLM, AsyncLLM
+from megalight.serving.engine_loop import EngineStatus
+from megalight.serving.metrics import Metrics
 from megalight.serving.server import OPEN, Endpoints, Limits, app_of, check_host, merged
 
 httpx = pytest.importorskip("httpx")
@@ -572,6 +575,20 @@ def test_metrics_count_what_was_done(folder: Path) -> None:
         assert values['megalight_cache_blocks_free{model="small"}'] == values['megalight_cache_blocks{model="small"}']
 
     run(folder, test)
+
+
+def test_metrics_count_guesses_of_all_engines() -> None:
+    engines = {
+        "a": EngineStatus(drafted=(4, 2), accepted=(3, 0)),
+        "b": EngineStatus(drafted=(4, 2, 1), accepted=(2, 1, 0)),
+    }
+    page = Metrics(SimpleNamespace(engines=engines), "small").page().decode()  # type: ignore[arg-type]
+    values = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
+    for name, counts in {"draft_tokens": (8, 4, 1), "draft_tokens_accepted": (5, 1, 0)}.items():
+        for position, count in enumerate(counts, 1):
+            assert float(values[f'megalight_{name}_total{{model="small",position="{position}"}}']) == count
+    assert float(values['megalight_draft_acceptance{model="small"}']) == pytest.approx(6 / 13)
+    assert "draft" not in Metrics(SimpleNamespace(engines={"a": EngineStatus()}), "small").page().decode()  # type: ignore[arg-type]
 
 
 def test_merged_streams_keep_their_order_and_end_with_the_first_error() -> None:

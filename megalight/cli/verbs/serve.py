@@ -47,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("cache-tokens", int, "tokens for which the cache has room (default: 65536)"),
         ("max-sequences", int, "sequences that run at once (default: 64)"),
         ("step-tokens", int, "tokens of a step; longer prompts run in parts (default: 512)"),
+        ("draft", str, "a draft model's checkpoint, which guesses tokens: faster, and the same texts"),
+        ("guesses", int, "tokens that the draft guesses at a time (default: 4)"),
     ):
         parser.add_argument(f"--{option}", type=kind, help=what)
     parser.add_argument("--tokenizer", help="tokenizer, or its name, to use instead of the one in the checkpoint")
@@ -116,11 +118,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     keys = arguments.api_key or [key for key in [os.environ.get(KEY)] if key]
     check_host(arguments.host, keys)
-    sizes = {name: getattr(arguments, name) for name in ("cache_tokens", "max_sequences", "step_tokens")}
+    names = ("cache_tokens", "max_sequences", "step_tokens", "draft", "guesses")
+    sizes = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     model = {
         "tensor_parallel": arguments.tensor_parallel,
         "device": arguments.device,
-        "options": EngineOptions(**{name: value for name, value in sizes.items() if value is not None}),
+        "options": EngineOptions(**sizes),
         "tokenizer": tokenizer,
         "base": base,
         "dtype": getattr(torch, arguments.dtype) if arguments.dtype else None,
