@@ -38,6 +38,7 @@ OPS = (
     "sum_rows",
     "sum_terms",
     "syrk",
+    "momentum",
 )
 """Names of the modules in this folder, one per op."""
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megalight.errors import ConfigurationError
 from megalight.ops.common import wide
+from megalight.ops.momentum import momentum_step
 from megalight.ops.syrk import syrk
 from megalight.optim.qk_clip import QKClip
 from megalight.optim.whole_matrices import GATHER_BYTES, WholeMatrixOptimizer
@@ -163,12 +164,22 @@ class Muon(WholeMatrixOptimizer):
 
     def direction(self, gradient: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> Tensor:
         """Return the momentum of parts of matrices, ``[n]``."""
-        gradient = gradient.to(wide(gradient.dtype))
-        momentum = group.get("momentum", self.momentum)
+        out = torch.empty_like(gradient, dtype=wide(gradient.dtype))
+        self.write_direction(out, gradient, None, state, group)
+        return out
+
+    def write_direction(
+        self, out: Tensor, gradient: Tensor, scale: Tensor | None, state: dict[str, Any], group: Mapping[str, Any]
+    ) -> None:
+        """Write the momentum of ``scale gradient`` to ``out [n]``, in one pass over memory."""
         if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(gradient)
-        buffer: Tensor = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
-        return gradient.lerp(buffer, momentum) if self.nesterov else buffer
+            state["momentum_buffer"] = torch.zeros_like(gradient, dtype=wide(gradient.dtype))
+        # Momentum may be on another device than what travels: that of masters in host memory.
+        there = out if out.device == gradient.device else torch.empty_like(gradient, dtype=out.dtype)
+        momentum = group.get("momentum", self.momentum)
+        momentum_step(there, gradient, state["momentum_buffer"], momentum=momentum, nesterov=self.nesterov, scale=scale)
+        if there is not out:
+            out.copy_(there)
 
     def room_dtype(self, name: str, parameter: Tensor) -> torch.dtype | None:
         """Return the dtype in which saved state of a parameter is read."""

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from megalight.errors import ConfigurationError
 from megalight.ops.common import wide
+from megalight.ops.momentum import decayed_step
 from megalight.optim.adam import Adam
 from megalight.optim.qk_clip import QKClip
 from megalight.parallel.data_parallel.buffers import Bucket
@@ -332,6 +333,10 @@ class MatrixExchange:
         return current.completed
 
 
+def _scaled(gradient: Tensor, scale: Tensor | None) -> Tensor:
+    return gradient if scale is None else gradient * scale
+
+
 class _Message:
     """One all-to-all that is on its way: pieces for each rank, and what comes from each."""
 
@@ -470,6 +475,12 @@ class WholeMatrixOptimizer(Adam):
         """
         return gradient
 
+    def write_direction(
+        self, out: Tensor, gradient: Tensor, scale: Tensor | None, state: dict[str, Any], group: Mapping[str, Any]
+    ) -> None:
+        """Write the direction of ``scale gradient`` to ``out [n]``; a subclass may do it in one pass over memory."""
+        out.copy_(self.direction(_scaled(gradient, scale), state, group))
+
     def home_state(self, shape: tuple[int, int]) -> Mapping[str, tuple[int, ...]]:
         """Return the shapes of the state of a matrix of a shape, by name. It begins as zeros, in float32 or wider."""
         return {}
@@ -524,7 +535,12 @@ class WholeMatrixOptimizer(Adam):
         """
         of_adam = [pair for pair in self._in_turn() if not pair[1]["whole_matrices"]]
         if self.buckets is None:
-            updates = self._alone({parameter: direction for parameter, _, direction in self._directions()})
+            updates = self._alone(
+                {
+                    parameter: self.direction(_scaled(gradient, scale), self.state[parameter], group)
+                    for parameter, group, gradient, scale in self._gradients()
+                }
+            )
             yield from ((p, group, updates.get(p)) for p, group in self._in_turn())
             return
         exchanges = self.begun()
@@ -537,10 +553,10 @@ class WholeMatrixOptimizer(Adam):
         }
         held: dict[int, list[tuple[Tensor, dict[str, Any], Tensor]]] = defaultdict(list)
         # One after the other, so that only one of them is in memory in a wide dtype.
-        for parameter, group, direction in self._directions():
+        for parameter, group, gradient, scale in self._gradients():
             index, start = self.places[parameter]
             view = flats[index][start : start + parameter.numel()]
-            view.copy_(direction)
+            self.write_direction(view, gradient, scale, self.state[parameter], group)
             held[index].append((parameter, group, view))
         for exchange, members in exchanges:
             for index in exchange.update({index: flats[index] for index in members}, self.update):
@@ -551,19 +567,15 @@ class WholeMatrixOptimizer(Adam):
         ]
         yield from sorted(on_host, key=lambda each: self.turns.get(each[0], 0))
 
-    def _directions(self) -> Iterator[tuple[Tensor, dict[str, Any], Tensor]]:
-        """Yield the parameters with matrices that have a gradient, each with its group and its direction."""
+    def _gradients(self) -> Iterator[tuple[Tensor, dict[str, Any], Tensor, Tensor | None]]:
+        """Yield the parameters with matrices that have a gradient, each with its group, the gradient and its factor."""
         for parameter, group in self._in_turn():
             if group["whole_matrices"]:
                 self._arrive(parameter)
                 gradient = parameter.grad
                 assert gradient is not None
-                scale = (
-                    self.grad_scale if parameter.device.type != "cpu" or self.host_scale is None else self.host_scale
-                )
-                if scale is not None:
-                    gradient = gradient * scale
-                yield parameter, group, self.direction(gradient, self.state[parameter], group)
+                host = parameter.device.type == "cpu" and self.host_scale is not None
+                yield parameter, group, gradient, self.host_scale if host else self.grad_scale
 
     def begun(self) -> list[tuple[MatrixExchange, list[int]]]:
         """Return the exchanges. The first call makes them, on all ranks together."""
@@ -658,15 +670,13 @@ class WholeMatrixOptimizer(Adam):
         return self.head_dim if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.head_names) else 0
 
     def _apply(self, parameter: Tensor, group: Mapping[str, Any], update: Tensor) -> None:
-        update = update.to(parameter.device, parameter.dtype)
         lr = group["lr"].to(parameter.device) if isinstance(group["lr"], Tensor) else group["lr"]
-        parameter.mul_(1 - lr * group["weight_decay"])
-        if isinstance(lr, Tensor):
-            parameter.sub_(update * lr)
-        else:
-            parameter.sub_(update, alpha=lr)
+        copy = self.copies.get(parameter)
+        # Rows may be scaled once more, before they are copied.
+        out = copy if self.clip is None else None
+        decayed_step(parameter, update.to(parameter.device), lr=lr, weight_decay=group["weight_decay"], out=out)
         self._clipped(parameter)
-        if (copy := self.copies.get(parameter)) is not None:
+        if copy is not None and out is None:
             copy.copy_(parameter)
         for start, stop, coded in (self.coded[parameter]() or ()) if parameter in self.coded else ():
             coded.cast(parameter[start:stop])

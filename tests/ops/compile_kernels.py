@@ -94,7 +94,7 @@ def main() -> None:
     from megalight.ops import causal_conv as convolutions
     from megalight.ops import embedding as embeddings
     from megalight.ops import gated_norm as gated_norms
-    from megalight.ops import latent_heads, syrk
+    from megalight.ops import latent_heads, momentum, syrk
     from megalight.ops import quantized_weight as stored
     from megalight.ops import sample_tokens as samples
     from megalight.ops import scaled_accumulate as sums
@@ -224,6 +224,10 @@ def main() -> None:
         for add in (False, True):
             own_term, *other_terms = torch.zeros(ranks, 4096, dtype=HALF)
             terms.triton_sum_terms(torch.zeros(4096), own_term, other_terms, 1, add)
+    for rate, scale in ((0.1, None), (torch.tensor(0.1), torch.tensor(1.0))):
+        one, half = torch.zeros(4096), torch.zeros(4096, dtype=HALF)
+        momentum.triton_momentum(half, one, one, 0.9, True, scale)
+        momentum.triton_decayed(one, half, rate, 0.1, half)
     for square in (None, torch.zeros(2, 1024, 1024, dtype=HALF)):
         syrk.triton_syrk(torch.zeros(2, 1024, 4096, dtype=HALF), square, 2.0, -4.0)
     for heads, own, shared, values in ((128, 128, 64, 128), (5, 24, 10, 20)):
