@@ -13,13 +13,14 @@ import time
 import uuid
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import msgspec
 import zmq
 
 from megalight.errors import ConfigurationError
+from megalight.inference.blocks import BLOCK_SIZE
 from megalight.serving.engine_loop import EngineRequest, EngineStatus
 from megalight.serving.messages import (
     LARGEST,
@@ -53,8 +54,13 @@ BEAT = 0.25
 """Seconds between two signs."""
 CHUNK = 64
 """Tokens of a piece by which beginnings of prompts are compared."""
+EXPECTED = 64
+"""Tokens that a request counts for its completion from the start, beside those that it has."""
 REMEMBERED = 16_384
-"""Pieces of prompts that are remembered of an engine, and ended requests of all clients."""
+"""Pieces of prompts that are remembered of an engine whose cache is unknown, and ended requests of all clients."""
+
+FROM_ENGINES = EngineReply, Heartbeat, Ack
+"""Messages of engines that have said hello."""
 
 DURING: dict[Header, tuple[State, State]] = {
     "PAUSE": ("PAUSING", "PAUSED"),
@@ -92,13 +98,11 @@ class _RoutedRequest:
 
     client: bytes
     request: EngineRequest
+    seed: int
     generated: list[int]
     engine: _Engine | None = None
+    load: int = 0
     held: list[Output] = field(default_factory=list)
-
-    @property
-    def tokens(self) -> int:
-        return len(self.request.prompt) + len(self.generated)
 
 
 @dataclass(eq=False)
@@ -128,18 +132,22 @@ class _Engine:
     def take(self, number: str, pending: _RoutedRequest, pieces: Sequence[int]) -> None:
         """Count a request."""
         self.requests[number], pending.engine = pending, self
-        self.load += pending.tokens
+        # What is cached neither runs nor takes blocks again: requests with one beginning stay together.
+        uncached = len(pending.request.prompt) - self.shared(pieces)
+        pending.load = uncached + len(pending.generated) + EXPECTED
+        self.load += pending.load
         self.total += 1
         for piece in pieces:
             self.prefixes[piece] = None
             self.prefixes.move_to_end(piece)
-        while len(self.prefixes) > REMEMBERED:
+        most = self.status.blocks * BLOCK_SIZE // CHUNK or REMEMBERED
+        while len(self.prefixes) > most:
             self.prefixes.popitem(last=False)
 
     def drop(self, number: str) -> None:
         """Count a request no more."""
         if (pending := self.requests.pop(number, None)) is not None:
-            self.load -= pending.tokens
+            self.load -= pending.load
             pending.engine = None
 
 
@@ -155,8 +163,9 @@ def _pieces(tokens: Sequence[int]) -> list[int]:
 class DataParallelInferenceCoordinator:
     """Routes requests of clients to engines. :meth:`run` serves until a client stops all.
 
-    A request goes to the engine with the least load in tokens, where those of its prompt count less that the engine has
-    had before. An engine that is silent for two seconds is taken out.
+    A request goes to the engine with the least load in tokens. Those with which its prompt begins do not count where
+    the engine has had them before, now and while the request runs. An engine that is silent for two seconds is taken
+    out.
 
     Args:
         endpoint: where it listens: ``ipc://`` and the path of a socket, which the rights of its folder protect.
@@ -252,7 +261,7 @@ class DataParallelInferenceCoordinator:
         engine = self._engines.get(identity)
         if isinstance(message, Hello):
             self._join(identity, message)
-        elif isinstance(message, EngineReply | Heartbeat | Ack):
+        elif isinstance(message, FROM_ENGINES):
             if engine is None:
                 self.dropped["unknown engine"] += 1
                 # Once: it says hello after each.
@@ -304,9 +313,9 @@ class DataParallelInferenceCoordinator:
             self.duplicates += 1
             return
         self._count += 1
-        number = f"{self._epoch}-{self._count}"
+        number = str(self._count)  # engines drop those of an earlier coordinator
         seed = random.getrandbits(62) if request.seed is None else request.seed
-        self._pending[number] = _RoutedRequest(client, replace(request, seed=seed), [*request.generated])
+        self._pending[number] = _RoutedRequest(client, request, seed, [*request.generated])
         self._numbers[key] = number
         self._clients.setdefault(client, set()).add(number)
         self._waiting.append(number)
@@ -320,15 +329,16 @@ class DataParallelInferenceCoordinator:
                 continue
             request = pending.request
             pieces = _pieces(request.prompt)
-            # Of equals the one that had the fewest.
-            engine = min(
-                self._engines.values(), key=lambda each: (each.load - each.shared(pieces), each.total, each.order)
-            )
+            engine = self._choose(pieces)
             engine.take(number, pending, pieces)
             if not self._send(
-                engine.identity, SubmitRequest(replace(request, id=number, generated=pending.generated), engine.epoch)
+                engine.identity, SubmitRequest(request, engine.epoch, number, pending.seed, pending.generated)
             ):
                 self._lose(engine)
+
+    def _choose(self, pieces: Sequence[int]) -> _Engine:
+        """Return the engine for a prompt; of equals the one that had the fewest requests."""
+        return min(self._engines.values(), key=lambda each: (each.load - each.shared(pieces), each.total, each.order))
 
     def _reply(self, engine: _Engine, outputs: Sequence[Output]) -> None:
         """Send outputs to their clients, in one frame for each."""
@@ -338,19 +348,20 @@ class DataParallelInferenceCoordinator:
                 continue  # it was aborted
             request = pending.request
             pending.generated += output.tokens
+            pending.load += len(output.tokens)
             engine.load += len(output.tokens)
             ended = output.reason is not None or output.error is not None
-            named = msgspec.structs.replace(output, id=request.id)
+            number, output.id = output.id, request.id
             if request.prompt_log_probs:
                 # Elsewhere the tokens so far would be part of the prompt: the request would run again as a whole.
-                pending.held.append(named)
-                named = _joined(pending.held)
+                pending.held.append(output)
             if ended or not pending.held:
-                replies.setdefault(pending.client, []).append(named)
+                found = _joined(pending.held) if pending.held else output
+                replies.setdefault(pending.client, []).append(found)
             if ended:
-                self._end(output.id)
-        for client, found in replies.items():
-            if not self._send(client, Reply(found)):
+                self._end(number)
+        for client, several in replies.items():
+            if not self._send(client, Reply(several)):
                 self._leave(client)
 
     def _end(self, number: str) -> None:

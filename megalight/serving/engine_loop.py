@@ -133,7 +133,7 @@ class EngineRequest:
         object.__setattr__(self, "stop", texts)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class EngineOutput:
     """What a step gave one request.
 

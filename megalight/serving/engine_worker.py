@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 import uuid
+from dataclasses import replace
 
 import msgspec
 import zmq
@@ -132,7 +133,9 @@ class EngineWorker:
             if isinstance(message, SubmitRequest):
                 # One of an older epoch has been given to another engine, or comes again in this one.
                 if message.epoch == self._epoch:
-                    self._thread.submit(message.request)
+                    self._thread.submit(
+                        replace(message.request, id=message.id, seed=message.seed, generated=message.generated)
+                    )
             elif isinstance(message, AbortRequest):
                 self._thread.submit(Abort(message.id))
             elif isinstance(message, Rejoin):

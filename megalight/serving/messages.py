@@ -28,8 +28,8 @@ class Frame(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A message."""
 
 
-class Output(Frame, frozen=True):
-    """An :class:`~megalight.serving.engine_loop.EngineOutput`. ``error`` is its kind and its text."""
+class Output(msgspec.Struct, array_like=True, gc=False):
+    """An :class:`~megalight.serving.engine_loop.EngineOutput` in a message. ``error`` is its kind and its text."""
 
     id: str
     text: str = ""
@@ -89,10 +89,17 @@ class ConnectAck(Frame, frozen=True):
 
 
 class SubmitRequest(Frame, frozen=True):
-    """A request, from a client, or to an engine in one of its epochs."""
+    """A request, from a client, or to an engine in one of its epochs.
+
+    What the coordinator adds for an engine are fields of their own, as it copies no request: another id, a seed, and
+    the tokens so far.
+    """
 
     request: EngineRequest
     epoch: int = 0
+    id: str = ""
+    seed: int | None = None
+    generated: list[int] = []
 
 
 class AbortRequest(Frame, frozen=True):

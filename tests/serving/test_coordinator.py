@@ -375,7 +375,7 @@ def test_requests_go_where_their_beginning_was_unless_that_is_busy(tmp_path: Pat
         assert all(sorted(each) == [0, 6] for each in spread), "all with the same beginning on one engine"
         assert sum(each[0] for each in spread) == 12, "and as many beginnings on each"
         # One beginning for all: after a while the other engine takes some, too.
-        await asyncio.gather(*(ask(100 + number, [*system[0], number], 30) for number in range(8)))
+        await asyncio.gather(*(ask(100 + number, [*system[0], number], 30) for number in range(16)))
         assert min(had(place, system[0]) for place in range(2)) > 0
 
     run(tmp_path, tokenizer, test)
