@@ -93,6 +93,7 @@ class Cache:
         capacity: maximum number of tokens in each slot.
         blocks: the pool of blocks that hold the tokens of all slots. None: every slot has one block of ``capacity``
             tokens.
+        quantized: whether keys and values are stored in e4m3.
 
     Attributes:
         states: argument ``states`` of the model.
@@ -110,8 +111,9 @@ class Cache:
         num_slots: int,
         capacity: int,
         blocks: BlockPool | None = None,
+        quantized: bool = False,
     ) -> None:
-        self.num_slots = num_slots
+        self.num_slots, self.quantized = num_slots, quantized
         self.capacity = capacity
         self.blocks = blocks or BlockPool(num_slots, num_slots, capacity)
         self.dummy_slot = num_slots + self.blocks.snapshots

@@ -67,6 +67,8 @@ class DynamicEngine:
         block_size: tokens of a block.
         max_sequences: maximum number of sequences in a step.
         step_tokens: maximum number of tokens in a step. Longer prompts run in parts.
+        kv_cache_dtype: ``auto``: keys and values are stored in the dtype of the layers. ``fp8``: in e4m3, each head of
+            each token with its own scale.
         cuda_graphs: for about how many numbers of tokens steps are recorded, where they can be
             (:class:`~megalight.inference.graphs.StepGraphs`). 0: for none.
         cuda_graph_mixed_prefill_count: for how many prompts recorded steps have room beside sequences that decode. 0:
@@ -101,6 +103,7 @@ class DynamicEngine:
         block_size: int = 16,
         max_sequences: int = 64,
         step_tokens: int = 512,
+        kv_cache_dtype: str = "auto",
         cuda_graphs: int = 16,
         cuda_graph_mixed_prefill_count: int = 16,
         speculator: Speculator | None = None,
@@ -125,13 +128,16 @@ class DynamicEngine:
         block_size = integer("block_size", block_size)
         max_sequences = integer("max_sequences", max_sequences)
         step_tokens = integer("step_tokens", step_tokens)
+        if kv_cache_dtype not in ("auto", "fp8"):
+            raise ConfigurationError(f"kv_cache_dtype is {kv_cache_dtype!r}; choose 'auto' or 'fp8'.")
+        quantized = kv_cache_dtype == "fp8"
         self._model = model
         self._parallel = model if isinstance(model, ParallelGPT) else None
         capacity = model.config.max_sequence_length
         # A share of the free memory is what the largest pass leaves.
         largest = min(step_tokens, capacity) if isinstance(cache_memory, float) else 1
         eagle = speculator if isinstance(speculator, EagleSpeculator) else None
-        forms = CacheForms.of(model, largest, block_size, eagle)
+        forms = CacheForms.of(model, largest, block_size, eagle, quantized)
         # Texts begin in the order in which they came, so few beginnings are wanted at a time.
         snapshots = -(-max_sequences // 16)
         # Stages may have other layers, and must plan the same.
@@ -154,7 +160,7 @@ class DynamicEngine:
         self.blocks = BlockPool(max_sequences, count, block_size, snapshots, {span: held[span] for span in limited})
         # Models of transformers may have no bound.
         capacity = min(capacity, count * block_size)
-        cache = Cache(layers_of(model, eagle), max_sequences, capacity, self.blocks)
+        cache = Cache(layers_of(model, eagle), max_sequences, capacity, self.blocks, quantized)
         self._forms = forms.forms
         self._released: HostWeights | None = None
         self._pages = None

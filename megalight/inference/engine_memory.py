@@ -71,10 +71,16 @@ class CacheForms:
 
     @classmethod
     def of(
-        cls, model: GenerativeModel, tokens: int, block_size: int, eagle: EagleSpeculator | None = None
+        cls,
+        model: GenerativeModel,
+        tokens: int,
+        block_size: int,
+        eagle: EagleSpeculator | None = None,
+        quantized: bool = False,
     ) -> CacheForms:
         """Run a pass of a sequence of so many tokens; ranks of a replica, and replicas that share experts, together."""
-        cache = Cache(layers_of(model, eagle), 1, tokens, BlockPool(1, -(-tokens // block_size), block_size))
+        blocks = BlockPool(1, -(-tokens // block_size), block_size)
+        cache = Cache(layers_of(model, eagle), 1, tokens, blocks, quantized)
         sampling = PassSampling(TokenCounts(1), [Request(0, [0] * tokens, tokens, 1)])
         run_pass(model, cache, [0], [[0] * tokens], sampling)
         if eagle is not None:

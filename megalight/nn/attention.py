@@ -95,7 +95,8 @@ class InnerAttention(nn.Module):
                 raise LayoutError("tokens of an image come after stored tokens; give all images in the first pass.")
             return paged_attention(
                 q,
-                *stored,
+                *stored[:3],
+                scales=stored.scales,
                 causal=self.causal,
                 scale=self.scale,
                 window=self.window,
@@ -283,7 +284,7 @@ class Attention(nn.Module):
         sequences = context.sequences if self.division is None else context.divisions[self.division]
         # After earlier tokens, one op rotates and stores.
         keeps, pages = isinstance(state, KeysAndValues), sequences.pages
-        appended = keeps and pages is not None and pages.continued
+        appended = keeps and state.read_after(pages)
         if len(sizes := projection.section_sizes) == 4:
             # The gate lies after the values, so that the first three sections stay one tensor
             # for the fused rotation.
@@ -371,7 +372,7 @@ class DraftAttention(nn.Module):
             state.append(k, v)
             return draft_attention(q, state.keys, state.values, sequences, scale=self.scale)
         if state is not None:
-            return paged_attention(q, *state, scale=self.scale)
+            return paged_attention(q, *state[:3], scale=self.scale, scales=state.scales)
         return attention(q, k, v, sequences, scale=self.scale)
 
 

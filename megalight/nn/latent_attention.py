@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalight.errors import MegalightError
+from megalight.errors import ConfigurationError, MegalightError
 from megalight.nn.canonical import Section
 from megalight.nn.context import LayerContext
 from megalight.nn.linear import Linear
@@ -105,7 +105,15 @@ class LatentAttention(nn.Module):
         return (self.q_up.section_sizes[0] // (self.head_dim + self.rotary_dim),) * 2
 
     def make_state(self, slots: Slots) -> TokenPool:
-        """Make the state: one row ``[c + R]`` per token, the normed latent and the rotated key."""
+        """Make the state: one row ``[c + R]`` per token, the normed latent and the rotated key.
+
+        Raises:
+            ConfigurationError: keys and values are to be stored in e4m3.
+        """
+        if slots.quantized:
+            raise ConfigurationError(
+                "latent attention stores latents, which have no form in 8 bits; leave kv_cache_dtype at auto."
+            )
         return slots.per_token()
 
     def forward(self, hidden: Tensor, context: LayerContext, state: Any = None, memory: Tensor | None = None) -> Tensor:

@@ -37,6 +37,11 @@ class SequencePool(Protocol):
 class Slots(Protocol):
     """Storage for sequences that later forward passes continue."""
 
+    @property
+    def quantized(self) -> bool:
+        """Whether keys and values are stored in e4m3."""
+        ...
+
     def per_token(self, span: AttentionSpan | None = None) -> TokenPool:
         """Make storage for one row per token, which later tokens within its span read (None: all).
 
@@ -56,11 +61,13 @@ class StoredHeads(NamedTuple):
         keys: ``[N, Hkv, D]``.
         values: ``[N, Hkv, Dv]``.
         pages: where they lie.
+        scales: ``[N, Hkv]`` of keys and of values in e4m3; None: they have the dtype of the layer.
     """
 
     keys: Tensor
     values: Tensor
     pages: Pages
+    scales: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,29 +76,47 @@ class KeysAndValues:
 
     Attributes:
         span: what a token sees. None: all earlier ones.
+        scales: of keys and values in e4m3, which are always read from there: so a token's values do not depend on how
+            its prompt was divided. None: they have the dtype of the layer.
     """
 
     keys: TokenPool
     values: TokenPool
     span: AttentionSpan | None = None
+    scales: tuple[TokenPool, TokenPool] | None = None
 
     @classmethod
     def of(cls, slots: Slots, span: AttentionSpan | None = None) -> KeysAndValues:
         """Make an empty state, without any token."""
-        return cls(slots.per_token(span), slots.per_token(span), span)
+        scales = (slots.per_token(span), slots.per_token(span)) if slots.quantized else None
+        return cls(slots.per_token(span), slots.per_token(span), span, scales)
+
+    def read_after(self, pages: Pages | None) -> bool:
+        """Return whether tokens attend to what is stored; otherwise they have no earlier ones, and to one another."""
+        return pages is not None and (pages.continued or self.scales is not None)
+
+    def _stored(self, k: Tensor, v: Tensor, pages: Pages) -> StoredHeads:
+        k_like, v_like, scales = k, v, None
+        if self.scales is not None:
+            k_like = v_like = k.new_empty(0, dtype=torch.float8_e4m3fn)
+            like = k.new_empty(0, dtype=torch.float32)
+            k_scale, v_scale = (pool.rows((k.shape[1],), like) for pool in self.scales)
+            scales = k_scale, v_scale
+        keys, values = self.keys.rows(tuple(k.shape[1:]), k_like), self.values.rows(tuple(v.shape[1:]), v_like)
+        return StoredHeads(keys, values, pages, scales)
 
     def append(
         self, q: Tensor, k: Tensor, v: Tensor, pages: Pages, rotary: RotaryTable | None
     ) -> tuple[Tensor, StoredHeads]:
         """Rotate ``q [T, H, D]`` and ``k [T, Hkv, D]``, store ``k`` and ``v``; return ``q`` and all that is stored."""
-        pages = pages.of(self.span)
-        keys, values = self.keys.rows(tuple(k.shape[1:]), k), self.values.rows(tuple(v.shape[1:]), v)
-        stored = StoredHeads(keys, values, pages)
+        stored = self._stored(k, v, pages.of(self.span))
+        given = (q, k, v, stored.keys, stored.values, stored.pages.write)
         if rotary is None:
-            return paged_append(q, k, v, keys, values, pages.write), stored
+            return paged_append(*given, scales=stored.scales), stored
         q = paged_append(
-            *(q, k, v, keys, values, pages.write, rotary.cos, rotary.sin),
+            *(*given, rotary.cos, rotary.sin),
             interleaved=rotary.interleaved,
+            scales=stored.scales,
             backend=rotary.backend,
         )
         return q, stored

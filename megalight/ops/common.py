@@ -110,6 +110,13 @@ def triton_why_not(device: str, *dtypes: torch.dtype) -> str | None:
 
 
 @lru_cache
+def fp8_why_not(device: str) -> str | None:
+    """Return why a Triton kernel cannot convert from and to e4m3 on ``device`` (a device type), or None."""
+    capable = device != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9)
+    return None if capable else "needs a GPU of compute capability 8.9 for e4m3"
+
+
+@lru_cache
 def num_sms(device: torch.device) -> int:
     """Return the number of SMs of a device; 4 on the CPU, where Triton interprets kernels."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 4

@@ -43,6 +43,7 @@ class EngineOptions:
             have, and at least the model's longest sequence.
         max_sequences: maximum number of sequences in a step.
         step_tokens: maximum number of tokens in a step. Longer prompts run in parts.
+        kv_cache_dtype: ``auto`` or ``fp8``; see :class:`~megalight.inference.DynamicEngine`.
         draft: the checkpoint of a draft model (EAGLE-3), which guesses tokens; see
             :mod:`megalight.inference.speculator`. None: nobody does.
         guesses: the most that it guesses after a token.
@@ -51,6 +52,7 @@ class EngineOptions:
     cache_tokens: int | None = None
     max_sequences: int = 64
     step_tokens: int = 512
+    kv_cache_dtype: str = "auto"
     draft: str | None = None
     guesses: int = 4
 
@@ -84,6 +86,7 @@ class EngineOptions:
             block_size=BLOCK_SIZE,
             max_sequences=self.max_sequences,
             step_tokens=self.step_tokens,
+            kv_cache_dtype=self.kv_cache_dtype,
             speculator=speculator,
             first_rank_only=first_rank_only,
         )

@@ -247,7 +247,7 @@ class LLM:
         device: None: a GPU if there is one.
         dtype: dtype of the weights. None keeps the saved dtype.
         base: the weights that training began with, for a checkpoint of adapters.
-        cache_tokens, max_sequences, step_tokens, draft, guesses: see :class:`EngineOptions`.
+        cache_tokens, max_sequences, step_tokens, kv_cache_dtype, draft, guesses: see :class:`EngineOptions`.
 
     Raises:
         CheckpointError, DataError, ConfigurationError: see :meth:`TextGenerator.from_checkpoint`.
@@ -266,6 +266,7 @@ class LLM:
         cache_tokens: int | None = None,
         max_sequences: int = 64,
         step_tokens: int = 512,
+        kv_cache_dtype: str = "auto",
         draft: str | os.PathLike[str] | None = None,
         guesses: int = 4,
     ) -> None:
@@ -277,6 +278,7 @@ class LLM:
                 cache_tokens=cache_tokens,
                 max_sequences=max_sequences,
                 step_tokens=step_tokens,
+                kv_cache_dtype=kv_cache_dtype,
                 draft=None if draft is None else os.fspath(draft),
                 guesses=guesses,
             ),
@@ -296,6 +298,7 @@ class LLM:
         cache_tokens: int | None = None,
         max_sequences: int = 64,
         step_tokens: int = 512,
+        kv_cache_dtype: str = "auto",
     ) -> LLM:
         """Return one for the model of a LightningModule: in a notebook, or between two training steps.
 
@@ -307,7 +310,7 @@ class LLM:
                 ``transformers``, such as ``HFCausalLM`` or one of your own.
             tokenizer: the tokenizer, a ``tokenizer.json``, its folder, or its name. None: prompts are token ids, and
                 completions have no text.
-            cache_tokens, max_sequences, step_tokens: see :class:`EngineOptions`.
+            cache_tokens, max_sequences, step_tokens, kv_cache_dtype: see :class:`EngineOptions`.
 
         Raises:
             ConfigurationError: the model does not generate text, or is sharded by a strategy of Lightning's.
@@ -316,7 +319,12 @@ class LLM:
         trained = InferenceModel(model_of(module), strategy)
         words = tokenizer if tokenizer is None or isinstance(tokenizer, Tokenizer) else Tokenizer.load(tokenizer)
         ends = frozenset[int]() if words is None or words.eod_id is None else frozenset([words.eod_id])
-        options = EngineOptions(cache_tokens=cache_tokens, max_sequences=max_sequences, step_tokens=step_tokens)
+        options = EngineOptions(
+            cache_tokens=cache_tokens,
+            max_sequences=max_sequences,
+            step_tokens=step_tokens,
+            kv_cache_dtype=kv_cache_dtype,
+        )
         found = cls.__new__(cls)
         found.served = ServedModel.of(trained.model, words, ends, options=options)
         found._trained, found._ids = trained, itertools.count()
@@ -588,6 +596,7 @@ class AsyncLLM(AsyncClient):
         cache_tokens: int | None = None,
         max_sequences: int = 64,
         step_tokens: int = 512,
+        kv_cache_dtype: str = "auto",
         draft: str | os.PathLike[str] | None = None,
         guesses: int = 4,
     ) -> None:
@@ -595,6 +604,7 @@ class AsyncLLM(AsyncClient):
             cache_tokens=cache_tokens,
             max_sequences=max_sequences,
             step_tokens=step_tokens,
+            kv_cache_dtype=kv_cache_dtype,
             draft=None if draft is None else os.fspath(draft),
             guesses=guesses,
         )

@@ -17,7 +17,7 @@ from megalight.inference import Cache
 from megalight.models.gpt import GPT, GPTConfig, InitConfig
 from megalight.nn.init import initialize
 from megalight.ops.attention import attention
-from megalight.ops.paged_append import paged_append
+from megalight.ops.paged_append import dequantize_heads, paged_append
 from megalight.ops.paged_attention import paged_attention
 from megalight.ops.rotary import apply_rotary, rotary_table
 from megalight.parallel.graphs.inspection import Inspection
@@ -204,6 +204,79 @@ def test_kernels_of_latents(queries: list[int], monkeypatch: pytest.MonkeyPatch)
     assert error(found, expected) <= TOLERANCE[torch.float32]
 
 
+def eight_bits(rounds: bool, append: Any, attend: Any, queries: list[int], totals: list[int], **options: Any) -> None:
+    """Append to pools of e4m3 what follows stored tokens, and attend, as to the float64 values of all codes."""
+    torch.manual_seed(0)
+    pages = make_pages(queries, totals, 4, 24)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    pools = [torch.zeros(96, 2, size, dtype=torch.float8_e4m3fn) for size in (20, 12)]
+    scales = torch.full((96, 2), torch.nan), torch.full((96, 2), torch.nan)
+    everything = [torch.randn(sum(totals), 2, size) * 10.0 ** torch.arange(-2, 0)[:, None] for size in (20, 12)]
+    everything[1][0] = 0
+    rows, new = pages.rows(0, totals), pages.write
+    old = torch.tensor([place for place, row in enumerate(rows) if row not in new])
+    own = torch.tensor([(rows == row).nonzero().item() for row in new])
+    q = torch.randn(sum(queries), 6, 20)
+    pages, q, pools, scales, rows = _to(device, pages, q, pools, scales, rows)
+    k, v = (t.to(device, dtype) for t in everything)
+    reference = importlib.import_module("megalight.ops.paged_append").reference_paged_append
+    reference(q[:0], k[old], v[old], *pools, rows[old.to(device)], None, None, False, scales)
+    append(q.to(dtype), k[own], v[own], *pools, pages.write, None, None, False, scales)
+    wide = [dequantize_heads(pool, scale, torch.float64) for pool, scale in zip(pools, scales, strict=True)]
+    for found, given in zip(wide, (k, v), strict=True):
+        # 4 significant bits, from 2 ** -6 of what the largest value of the head maps to 448 of
+        largest = given.double().abs().amax(-1, keepdim=True)
+        within = (found[rows] - given.double()).abs() <= given.double().abs() / 16 + largest * 2**-9 / 448
+        # The interpreter rounds to 8 bits wrongly.
+        assert within.all() or not rounds
+    q = q.to(dtype)
+    expected = paged_attention(q.double(), *wide, pages, backend="reference", **options)
+    assert error(attend(q, *pools, pages, scales, **options), expected) <= TOLERANCE[dtype]
+
+
+def _to(device: str, pages: Pages, *rest: Any) -> Any:
+    names = ("block_table", "lengths", "cu_queries", "write", "state_slot")
+    moved = replace(pages, **{name: getattr(pages, name).to(device) for name in names})
+    return moved, *torch.utils._pytree.tree_map(lambda t: t.to(device), rest)
+
+
+EIGHT = [([1, 1, 1], [5, 1, 17], {}), ([1, 1, 3, 9], [9, 4, 3, 12], {"window": 3, "softcap": 1.5})]
+
+
+@pytest.mark.parametrize(("queries", "totals", "options"), EIGHT)
+@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=needs_interpreter)])
+def test_pools_of_eight_bits(
+    backend: str, queries: list[int], totals: list[int], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append, attend = (importlib.import_module(f"megalight.ops.paged_{name}") for name in ("append", "attention"))
+    if backend == "triton":
+        one, other = kernels("paged_append", monkeypatch), kernels("paged_attention", monkeypatch)
+        monkeypatch.setattr(other, "splits_of", lambda programs, sms: 4)
+        monkeypatch.setattr(other, "_blocks", lambda *given: (16, 16, 4, 1))
+        appended, attended = one.paged_append, other.paged_attention
+    else:
+        appended, attended = append.reference_paged_append, attend.reference_paged_attention
+
+    def run(q: Tensor, k: Tensor, v: Tensor, pages: Pages, scales: Any, **given: Any) -> Any:
+        names = ("scale", "window", "chunk", "softcap", "sink")
+        return attended(q, k, v, pages, True, *map(given.get, names), scales)
+
+    eight_bits(backend == "reference", appended, run, queries, totals, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("queries", "totals", "options"), EIGHT)
+def test_pools_of_eight_bits_on_a_gpu(queries: list[int], totals: list[int], options: dict[str, Any]) -> None:
+    def append(*given: Any) -> None:
+        paged_append(*given[:8], interleaved=given[8], scales=given[9], backend="triton")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, pages: Pages, scales: Any, **given: Any) -> Any:
+        return paged_attention(q, k, v, pages, scales=scales, backend="triton", **given)
+
+    eight_bits(True, append, attend, queries, totals, **options)
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=needs_interpreter)])
 def test_append_rotates_and_stores(interleaved: bool, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +288,7 @@ def test_append_rotates_and_stores(interleaved: bool, backend: str, monkeypatch:
     run = paged_append
     if backend == "triton":
         module = kernels("paged_append", monkeypatch)
-        run = lambda *given, interleaved: module.paged_append(*given, interleaved)  # noqa: E731
+        run = lambda *given, interleaved: module.paged_append(*given, interleaved, None)  # noqa: E731
     for angles in ((cos, sin), (None, None)):
         k_pool, v_pool = torch.zeros(12, 2, 10), torch.zeros(12, 2, 10)
         found = run(q, k, v, k_pool, v_pool, write, *angles, interleaved=interleaved)

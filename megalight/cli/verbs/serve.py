@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("cache-tokens", int, "tokens for which the cache has room (default: 65536)"),
         ("max-sequences", int, "sequences that run at once (default: 64)"),
         ("step-tokens", int, "tokens of a step; longer prompts run in parts (default: 512)"),
+        ("kv-cache-dtype", str, "auto: keys and values are stored in the weights' dtype; fp8: in half the bytes"),
         ("draft", str, "a draft model's checkpoint, which guesses tokens: faster, and the same texts"),
         ("guesses", int, "tokens that the draft guesses at a time (default: 4)"),
     ):
@@ -118,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     keys = arguments.api_key or [key for key in [os.environ.get(KEY)] if key]
     check_host(arguments.host, keys)
-    names = ("cache_tokens", "max_sequences", "step_tokens", "draft", "guesses")
+    names = ("cache_tokens", "max_sequences", "step_tokens", "kv_cache_dtype", "draft", "guesses")
     sizes = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     model = {
         "tensor_parallel": arguments.tensor_parallel,

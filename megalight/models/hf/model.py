@@ -74,13 +74,14 @@ class PagedCore:
         """``q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv] -> [T, H, Dv]``. Keys are rotated already."""
         state, pages = self.states[self.names[module]], sequences.pages
         assert pages is not None
-        if not pages.continued:
+        if not state.read_after(pages):
             state.store(k, v, pages)
             return plain(module, q, k, v, sequences, pattern, scale=scale, softcap=softcap, dropout=0.0, sink=sink)
         q, stored = state.append(q, k, v, pages, None)
         return paged_attention(
             q,
-            *stored,
+            *stored[:3],
+            scales=stored.scales,
             causal=pattern.causal,
             scale=scale,
             window=pattern.window,

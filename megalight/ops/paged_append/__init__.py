@@ -1,4 +1,8 @@
-"""Append to pools: queries and keys are rotated, keys and values of new tokens are stored in rows of their pools."""
+"""Append to pools: queries and keys are rotated, keys and values of new tokens are stored in rows of their pools.
+
+Pools of e4m3 have half the bytes of bfloat16. Each head of each token has a float32 scale, which maps its largest
+magnitude to 448: nothing is calibrated, and rows that are stored are never scaled anew.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megalight.ops.common import lazy, serve_all, triton_why_not
+from megalight.ops.common import fp8_why_not, lazy, serve_all, triton_why_not
+from megalight.ops.quantize.formats import LARGEST, to_fp8
 from megalight.ops.rotary import reference_apply_rotary
 from megalight.registry import Backend, BackendRegistry, remembered
 
@@ -23,20 +28,41 @@ def reference_paged_append(
     cos: Tensor | None,
     sin: Tensor | None,
     interleaved: bool,
+    scales: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     """See :func:`paged_append`."""
     if cos is not None and sin is not None:
         q, k = (reference_apply_rotary(t, cos, sin, interleaved) for t in (q, k))
     with torch.no_grad():
-        k_pool[write], v_pool[write] = k, v
+        if scales is None:
+            k_pool[write], v_pool[write] = k, v
+        else:
+            for rows, pool, scale in zip((k, v), (k_pool, v_pool), scales, strict=True):
+                codes, scale[write] = quantize_heads(rows)
+                # As bytes: not all devices index floats of 8 bits.
+                pool.view(torch.uint8)[write] = codes.view(torch.uint8)
     return q
 
 
+def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``[T, H, D] -> [T, H, D]`` in e4m3, and its scales ``[T, H]`` in float32: ``x`` is about their product."""
+    wide = x.float()
+    scale = wide.abs().amax(-1) / LARGEST["e4m3"]
+    scale = torch.where(scale == 0, 1.0, scale)
+    return to_fp8(wide / scale[..., None], "e4m3"), scale
+
+
+def dequantize_heads(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the values ``[..., H, D]`` that codes with scales ``[..., H]`` stand for."""
+    return codes.to(dtype) * scale[..., None].to(dtype)
+
+
 class PagedAppendSpec(NamedTuple):
-    """A request: device type, and dtype of the heads."""
+    """A request: device type, dtype of the heads, and whether pools are of e4m3."""
 
     device: str
     dtype: torch.dtype
+    quantized: bool = False
 
 
 PAGED_APPEND: BackendRegistry[PagedAppendSpec, Callable[..., Tensor]] = BackendRegistry("paged_append")
@@ -45,7 +71,7 @@ EXAMPLE = PagedAppendSpec("cpu", torch.bfloat16)
 
 
 def _triton_why_not(spec: PagedAppendSpec) -> str | None:
-    return triton_why_not(spec.device, spec.dtype)
+    return triton_why_not(spec.device, spec.dtype) or (fp8_why_not(spec.device) if spec.quantized else None)
 
 
 _triton = lazy("megalight.ops.paged_append.triton", "paged_append")
@@ -69,6 +95,7 @@ def paged_append(
     sin: Tensor | None = None,
     *,
     interleaved: bool = False,
+    scales: tuple[Tensor, Tensor] | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Rotate queries and keys, and store keys and values; return the queries, in one pass. It has no gradient.
@@ -83,7 +110,8 @@ def paged_append(
         cos: ``[T, r/2]``, from :func:`~megalight.ops.rotary.rotary_table`; None: nothing is rotated.
         sin: ``[T, r/2]``.
         interleaved: as in :func:`~megalight.ops.rotary.apply_rotary`.
+        scales: ``[N, Hkv]`` float32 of pools in e4m3, for keys and for values. None: the pools have the dtype of ``k``.
         backend: name of a backend.
     """
-    fn = _choose(PagedAppendSpec(q.device.type, q.dtype), backend)
-    return fn(q, k, v, k_pool, v_pool, write, cos, sin, interleaved)
+    fn = _choose(PagedAppendSpec(q.device.type, q.dtype, scales is not None), backend)
+    return fn(q, k, v, k_pool, v_pool, write, cos, sin, interleaved, scales)

@@ -8,6 +8,8 @@ from torch import Tensor
 from megalight.ops.jit import OVERLAP, Value, constexpr, jit, next_power, start_dependents, tl
 from megalight.ops.rotary.triton import turn
 
+CONTIGUOUS = torch.contiguous_format
+
 
 @jit
 def _append(
@@ -63,6 +65,31 @@ def _append(
     # fmt: on
 
 
+@jit
+def _quantize(
+    rows: Value,
+    pool: Value,
+    scales: Value,
+    write: Value,
+    HEADS: constexpr,
+    HEAD_BLOCK: constexpr,
+    DIM: constexpr,
+    DIM_BLOCK: constexpr,
+) -> None:
+    """Store the heads of a token in e4m3, each with its own scale."""
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.load(write + token)
+    head = tl.arange(0, HEAD_BLOCK)
+    place = head[:, None] * DIM + tl.arange(0, DIM_BLOCK)[None, :]
+    inside = (head < HEADS)[:, None] & (tl.arange(0, DIM_BLOCK) < DIM)[None, :]
+    x = tl.load(rows + token * HEADS * DIM + place, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.max(tl.abs(x), 1) / 448.0
+    scale = tl.where(scale == 0, 1.0, scale)
+    codes = (x / scale[:, None]).to(pool.dtype.element_ty)
+    tl.store(pool + row * HEADS * DIM + place, codes, mask=inside)
+    tl.store(scales + row * HEADS + head, scale, mask=head < HEADS)
+
+
 def paged_append(
     q: Tensor,
     k: Tensor,
@@ -73,8 +100,23 @@ def paged_append(
     cos: Tensor | None,
     sin: Tensor | None,
     interleaved: bool,
+    scales: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     """See :func:`megalight.ops.paged_append.paged_append`."""
+    if scales is not None:
+        turned, copied = torch.empty_like(k, memory_format=CONTIGUOUS), torch.empty_like(v, memory_format=CONTIGUOUS)
+        places = torch.arange(len(k), device=k.device)
+        out = paged_append(q, k, v, turned, copied, places, cos, sin, interleaved, None)
+        for rows, pool, scale in zip((turned, copied), (k_pool, v_pool), scales, strict=True):
+            _, heads, size = rows.shape
+            _quantize[(len(rows),)](
+                *(rows, pool, scale, write),
+                HEADS=heads,
+                HEAD_BLOCK=next_power(heads),
+                DIM=size,
+                DIM_BLOCK=next_power(size),
+            )
+        return out
     (tokens, heads, size), kv_heads, value_size = q.shape, k.shape[1], v.shape[-1]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     half = size // 2 if cos is None else cos.shape[-1]

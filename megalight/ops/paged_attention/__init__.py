@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from megalight.ops.attention.torch_kernels import softmax
-from megalight.ops.common import HALF, cuda_why_not, lazy, serve_all, triton_why_not, wide
+from megalight.ops.common import HALF, cuda_why_not, fp8_why_not, lazy, serve_all, triton_why_not, wide
+from megalight.ops.paged_append import dequantize_heads
 from megalight.registry import Backend, BackendRegistry, remembered
 from megalight.types import Pages
 
@@ -27,9 +28,10 @@ def reference_paged_attention(
     chunk: int | None,
     softcap: float | None,
     sink: Tensor | None,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """See :func:`paged_attention`."""
-    outputs, first, options = [], 0, (causal, scale, window, chunk, softcap, sink)
+    outputs, first, options = [], 0, (causal, scale, window, chunk, softcap, sink, scales)
     pages = _of_tokens(pages, len(q)) if pages.recorded else pages
     # Sequences with one query go together, as in a decode step; each of the others goes alone.
     parts = [pages.decodes] if pages.decodes else []
@@ -72,18 +74,28 @@ def _attend(
     chunk: int | None,
     softcap: float | None,
     sink: Tensor | None,
+    scales: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     """Attend in ``count`` sequences with equally many queries."""
     (_, heads, size), kv_heads, dtype = q.shape, k_pool.shape[1], wide(q.dtype)
     bound = max(pages.bounds[first : first + count])
     table = pages.block_table[first : first + count, : -(-bound // pages.page_size)].long()
 
-    def stored(pool: Tensor) -> Tensor:
-        """``[N, Hkv, D] -> [n, Hkv, bound, D]``."""
-        blocks = pool.view(-1, pages.page_size, *pool.shape[1:])[table]
-        return blocks.flatten(1, 2)[:, :bound].transpose(1, 2).to(dtype)
+    def rows_of(pool: Tensor) -> Tensor:
+        """``[N, Hkv, ...] -> [n, bound, Hkv, ...]``."""
+        # As bytes: not all devices index floats of 8 bits.
+        whole = pool.view(torch.uint8) if pool.itemsize == 1 else pool
+        rows = whole.view(-1, pages.page_size, *pool.shape[1:])[table].flatten(1, 2)[:, :bound]
+        return rows.view(pool.dtype)
 
-    key, value = stored(k_pool), stored(v_pool)
+    def stored(pool: Tensor, scale: Tensor | None) -> Tensor:
+        """``[N, Hkv, D] -> [n, Hkv, bound, D]``."""
+        rows = rows_of(pool)
+        found = rows.to(dtype) if scale is None else dequantize_heads(rows, rows_of(scale), dtype)
+        return found.transpose(1, 2)
+
+    k_scale, v_scale = scales or (None, None)
+    key, value = stored(k_pool, k_scale), stored(v_pool, v_scale)
     # `[n, Hkv, H / Hkv, Tq, D]`: query heads that share a key head are rows of one product.
     query = q.to(dtype).view(count, -1, kv_heads, heads // kv_heads, size).permute(0, 2, 3, 1, 4)
     length = query.shape[3]
@@ -123,6 +135,7 @@ class PagedAttentionSpec(NamedTuple):
         chunk: whether a query sees only keys of its own chunk.
         softcap: whether scores are capped.
         sink: whether the softmax has sinks.
+        quantized: whether pools are of e4m3.
     """
 
     device: str
@@ -136,6 +149,7 @@ class PagedAttentionSpec(NamedTuple):
     chunk: bool = False
     softcap: bool = False
     sink: bool = False
+    quantized: bool = False
 
 
 PAGED_ATTENTION: BackendRegistry[PagedAttentionSpec, Callable[..., Tensor]] = BackendRegistry("paged_attention")
@@ -149,7 +163,8 @@ def _triton_why_not(spec: PagedAttentionSpec) -> str | None:
     widest = 576 if spec.shared else 256
     if spec.head_dim > widest:
         return f"needs heads of at most {widest} features, not {spec.head_dim}"
-    return cuda_why_not(spec.device) or triton_why_not(spec.device, spec.dtype)
+    unserved = cuda_why_not(spec.device) or triton_why_not(spec.device, spec.dtype)
+    return unserved or (fp8_why_not(spec.device) if spec.quantized else None)
 
 
 _triton = lazy("megalight.ops.paged_attention.triton", "paged_attention")
@@ -174,6 +189,7 @@ def paged_attention(
     chunk: int | None = None,
     softcap: float | None = None,
     sink: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """``softmax(q k^T * scale) v`` within each sequence, whose keys and values lie in pools. It has no gradient.
@@ -191,6 +207,8 @@ def paged_attention(
         chunk: a query sees only keys of its own chunk of so many tokens. None: all.
         softcap: scores become ``softcap * tanh(score / softcap)``.
         sink: ``[H]``: the denominator of a head's softmax has one more term, ``e^sink``. None: no sink.
+        scales: ``[N, Hkv]`` float32 of pools in e4m3, for keys and for values (:func:`~megalight.ops.paged_append`).
+            None: the pools have the dtype of ``q``.
         backend: name of a backend.
 
     Returns:
@@ -211,6 +229,7 @@ def paged_attention(
         chunk is not None,
         softcap is not None,
         sink is not None,
+        scales is not None,
     )
     fn = _choose(spec, backend)
-    return fn(q, k_pool, v_pool, pages, causal, scale, window, chunk, softcap, sink)
+    return fn(q, k_pool, v_pool, pages, causal, scale, window, chunk, softcap, sink, scales)

@@ -48,6 +48,8 @@ def _attend(
     out: Value,
     sums: Value,
     sink: Value,
+    k_scale: Value,
+    v_scale: Value,
     scale: Value,
     softcap: Value,
     first: Value,
@@ -74,6 +76,7 @@ def _attend(
     CAPPED: constexpr,
     SINK: constexpr,
     SHARED: constexpr,
+    QUANTIZED: constexpr,
     PRECISION: constexpr,
     PDL: constexpr,
 ) -> None:
@@ -139,6 +142,8 @@ def _attend(
             loaded = tl.load(
                 keys[:, None] + feature[None, :], mask=present[:, None] & (feature < DIM)[None, :], other=0.0
             )
+            # Of e4m3, each value is one of half precision.
+            loaded = loaded.to(held.dtype)
             scores = tl.dot(held, tl.trans(loaded), input_precision=PRECISION)
             if TAIL > 0:
                 turned = tl.load(
@@ -146,6 +151,9 @@ def _attend(
                 )
                 scores += tl.dot(tail, tl.trans(turned), input_precision=PRECISION)
             scores *= scale
+            if QUANTIZED:
+                scale_at = rows * tl.num_programs(1) + kv_head
+                scores *= tl.load(k_scale + scale_at, mask=present, other=0.0)[None, :]
             if CAPPED:
                 # tanh by a power of 2, which stays finite for any score
                 small = tl.exp2(tl.abs(scores / softcap) * (-2 * LOG2E))
@@ -174,7 +182,9 @@ def _attend(
                     other=0.0,
                 )
             mixed = mixed * shrink[:, None]
-            mixed += tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
+            if QUANTIZED:
+                weights *= tl.load(v_scale + scale_at, mask=present, other=0.0)[None, :]
+            mixed += tl.dot(weights.to(held.dtype), values.to(held.dtype), input_precision=PRECISION)
             largest = higher
         # a part without keys: its output is 0, and its log-sum-exp minus infinity
         total = tl.where(total == 0, 1.0, total)
@@ -246,11 +256,12 @@ def paged_attention(
     chunk: int | None,
     softcap: float | None,
     sink: Tensor | None,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """See :func:`megalight.ops.paged_attention.paged_attention`."""
     q = q if q.stride(-1) == 1 else q.contiguous()
     out = torch.empty(*q.shape[:2], v_pool.shape[-1], dtype=q.dtype, device=q.device)
-    options = (causal, scale, window, chunk, softcap, sink)
+    options = (causal, scale, window, chunk, softcap, sink, scales)
     lengths = pages.query_lengths
     # Sequences with few queries come first, and are launched apart: their keys are split.
     few = next((place for place, count in enumerate(lengths) if count > FEW), len(lengths))
@@ -276,6 +287,7 @@ def _launch(
     chunk: int | None,
     softcap: float | None,
     sink: Tensor | None,
+    scales: tuple[Tensor, Tensor] | None,
 ) -> None:
     """Attend with the queries of ``count`` sequences, which have at most ``queries`` each."""
     (tokens, heads, size), kv_heads, value_size = q.shape, k_pool.shape[1], v_pool.shape[-1]
@@ -295,6 +307,7 @@ def _launch(
     read, tail = (value_size, size - value_size) if shared else (size, 0)
     _attend[(blocks, kv_heads, count * splits)](
         *(q, k_pool, v_pool, pages.block_table, pages.lengths, pages.cu_queries, written, sums, sink),
+        *(scales or (None, None)),
         *(1 / math.sqrt(size) if scale is None else scale, softcap or 0.0, first),
         *(*q.stride()[:2], k_pool.stride(0), v_pool.stride(0), pages.block_table.stride(0), heads),
         GROUP=group,
@@ -314,6 +327,7 @@ def _launch(
         CAPPED=softcap is not None,
         SINK=sink is not None,
         SHARED=shared,
+        QUANTIZED=scales is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         PDL=pdl,
         launch_pdl=pdl,
