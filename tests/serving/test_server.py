@@ -56,14 +56,18 @@ class Served:
 
 
 def run(
-    folder: Path, test: Callable[[Served], Coroutine[Any, Any, None]], keys: tuple[str, ...] = (), **limits: Any
+    folder: Path,
+    test: Callable[[Served], Coroutine[Any, Any, None]],
+    keys: tuple[str, ...] = (),
+    seconds: float = 60,
+    **limits: Any,
 ) -> None:
     async def main() -> None:
         served = Served(folder, keys, Limits(**limits) if limits else None)
         try:
             inner = served.app.app  # type: ignore[attr-defined]
             async with inner.router.lifespan_context(inner):
-                await asyncio.wait_for(test(served), 60)
+                await asyncio.wait_for(test(served), seconds)
             for _ in range(100):
                 if served.free():
                     break
