@@ -531,12 +531,16 @@ class AsyncClient(ABC):
         """What each engine has, and has done, by its name."""
 
     @abstractmethod
+    async def pause(self) -> None:
+        """Stop after the step that runs. Requests wait."""
+
+    @abstractmethod
     async def suspend(self) -> None:
         """Give the memory of the cache back. Requests keep their tokens, and wait."""
 
     @abstractmethod
     async def resume(self) -> None:
-        """Go on with all requests, from their first token."""
+        """Go on with all requests: after a suspend from their first token."""
 
     @abstractmethod
     async def shutdown(self) -> None:
@@ -676,13 +680,22 @@ class AsyncLLM(AsyncClient):
         """What the engine has, and has done, as ``0``."""
         return {"0": self.served.loop.status}
 
+    async def pause(self) -> None:
+        """Stop after the step that runs. Requests wait."""
+        await self._between_steps(lambda loop: setattr(loop, "paused", True))
+
     async def suspend(self) -> None:
         """Give the memory of the cache back. Requests keep their tokens, and wait."""
         await self._between_steps(lambda loop: loop.engine.suspend())
 
     async def resume(self) -> None:
-        """Go on with all requests, from their first token."""
-        await self._between_steps(lambda loop: loop.engine.resume())
+        """Go on with all requests: after a suspend from their first token."""
+
+        def act(loop: EngineLoop) -> None:
+            loop.engine.resume()
+            loop.paused = False
+
+        await self._between_steps(act)
 
     async def shutdown(self) -> None:
         """End after the step that runs. Streams that have not ended raise a ``MegalightError``."""

@@ -304,12 +304,16 @@ class ReplicatedLLM(AsyncClient):
         """What each engine has, and has done, by its name."""
         return self._started().engines
 
+    async def pause(self) -> None:
+        """Stop all engines after their step. Requests wait."""
+        await self._started().pause()
+
     async def suspend(self) -> None:
         """Give the memory of all caches back. Requests keep their tokens, and wait."""
         await self._started().suspend()
 
     async def resume(self) -> None:
-        """Go on with all requests, from their first token."""
+        """Go on with all requests: after a suspend from their first token."""
         await self._started().resume()
 
     async def shutdown(self) -> None:

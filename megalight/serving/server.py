@@ -64,8 +64,8 @@ PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 """A browser runs the page's own script alone, and asks this server alone."""
-OPEN = ("/health", *PAGE)
-"""Routes that answer without a key: they say nothing of the model."""
+CONTROLS = ("/pause", "/suspend", "/resume")
+"""Routes for whoever runs the server, with a key of their own."""
 CLOSED_REQUEST = 499
 """The status of a request whose client has gone."""
 
@@ -165,6 +165,7 @@ class Gate:
     app: ASGIApp
     endpoints: Endpoints
     keys: Keys
+    control_keys: Keys | None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
@@ -173,9 +174,11 @@ class Gate:
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
         try:
-            client = b""
-            if scope["path"] not in OPEN:
-                client = self.keys.client(headers.get(b"authorization", b"").decode("latin-1"))
+            client, authorization = b"", headers.get(b"authorization", b"").decode("latin-1")
+            if scope["path"] in CONTROLS and self.control_keys is not None:
+                self.control_keys.client(authorization)
+            elif not _open(scope):
+                client = self.keys.client(authorization)
             length = headers.get(b"content-length", b"0")
             if not length.isdigit() or int(length) > self.endpoints.limits.body_bytes:
                 raise self._too_large()
@@ -220,6 +223,22 @@ class Gate:
                 raise OSError("the client has stopped reading") from error
 
         return patient
+
+
+def _open(scope: Scope) -> bool:
+    """Return whether a route needs no key: the files of the page, as browsers send none; life, on this machine."""
+    if scope["path"] == "/health":
+        host, _ = scope.get("client") or ("", 0)
+        return is_loopback(host)
+    return scope["path"] in PAGE
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host is this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _response(error: APIError) -> JSONResponse:
@@ -272,6 +291,7 @@ class Endpoints:
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.llm, self.name)
         self._grammars: GrammarWorker | None = None
+        self._state, self._controlling = "running", asyncio.Lock()
 
     async def health(self) -> Response:
         """Say that the process lives."""
@@ -281,7 +301,38 @@ class Endpoints:
         """Say whether requests are accepted: 200, or 503."""
         if self.llm.failure is not None:
             raise APIError(503, "the engine has stopped.")
+        if self._state != "running":
+            raise APIError(503, f"the engine is {self._state}.", None, self._state)
         return JSONResponse({"status": "ready"})
+
+    async def pause(self) -> Response:
+        """Stop the engine after the step that runs. Requests are accepted, and wait."""
+        return await self._control(self.llm.pause, "paused")
+
+    async def suspend(self) -> Response:
+        """Give the memory of the engine's cache back, too."""
+        return await self._control(self.llm.suspend, "suspended")
+
+    async def resume(self) -> Response:
+        """Go on with all requests."""
+        return await self._control(self.llm.resume, "running")
+
+    async def _control(self, act: Callable[[], Awaitable[None]], state: str) -> Response:
+        if self.llm.failure is not None:
+            raise APIError(503, "the engine has stopped.")
+        async with self._controlling:
+            await act()
+            self._state = state
+        return JSONResponse({"state": state})
+
+    async def embeddings(self) -> Response:
+        """Refuse: the models that generate text have no embeddings of texts."""
+        raise APIError(
+            404,
+            f"{self.name!r} generates text, and has no embeddings; ask a model that was trained for them.",
+            "model",
+            "unsupported_model",
+        )
 
     async def metrics_page(self) -> Response:
         """Return the metrics in the text format of Prometheus."""
@@ -583,13 +634,21 @@ class EventStream(StreamingResponse):
                 await while_connected(receive, self.stream_response(send))
 
 
-def app_of(llm: AsyncClient, name: str, *, keys: Sequence[str] = (), limits: Limits | None = None) -> ASGIApp:
+def app_of(
+    llm: AsyncClient,
+    name: str,
+    *,
+    keys: Sequence[str] = (),
+    control_keys: Sequence[str] = (),
+    limits: Limits | None = None,
+) -> ASGIApp:
     """Return the server as an ASGI app.
 
     Args:
         llm: completes prompts.
         name: the model's name in the API.
         keys: the API keys; none: everyone may use it.
+        control_keys: the keys of :data:`CONTROLS`; none: there are no such routes.
         limits: what is accepted.
     """
     limits = limits or Limits()
@@ -619,6 +678,10 @@ def app_of(llm: AsyncClient, name: str, *, keys: Sequence[str] = (), limits: Lim
     ):
         app.get(path, response_model=None)(get)
 
+    app.post("/v1/embeddings", response_model=None)(routes.embeddings)
+    for path, control in zip(CONTROLS, (routes.pause, routes.suspend, routes.resume), strict=True):
+        if control_keys:
+            app.post(path, response_model=None)(control)
     for path, (file, kind) in PAGE.items():
         app.get(path, response_model=None, include_in_schema=False)(_page_route(file, kind))
 
@@ -638,7 +701,7 @@ def app_of(llm: AsyncClient, name: str, *, keys: Sequence[str] = (), limits: Lim
     app.add_exception_handler(APIError, told)
     app.add_exception_handler(HTTPException, unknown)
     app.add_exception_handler(Exception, broken)
-    return Gate(app, routes, Keys(keys, limits))
+    return Gate(app, routes, Keys(keys, limits), Keys(control_keys, limits) if control_keys else None)
 
 
 def _page_route(file: str, kind: str) -> Callable[[], Awaitable[Response]]:
@@ -671,11 +734,7 @@ def check_host(host: str, keys: Sequence[str]) -> None:
     Raises:
         ConfigurationError: there is none.
     """
-    try:
-        loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = host == "localhost"
-    if not loopback and not keys:
+    if not is_loopback(host) and not keys:
         raise ConfigurationError(
             f"host (--host) is {host}, which other machines reach, and there is no API key; give one (--api-key, or "
             "MEGALIGHT_API_KEY), or listen on 127.0.0.1."
@@ -704,6 +763,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     keys: Sequence[str] = (),
+    control_keys: Sequence[str] = (),
     limits: Limits | None = None,
     drain_seconds: int = 60,
     ready: Callable[[int], None] = lambda port: None,
@@ -711,7 +771,7 @@ def serve(
     """Serve until SIGTERM or Ctrl-C. Then no request is accepted, and those that run end first.
 
     Args:
-        llm, name, keys, limits: see :func:`app_of`.
+        llm, name, keys, control_keys, limits: see :func:`app_of`.
         host: where it listens.
         port: 0: any that is free.
         drain_seconds: time after which requests that still run are aborted.
@@ -724,7 +784,7 @@ def serve(
     check_host(host, keys)
     integer("port (--port)", port, 0, 65_535)
     config = uvicorn.Config(
-        app_of(llm, name, keys=keys, limits=limits),
+        app_of(llm, name, keys=keys, control_keys=control_keys, limits=limits),
         lifespan="on",
         log_level="warning",
         server_header=False,

@@ -19,7 +19,7 @@ from megalight.inference import SamplingParams
 from megalight.serving import LLM, AsyncLLM
 from megalight.serving.engine_loop import EngineStatus
 from megalight.serving.metrics import Metrics
-from megalight.serving.server import OPEN, Endpoints, Limits, app_of, check_host, merged
+from megalight.serving.server import CONTROLS, PAGE, Endpoints, Limits, app_of, check_host, merged
 
 httpx = pytest.importorskip("httpx")
 openai = pytest.importorskip("openai")
@@ -38,7 +38,7 @@ class Served:
 
     def __init__(self, folder: Path, keys: tuple[str, ...], limits: Limits | None) -> None:
         self.llm = AsyncLLM(folder, device="cpu")
-        self.app = app_of(self.llm, "small", keys=keys, limits=limits)
+        self.app = app_of(self.llm, "small", keys=keys, control_keys=["control"], limits=limits)
         self.endpoints: Endpoints = self.app.endpoints  # type: ignore[attr-defined]
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://server")
         self.client = openai.AsyncOpenAI(
@@ -386,6 +386,7 @@ ROUTES = [
     ("POST", "/v1/chat/completions"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
+    ("POST", "/v1/embeddings"),
     ("GET", "/ready"),
     ("GET", "/metrics"),
     ("GET", "/openapi.json"),
@@ -398,7 +399,8 @@ def test_keys_are_needed_on_every_route(folder: Path) -> None:
         app = served.app.app  # type: ignore[attr-defined]
         known = {(method, route.path) for route in app.routes for method in route.methods - {"HEAD"}}
         told = {(method, path.replace("/small", "/{name:path}")) for method, path in ROUTES[:-1]}
-        assert told | {("GET", path) for path in OPEN} == known, "a new route needs a line in ROUTES"
+        others = {("GET", path) for path in ("/health", *PAGE)} | {("POST", path) for path in CONTROLS}
+        assert told | others == known, "a new route needs a line in ROUTES"
         for method, path in ROUTES:
             for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}, {"Authorization": ""}):
                 answer = await served.http.request(method, path, headers=header)
@@ -406,6 +408,14 @@ def test_keys_are_needed_on_every_route(folder: Path) -> None:
             answer = await served.http.request(method, path, headers={"Authorization": "Bearer secret"})
             assert answer.status_code != 401
         assert (await served.http.get("/health")).json() == {"status": "ok"}
+        for host, status in (("::1", 200), ("192.168.1.2", 401), ("", 401)):
+            transport = httpx.ASGITransport(served.app, client=(host, 1))
+            async with httpx.AsyncClient(transport=transport, base_url="http://server") as away:
+                assert (await away.get("/health")).status_code == status
+                assert (await away.get("/")).status_code == 200
+        for path in CONTROLS:
+            for key in ("secret", "", "Control"):
+                assert (await served.http.post(path, headers={"Authorization": f"Bearer {key}"})).status_code == 401
         assert (await served.client.completions.create(prompt="a", **GREEDY)).choices
 
     run(folder, test, keys=("other", "secret"))
@@ -444,6 +454,30 @@ def test_a_first_token_that_does_not_come_is_told(folder: Path) -> None:
         await served.llm.resume()
 
     run(folder, test, first_token_seconds=0.05)
+
+
+def test_a_server_is_paused_suspended_and_resumed(folder: Path) -> None:
+    async def test(served: Served) -> None:
+        async def control(path: str, state: str, ready: int) -> None:
+            answer = await served.post(path, {}, Authorization="Bearer control")
+            assert answer.json() == {"state": state}
+            assert (await served.http.get("/ready")).status_code == ready
+
+        body = {**GREEDY, "prompt": "user: ", "ignore_eos": True, "max_tokens": 60}
+        expected = (await served.post("/v1/completions", body)).json()["choices"]
+        for path, state in (("/pause", "paused"), ("/suspend", "suspended")):
+            task = asyncio.create_task(served.post("/v1/completions", body))
+            await asyncio.sleep(0.02)
+            await control(path, state, 503)
+            waiting = asyncio.create_task(served.post("/v1/completions", body))
+            await asyncio.wait({waiting}, timeout=0.1)
+            assert not waiting.done(), "accepted, and waits"
+            await control("/resume", "running", 200)
+            assert (await task).json()["choices"] == (await waiting).json()["choices"] == expected
+        answer = await served.post("/v1/embeddings", {"model": "small", "input": "a"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (404, "model")
+
+    run(folder, test)
 
 
 SCOPE = {

@@ -11,6 +11,7 @@ from megalight.cli.verbs import add_weights_keys
 from megalight.errors import ConfigurationError
 
 KEY = "MEGALIGHT_API_KEY"
+CONTROL_KEY = "MEGALIGHT_CONTROL_KEY"
 COORDINATOR = "USE_COORDINATOR"
 """Environment variable: 1: also a single engine is in a process of its own, behind a coordinator."""
 
@@ -34,6 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         help=f"a key that clients send; repeat for several (default: {KEY}). Other machines need one",
+    )
+    parser.add_argument(
+        "--control-key",
+        action="append",
+        default=[],
+        help=f"a key for /pause, /suspend and /resume (default: {CONTROL_KEY}). Without one there are no such routes",
     )
     for option, kind, what in (
         ("max-choices", int, "completions of a request: its prompts times n (default: 64)"),
@@ -118,6 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
     from megalight.serving.server import Limits, check_host, serve
 
     keys = arguments.api_key or [key for key in [os.environ.get(KEY)] if key]
+    control_keys = arguments.control_key or [key for key in [os.environ.get(CONTROL_KEY)] if key]
     check_host(arguments.host, keys)
     names = ("cache_tokens", "max_sequences", "step_tokens", "kv_cache_dtype", "draft", "guesses")
     sizes = {name: value for name in names if (value := getattr(arguments, name)) is not None}
@@ -151,6 +159,7 @@ def run(arguments: argparse.Namespace) -> int:
         host=arguments.host,
         port=arguments.port,
         keys=keys,
+        control_keys=control_keys,
         limits=Limits(**limits),
         drain_seconds=arguments.drain_timeout or 60,
         ready=ready,
