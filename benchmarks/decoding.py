@@ -4,6 +4,7 @@
     python benchmarks/decoding.py models RESULT.json     # batch 1, 64 mixed requests, a long prompt
     python benchmarks/decoding.py graphs RESULT.json     # requests at random with no, decode and all graphs; captures
     python benchmarks/decoding.py peers RESULT.json      # `transformers` on the same shape
+    python benchmarks/decoding.py modules RESULT.json    # one of `transformers` (Qwen3-8B shape) on the engine
     torchrun --nproc-per-node 2 benchmarks/decoding.py divided RESULT.json  # shapes of 8B and 32B over GPUs
 
 ``--package FOLDER`` imports Megalight from another checkout, to time two in one call. Wrong kernels are not timed.
@@ -179,10 +180,11 @@ def kernels(arguments: argparse.Namespace) -> Row:
 
 def clock(run: Callable[[], Any]) -> tuple[float, Any]:
     """Return seconds of a call until the device is done, and its result."""
-    torch.cuda.synchronize()
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    wait()
     begin = time.perf_counter()
     found = run()
-    torch.cuda.synchronize()
+    wait()
     return time.perf_counter() - begin, found
 
 
@@ -409,6 +411,83 @@ def peers(arguments: argparse.Namespace) -> Row:
     return out
 
 
+QWEN3_8B: Row = {
+    "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288,
+    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 8192, "rope_theta": 1000000.0, "tie_word_embeddings": False,
+}  # fmt: skip
+TINY: Row = QWEN3_8B | {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8,
+}  # fmt: skip
+
+
+def modules(arguments: argparse.Namespace) -> Row:
+    """Time decoding of a model of `transformers`, one text and 64: its own `generate`, and the engine on its weights.
+
+    Figures are tokens per second from the second token on. Without a GPU, a tiny shape tries the script.
+    """
+    import transformers
+
+    from megalight.inference import DynamicEngine, SamplingParams
+    from megalight.models.fused import fuse
+    from megalight.models.hf import HFConfig
+
+    gpu = torch.cuda.is_available()
+    device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
+    config = HFConfig(QWEN3_8B if gpu else TINY).read
+    made: Any = transformers.AutoModelForCausalLM
+    with torch.device(device):
+        model = made.from_config(config, dtype=dtype).eval()
+    length, new = (128, 129) if gpu else (8, 9)
+    ids = torch.randint(10, config.vocab_size, (64, length), device=device)
+    out: Row = {"transformers": transformers.__version__}
+
+    def timed(run: Callable[[int], Any]) -> tuple[float, Any]:
+        """Return seconds of all tokens but the first, and the result."""
+        run(new)  # kernels are compiled, and graphs recorded
+        first, _ = clock(lambda: run(1))
+        seconds, found = clock(lambda: run(new))
+        return seconds - first, found
+
+    texts: dict[int, list[list[int]]] = {}
+    for batch in (1, 64):
+        for cache in ("dynamic", "static") if gpu else ("dynamic",):
+            options = {"do_sample": False, "pad_token_id": 0, "cache_implementation": cache}
+
+            def alone(count: int, rows: Any = ids[:batch], options: Row = options) -> Any:
+                mask = torch.ones_like(rows)
+                return model.generate(rows, attention_mask=mask, max_new_tokens=count, min_new_tokens=count, **options)
+
+            seconds, found = timed(alone)
+            out[f"generate_{cache}_{batch}"] = batch * (new - 1) / seconds
+            if cache == "dynamic":
+                texts[batch] = found[:, length:].tolist()
+            print(out, flush=True)
+    for name in ("engine", "engine_fused"):
+        if name == "engine_fused":
+            out["fused_layers"] = fuse(model)
+        blocks = 64 * -(-(length + new) // 16)
+        engine = DynamicEngine(model, num_blocks=blocks, block_size=16, max_sequences=64, step_tokens=64 * length)
+        out[f"{name}_graphs_seconds"], _ = clock(engine.create_cuda_graphs)
+        for batch in (1, 64):
+
+            def together(count: int, engine: Any = engine, batch: int = batch) -> Any:
+                for row in ids[:batch].tolist():
+                    engine.add(row, max_new_tokens=count, sampling_params=SamplingParams(temperature=0))
+                return [each.tokens for each in engine.run().values()]
+
+            seconds, found = timed(together)
+            out[f"{name}_{batch}"] = batch * (new - 1) / seconds
+            # bf16 rounds otherwise, and texts differ behind the first token that does.
+            same = torch.tensor(found) == torch.tensor(texts[batch])
+            out[f"{name}_same_{batch}"] = float(same.double().mean())
+            print(out, flush=True)
+        out[f"{name}_graph_uses"] = {str(key): value for key, value in engine.graph_uses.items()}
+        del engine
+    return out
+
+
 def divided(arguments: argparse.Namespace) -> Row:
     """Time the Qwen3-32B shape, and one of 8B, over all GPUs (TP), one text and 64."""
     import os
@@ -457,16 +536,16 @@ def divided(arguments: argparse.Namespace) -> Row:
 def main() -> None:
     """Run a part and write its figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("kernels", "models", "graphs", "peers", "divided"))
+    parser.add_argument("part", choices=("kernels", "models", "graphs", "peers", "modules", "divided"))
     parser.add_argument("result", type=Path)
     parser.add_argument("--package", type=Path, default=Path(__file__).resolve().parents[1])
     arguments = parser.parse_args()
     sys.path.insert(0, str(arguments.package))
     torch.manual_seed(0)
-    found = {"kernels": kernels, "models": models, "graphs": graphs, "peers": peers, "divided": divided}[
-        arguments.part
-    ](arguments)
-    found |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    parts = {"kernels": kernels, "models": models, "graphs": graphs, "peers": peers, "modules": modules}
+    parts["divided"] = divided
+    found = parts[arguments.part](arguments)
+    found |= {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none", "torch": torch.__version__}
     arguments.result.write_text(json.dumps(found, indent=1) + "\n")
     print(f"RESULT {arguments.part} { ({key: value for key, value in found.items() if key != 'rows'}) }", flush=True)
 

@@ -28,6 +28,7 @@ from megalight.inference.scheduler import Completion
 from megalight.inference.text_requests import TextCompletion, TextRequest, before, stop_at
 from megalight.models.eagle import DraftModel
 from megalight.models.family import Family, family, family_of_transformers
+from megalight.models.fused import fuse
 from megalight.models.gpt import GPT
 from megalight.models.hf import HFModel
 from megalight.models.hugging_face.folder import GENERATION
@@ -128,10 +129,14 @@ def _found(
     _check_generates(known, path)
     if opened is not None:
         refuse_keys(keys, path)
-        return saved_model(opened, device, dtype, None if base is None else latest_checkpoint(base), mesh, adapter)
-    if adapter is not None:
+        found = saved_model(opened, device, dtype, None if base is None else latest_checkpoint(base), mesh, adapter)
+    elif adapter is not None:
         raise ConfigurationError(f"{path} is a folder of transformers, which has no adapter {adapter!r}; leave it out.")
-    return transformers_model(path, device, dtype, mesh, keys)
+    else:
+        found = transformers_model(path, device, dtype, mesh, keys)
+    if isinstance(found.root, HFModel):
+        fuse(found.root)
+    return found
 
 
 def _check_generates(known: Family, path: str | os.PathLike[str]) -> None:

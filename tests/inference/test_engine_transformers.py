@@ -12,6 +12,7 @@ from megalight.errors import ConfigurationError
 from megalight.inference import DynamicEngine, SamplingParams, generate
 from megalight.inference.batch_dimensions import InferenceBatchDimensions
 from megalight.inference.graphs import StepGraphs
+from megalight.models.fused import Layer, fuse
 from megalight.models.hf import HFModel
 from tests.parallel.graphs.tape import Tape
 from tests.parallel.tiny_transformers import float64, tiny
@@ -66,6 +67,20 @@ def test_completions_are_those_of_generate(family: str) -> None:
     assert len({tuple(each.tokens) for each in found.values()}) > 2
     assert preempted
     assert shared
+    assert family in FULL or bool(engine.blocks.spans) == (family != "llama"), "windows keep all blocks"
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen2", *(pytest.param(each, marks=pytest.mark.full) for each in ("glm4", "arcee"))]
+)
+def test_fused_ops_on_the_engine(family: str) -> None:
+    theirs: Any = tiny(family).eval()
+    ours = copy.deepcopy(theirs)
+    assert fuse(ours) == (2 if family != "glm4" else 0)
+    assert any(isinstance(module, Layer) for module in ours.modules()) == (family != "glm4")
+    with float64():
+        found = generate(ours, PROMPTS, max_new_tokens=NEW, temperature=0)
+        assert found == [expected(theirs, prompt)[0] for prompt in PROMPTS]
 
 
 def test_probabilities_of_prompts_graphs_and_batches() -> None:
@@ -96,6 +111,7 @@ def test_probabilities_of_prompts_graphs_and_batches() -> None:
         ("bloom", {}, "BloomForCausalLM does not use the attention interface"),
         ("bert", {}, "BertLMHeadModel in bert.encoder.layer.0.attention.self sees later tokens"),
         ("camembert", {}, "counts positions from padding in roberta.embeddings"),
+        ("doge", {}, "a layer reads its attention mask"),
         (
             "llama",
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from megalight.nn.state import KeysAndValues, Slots
 from megalight.nn.transformers_attention import Core, MaskPattern, calling, plain, use_attention, why_not_packed
 from megalight.ops.paged_attention import paged_attention
 from megalight.parallel.apply import whole_tokens
-from megalight.types import PackedSequences
+from megalight.types import AttentionSpan, PackedSequences
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,12 +37,20 @@ class HFOutput:
     logits: Tensor | None = None
 
 
-class AttentionCache:
-    """Makes the state of an attention module."""
+class AttentionCache(NamedTuple):
+    """Makes the state of an attention module.
+
+    Attributes:
+        name: its name.
+        span: what a token sees, if that is limited; None: all earlier tokens.
+    """
+
+    name: str
+    span: AttentionSpan | None
 
     def make_state(self, slots: Slots) -> KeysAndValues:
         """Make the state: keys and values of every token."""
-        return KeysAndValues.of(slots)
+        return KeysAndValues.of(slots, self.span)
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,11 +59,11 @@ class PagedCore:
 
     Attributes:
         states: the state of each attention module, by name.
-        names: attention module -> name.
+        caches: those of the attention modules.
     """
 
     states: Mapping[str, KeysAndValues]
-    names: Mapping[nn.Module, str]
+    caches: Mapping[nn.Module, AttentionCache]
 
     def __call__(
         self,
@@ -72,7 +80,7 @@ class PagedCore:
         sink: Tensor | None,
     ) -> Tensor:
         """``q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv] -> [T, H, Dv]``. Keys are rotated already."""
-        state, pages = self.states[self.names[module]], sequences.pages
+        state, pages = self.states[self.caches[module].name], sequences.pages
         assert pages is not None
         if not state.read_after(pages):
             state.store(k, v, pages)
@@ -117,7 +125,7 @@ class HFModel(nn.Module):
         self.packs = use_attention(self.net) > 0
         taken = inspect.signature(self.net.forward).parameters
         self.positions, self.narrows = "position_ids" in taken, "logits_to_keep" in taken
-        self._attending: dict[nn.Module, str] = {}
+        self._caches: dict[nn.Module, AttentionCache] = {}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # As ``from_pretrained`` does: frequencies of angles stay in float32, whatever the dtype of the weights.
@@ -159,11 +167,11 @@ class HFModel(nn.Module):
         Raises:
             ConfigurationError: layers keep more of earlier tokens than keys and values of attention.
         """
-        if not self._attending:
-            self._attending = self._find_attending()
-        return {name: AttentionCache() for name in self._attending.values()}
+        if not self._caches:
+            self._caches = self._find_caches()
+        return {cache.name: cache for cache in self._caches.values()}
 
-    def _find_attending(self) -> dict[nn.Module, str]:
+    def _find_caches(self) -> dict[nn.Module, AttentionCache]:
         kind, text = type(self.net).__name__, self.config.read.get_text_config()
         reason = why_not_packed(self.net)
         if reason is None and not self.packs:
@@ -172,7 +180,7 @@ class HFModel(nn.Module):
         if reason is not None:
             raise ConfigurationError(f"{kind} {reason}, so the cache cannot keep what it needs of earlier tokens.")
         names = {module: name for name, module in self.net.named_modules()}
-        found: dict[nn.Module, str] = {}
+        found: dict[nn.Module, AttentionCache] = {}
 
         def record(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Tensor:
             sequences, pattern = rest
@@ -182,7 +190,9 @@ class HFModel(nn.Module):
                     f"attention of {kind} in {names[module]} {why or 'has keys of other tokens'}, and the cache keeps "
                     "keys and values of causal attention, once for each module."
                 )
-            found[module] = names[module]
+            limited = pattern.window is not None or pattern.chunk is not None
+            span = AttentionSpan(pattern.window, pattern.chunk) if limited else None
+            found[module] = AttentionCache(names[module], span)
             return plain(module, q, k, v, sequences, pattern, **options)
 
         device = next(self.net.parameters()).device
@@ -226,7 +236,7 @@ class HFModel(nn.Module):
         Raises:
             LayoutError: the tokens are packed, and the model takes whole rows only.
         """
-        core = self.core if states is None else PagedCore(states, self._attending)
+        core = self.core if states is None else PagedCore(states, self._caches)
         if labels is None:
             return self._scored(tokens, sequences, core, rows, scored)
         # Fused models have a head that never makes all logits.
