@@ -162,9 +162,22 @@ def arrivals(engine: DynamicEngine, seed: int = 3) -> dict[int, tuple[list[int],
     return {number: (each.tokens, *expected[number]) for number, each in found.items()}  # type: ignore[misc]
 
 
+class Together:
+    """Stands for graphs whose recording needs all ranks of a replica; none is left."""
+
+    def __init__(self, engine: DynamicEngine) -> None:
+        self.engine = engine
+
+    def create(self) -> None:
+        assert isinstance(self.engine.model, ParallelGPT)
+        assert self.engine.model.least(1) == 1
+        self.engine._passes.graphs = None
+
+
 def _asked(name: str, options: dict[str, Any]) -> Any:
     _, _, model = divided(name, options)
     engine = DynamicEngine(model, num_blocks=8, block_size=3, step_tokens=5, first_rank_only=True)
+    engine._passes.graphs = Together(engine)  # type: ignore[assignment]
     if not model.first:
         with pytest.raises(ConfigurationError, match="the first rank of the replica makes all calls"):
             engine.add([1], max_new_tokens=1)
@@ -172,6 +185,7 @@ def _asked(name: str, options: dict[str, Any]) -> Any:
         return None
     with pytest.raises(ConfigurationError, match="this rank follows no other"):
         engine.follow()
+    engine.create_cuda_graphs()
     found = arrivals(engine)
     engine.close()
     assert engine.blocks.free == 8
