@@ -172,6 +172,7 @@ class StepGraphs:
         for step in self._steps.values():
             step.recording.drop()
         self._steps.clear()
+        self._met.clear()
         self._outputs = self.hidden = None
 
     def run(
@@ -285,8 +286,8 @@ class StepGraphs:
                 output[: len(found)].copy_(found)
 
         with overlapping(self._newest.device):
-            results = run()  # pools are allocated
             if self._outputs is None:
+                results = run()  # pools are allocated
                 # Not in the pool of the graphs, each of which would keep its own.
                 most = max(each.token_count if self._all_rows else each.req_count for each in self.dimensions)
                 self._outputs = tuple(found.new_empty(most, *found.shape[1:]) for found in results)
