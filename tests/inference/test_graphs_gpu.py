@@ -12,6 +12,8 @@ import megalight
 from megalight.inference import DynamicEngine, SamplingParams
 from megalight.inference.batch_dimensions import InferenceBatchDimensions
 from megalight.inference.parallel import ParallelGPT
+from megalight.inference.speculator import DraftSpeculator, EagleSpeculator, NGramSpeculator, Speculator
+from megalight.models.eagle import DraftModel, EagleConfig
 from megalight.models.gpt import GPT, AttentionConfig, GPTConfig, InitConfig, LatentConfig
 from megalight.nn.init import initialize
 from megalight.nn.moe import MoEConfig
@@ -47,7 +49,9 @@ def build(name: str) -> GPT:
     return model.eval()
 
 
-def texts(model: GPT | ParallelGPT, graphs: int, mixed: int, create: bool) -> tuple[list[list[int]], dict[Any, int]]:
+def texts(
+    model: GPT | ParallelGPT, graphs: int, mixed: int, create: bool, speculator: Speculator | None = None
+) -> tuple[list[list[int]], dict[Any, int]]:
     engine = DynamicEngine(
         model,
         num_blocks=100,
@@ -55,6 +59,7 @@ def texts(model: GPT | ParallelGPT, graphs: int, mixed: int, create: bool) -> tu
         step_tokens=64,
         cuda_graphs=graphs,
         cuda_graph_mixed_prefill_count=mixed,
+        speculator=speculator,
     )
     if create:
         engine.create_cuda_graphs()
@@ -78,6 +83,24 @@ def test_texts_with_any_number_of_graphs_are_those_without(name: str) -> None:
         assert any(each.prefill_req_count for each in uses) == (mixed > 0)
         same = sum(each == other for each, other in zip(found, plain, strict=True))
         assert same >= 9, (graphs, mixed, create, same)
+
+
+@pytest.mark.parametrize("kind", ["ngrams", "small", "eagle"])
+@pytest.mark.parametrize("name", ["llama", "latent"])
+def test_steps_with_guesses_are_replayed(name: str, kind: str) -> None:
+    model = build(name)
+    plain, _ = texts(model, 0, 0, create=False)
+    for graphs in (0, 16):
+        if kind == "eagle":
+            draft = DraftModel(EagleConfig(auxiliary_layers=(1,), std=0.3).beside(model.config)).cuda().bfloat16()
+            initialize(draft, 3)
+            speculator: Speculator = EagleSpeculator(draft, model, 3)
+        else:
+            small = DraftSpeculator(model, model, 3, max_sequences=24)
+            speculator = small if kind == "small" else NGramSpeculator(3, shortest=1)
+        found, uses = texts(model, graphs, 0, create=graphs > 0, speculator=speculator)
+        assert sum(each == other for each, other in zip(found, plain, strict=True)) >= 9
+        assert (sum(count for used, count in uses.items() if used.prefill_req_count) > 5) == (graphs > 0)
 
 
 @pytest.mark.parametrize("name", ["llama", "experts"])
