@@ -16,6 +16,7 @@ from megalight.nn.norm import RMSNorm
 from megalight.nn.state import Slots, StoredHeads, TokenPool
 from megalight.ops.latent_heads import join_keys
 from megalight.ops.linear.low_precision import precision_of
+from megalight.ops.quantized_weight import readable
 from megalight.types import PackedSequences
 
 EXPANDED = 128
@@ -183,7 +184,7 @@ class LatentAttention(nn.Module):
     def _absorbed(self, q: Tensor, pool: Tensor, sequences: PackedSequences) -> Tensor:
         """Attend to latents: ``q [T, H, D + R], pool [N, c + R] -> [T, H, V]``."""
         # In the dtype of the queries, because the weight may be kept in a wider one.
-        weight = self.kv_up.weight.view(-1, self.head_dim + self.value_dim, self.kv_rank).to(q.dtype)
+        weight = readable(self.kv_up.weight).view(-1, self.head_dim + self.value_dim, self.kv_rank).to(q.dtype)
         for_keys, for_values = torch.split(weight, [self.head_dim, self.value_dim], 1)
         plain, turned = torch.split(q, [self.head_dim, self.rotary_dim], -1)
         # q (W c) = (q W) c: one key head for all query heads, and its first c features are the values

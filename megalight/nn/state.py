@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megalight.nn.rotary import RotaryTable
+from megalight.ops.common import measuring
 from megalight.ops.paged_append import paged_append
 from megalight.types import AttentionSpan, Pages
 
@@ -117,7 +118,8 @@ class KeysAndValues:
             *(*given, rotary.cos, rotary.sin),
             interleaved=rotary.interleaved,
             scales=stored.scales,
-            backend=rotary.backend,
+            # Nothing that is stored is cast again.
+            backend=measuring(rotary.backend, wanted=False),
         )
         return q, stored
 
