@@ -21,6 +21,7 @@ import zmq
 
 from megalight.errors import ConfigurationError
 from megalight.inference.blocks import BLOCK_SIZE
+from megalight.serving.curve_keys import CurveKeys, check_endpoint
 from megalight.serving.engine_loop import EngineRequest, EngineStatus
 from megalight.serving.messages import (
     LARGEST,
@@ -168,7 +169,9 @@ class DataParallelInferenceCoordinator:
     out.
 
     Args:
-        endpoint: where it listens: ``ipc://`` and the path of a socket, which the rights of its folder protect.
+        endpoint: where it listens: ``ipc://`` and the path of a socket, which the rights of its folder protect. Or
+            ``tcp://``, with keys.
+        keys: those that engines and clients must have.
         retry: whether requests of an engine that is gone go on elsewhere. Otherwise they get an error.
 
     Attributes:
@@ -180,10 +183,11 @@ class DataParallelInferenceCoordinator:
         ConfigurationError: the endpoint is of another kind, or cannot be used.
     """
 
-    def __init__(self, endpoint: str, *, retry: bool = True) -> None:
-        if not endpoint.startswith(("ipc://", "inproc://")):
-            raise ConfigurationError(f"endpoint is {endpoint!r}; it must be ipc:// and the path of a socket.")
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+    def __init__(self, endpoint: str, *, keys: CurveKeys | None = None, retry: bool = True) -> None:
+        check_endpoint(endpoint, keys)
+        # Of its own with keys: one answer for all sockets of a context says who may connect.
+        context = zmq.Context.instance() if keys is None else zmq.Context()
+        self._socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         # Replies to a client that is gone raise; a connection of the same identity takes the place of the older one.
         for option, value in (
             (zmq.ROUTER_MANDATORY, 1),
@@ -193,10 +197,11 @@ class DataParallelInferenceCoordinator:
             (zmq.MAXMSGSIZE, LARGEST),
         ):
             self._socket.setsockopt(option, value)
+        self._guard = None if keys is None else keys.guard(self._socket)
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
-            self._socket.close()
+            self._close_socket()
             raise ConfigurationError(f"endpoint {endpoint!r} cannot be used ({error}).") from error
         self._retry, self._epoch = retry, uuid.uuid4().hex
         self.state: State = "RUNNING"
@@ -239,7 +244,13 @@ class DataParallelInferenceCoordinator:
                         if now - engine.seen > SILENCE:
                             self._lose(engine)
         finally:
-            self._socket.close()
+            self._close_socket()
+
+    def _close_socket(self) -> None:
+        self._socket.close()
+        if self._guard is not None:
+            self._guard.stop()
+            self._socket.context.term()
 
     def _drain(self) -> bool:
         """Handle what has come, for a while; return whether it is all."""

@@ -14,6 +14,7 @@ import zmq.asyncio
 
 from megalight.errors import MegalightError
 from megalight.serving.coordinator import BEAT
+from megalight.serving.curve_keys import CurveKeys, check_endpoint
 from megalight.serving.engine_loop import Abort, EngineLoop, EngineOutput, EngineThread
 from megalight.serving.messages import (
     LARGEST,
@@ -56,10 +57,14 @@ class EngineWorker:
         loop: the engine's loop, which nobody else uses.
         endpoint: where the coordinator listens.
         name: the engine's name in :attr:`InferenceClient.engines`; None: a new one.
+        keys: the coordinator's, for ``tcp://``.
     """
 
-    def __init__(self, loop: EngineLoop, endpoint: str, *, name: str | None = None) -> None:
-        self._loop, self._endpoint = loop, endpoint
+    def __init__(
+        self, loop: EngineLoop, endpoint: str, *, name: str | None = None, keys: CurveKeys | None = None
+    ) -> None:
+        check_endpoint(endpoint, keys)
+        self._loop, self._endpoint, self._keys = loop, endpoint, keys
         self._identity = uuid.uuid4().bytes
         self._name = self._identity.hex()[:8] if name is None else name
         self._epochs = itertools.count(1)
@@ -79,6 +84,8 @@ class EngineWorker:
         self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        if self._keys is not None:
+            self._keys.credentials(self._socket)
         self._socket.connect(self._endpoint)
 
         def failed(error: BaseException) -> None:

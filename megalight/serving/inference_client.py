@@ -15,6 +15,7 @@ import zmq.asyncio
 from megalight.errors import ConfigurationError, MegalightError
 from megalight.serving.asynchronous import Queue
 from megalight.serving.coordinator import BEAT, SILENCE
+from megalight.serving.curve_keys import CurveKeys, check_endpoint
 from megalight.serving.engine_loop import EngineOutput, EngineRequest, EngineStatus
 from megalight.serving.messages import (
     LARGEST,
@@ -46,6 +47,7 @@ class InferenceClient:
 
     Args:
         endpoint: where the coordinator listens.
+        keys: the coordinator's, for ``tcp://``.
         retry: whether requests wait for a coordinator that is gone, and go on with the next one from the tokens that
             they have. Otherwise they raise within two seconds.
 
@@ -54,8 +56,9 @@ class InferenceClient:
         engines: name -> what the engine has, and has done, at that time.
     """
 
-    def __init__(self, endpoint: str, *, retry: bool = True) -> None:
-        self._endpoint, self._retry = endpoint, retry
+    def __init__(self, endpoint: str, *, keys: CurveKeys | None = None, retry: bool = True) -> None:
+        check_endpoint(endpoint, keys)
+        self._endpoint, self._keys, self._retry = endpoint, keys, retry
         self._streams: dict[str, _Stream] = {}
         self._tickets: dict[int, tuple[Header, asyncio.Future[State]]] = {}
         self._numbers = itertools.count()
@@ -85,6 +88,8 @@ class InferenceClient:
         self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        if self._keys is not None:
+            self._keys.credentials(self._socket)
         self._socket.connect(self._endpoint)
         self._heard = time.monotonic()
         self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._beat())]

@@ -18,6 +18,7 @@ from megalight.errors import ConfigurationError, DataError, MegalightError
 from megalight.inference import SamplingParams
 from megalight.serving import LLM, EngineLoop, EngineOutput, EngineRequest
 from tests.serving.fake_engine import FakeEngine
+from tests.support.workers import free_port
 
 zmq = pytest.importorskip("zmq")
 pytest.importorskip("msgspec")
@@ -25,6 +26,7 @@ pytest.importorskip("msgspec")
 from megalight.serving import coordinator as coordinating  # noqa: E402
 from megalight.serving import engine_worker, inference_client  # noqa: E402
 from megalight.serving.coordinator import DataParallelInferenceCoordinator  # noqa: E402
+from megalight.serving.curve_keys import CurveKeys  # noqa: E402
 from megalight.serving.engine_worker import EngineWorker  # noqa: E402
 from megalight.serving.inference_client import InferenceClient  # noqa: E402
 from megalight.serving.messages import (  # noqa: E402
@@ -420,8 +422,53 @@ def test_two_replicas_of_a_model_answer_as_one(tmp_path: Path, tokenizer: Tokeni
     run(tmp_path, tokenizer, test, engines=0)
 
 
+def test_over_tcp_only_those_with_the_keys_get_in(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    keys, others = CurveKeys.create(tmp_path / "keys"), CurveKeys.create(tmp_path / "others")
+    assert CurveKeys.load(tmp_path / "keys") == keys
+    assert (tmp_path / "keys").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "mixed").write_bytes(keys.public + b" " + others.secret)
+    for path, message in (("keys", "cannot be written"), ("none", "cannot be read"), ("mixed", "holds no keys")):
+        with pytest.raises(ConfigurationError, match=message):
+            (CurveKeys.create if path == "keys" else CurveKeys.load)(tmp_path / path)
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+
+    async def main() -> None:
+        coordinator = DataParallelInferenceCoordinator(endpoint, keys=keys)
+        thread = threading.Thread(target=coordinator.run, daemon=True)
+        thread.start()
+        loop = EngineLoop(FakeEngine(), tokenizer)  # type: ignore[arg-type]
+        worker = asyncio.create_task(EngineWorker(loop, endpoint, keys=keys).run())
+        # One knows the public key alone, as if it had been told; one has other keys; one has none.
+        strangers = [CurveKeys(keys.public, others.secret), others]
+        sockets = [zmq.asyncio.Context.instance().socket(zmq.DEALER) for _ in range(3)]
+        for socket, stranger in zip(sockets, strangers, strict=False):
+            stranger.credentials(socket)
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(stranger.secret))
+            socket.setsockopt(zmq.CURVE_SERVERKEY, keys.public)
+        for socket in sockets:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(endpoint)
+            await socket.send(encode(Control("STOP", 1)))
+        async with InferenceClient(endpoint, keys=keys) as client:
+            assert await answer(client, request(1)) == alone(request(1), tokenizer)
+            await asyncio.sleep(0.2)
+            assert await client.pause() == "PAUSED", "nobody has stopped it"
+            assert await client.stop() == "STOPPED"
+        assert [await socket.poll(0) for socket in sockets] == [0, 0, 0]
+        for socket in sockets:
+            socket.close()
+        await worker
+        await asyncio.to_thread(thread.join)
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
 def test_an_endpoint_that_others_reach_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="must be ipc"):
+        DataParallelInferenceCoordinator("pgm://0.0.0.0:5000")
+    with pytest.raises(ConfigurationError, match="needs keys"):
         DataParallelInferenceCoordinator("tcp://0.0.0.0:5000")
+    with pytest.raises(ConfigurationError, match="needs keys"):
+        InferenceClient("tcp://127.0.0.1:5000")
     with pytest.raises(ConfigurationError, match="cannot be used"):
         DataParallelInferenceCoordinator("ipc:///nonexistent/folder/socket")
