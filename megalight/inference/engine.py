@@ -657,6 +657,11 @@ class DynamicEngine:
         self._passes.graphs.create()
 
     @property
+    def running(self) -> int:
+        """Number of requests that hold blocks."""
+        return len(self._scheduler.running)
+
+    @property
     def draft_rounds(self) -> DraftRounds:
         """What became of the guesses of the speculator."""
         return self._passes.rounds

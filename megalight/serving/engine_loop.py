@@ -173,19 +173,23 @@ class EngineStatus:
     """What an engine has, and has done.
 
     Attributes:
-        unfinished: requests that run or wait.
+        running: requests that hold blocks.
+        waiting: those that hold none yet, or none any more.
         blocks: of its cache.
         blocks_free: those that no running sequence holds.
         steps: forward passes.
+        graphed: those of them that were a CUDA graph.
         preempted: how often a sequence gave its blocks back, to start again later.
         drafted: tokens that a draft guessed, as the first, the second and so on after a token.
         accepted: those of them that were right.
     """
 
-    unfinished: int = 0
+    running: int = 0
+    waiting: int = 0
     blocks: int = 0
     blocks_free: int = 0
     steps: int = 0
+    graphed: int = 0
     preempted: int = 0
     drafted: tuple[int, ...] = ()
     accepted: tuple[int, ...] = ()
@@ -257,11 +261,14 @@ class EngineLoop:
     def status(self) -> EngineStatus:
         """What the engine has, and has done. May be read in any thread."""
         blocks, rounds = self.engine.blocks, self.engine.draft_rounds
+        running = self.engine.running
         return EngineStatus(
-            unfinished=len(self._numbers),
+            running=running,
+            waiting=max(0, len(self._numbers) - running),
             blocks=blocks.count,
             blocks_free=blocks.free,
             steps=self._steps,
+            graphed=sum(self.engine.graph_uses.values()),
             preempted=self._preempted,
             drafted=tuple(rounds.drafted),
             accepted=tuple(rounds.accepted),

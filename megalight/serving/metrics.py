@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from itertools import zip_longest
+from typing import Any, TextIO
 
 import prometheus_client as prometheus
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -26,14 +28,12 @@ class Metrics:
     Args:
         llm: whose requests are measured, by :meth:`measured`.
         model: the model's name, a label of all metrics.
+        events: where a line of JSON goes for each event of a request; None: nowhere.
     """
 
-    def __init__(self, llm: AsyncClient, model: str) -> None:
-        self._llm, self._model = llm, model
+    def __init__(self, llm: AsyncClient, model: str, events: TextIO | None = None) -> None:
+        self._llm, self._model, self._events = llm, model, events
         self.registry = prometheus.CollectorRegistry()
-
-        def gauge(name: str, what: str) -> Gauge:
-            return Gauge(f"megalight_{name}", what, ["model"], registry=self.registry)
 
         def counter(name: str, what: str, *labels: str) -> Counter:
             return Counter(f"megalight_{name}", what, ["model", *labels], registry=self.registry)
@@ -41,15 +41,7 @@ class Metrics:
         def histogram(name: str, what: str) -> Histogram:
             return Histogram(f"megalight_{name}_seconds", what, ["model"], registry=self.registry, buckets=SECONDS)
 
-        def total(field: str) -> Callable[[], float]:
-            return lambda: sum(getattr(each, field) for each in llm.engines.values())
-
-        for name, what, field in (
-            ("requests_unfinished", "Completions in the engines, running or waiting", "unfinished"),
-            ("cache_blocks", "Blocks of the KV cache", "blocks"),
-            ("cache_blocks_free", "Blocks that no running sequence holds", "blocks_free"),
-        ):
-            gauge(name, what).labels(model).set_function(total(field))
+        self.registry.register(_Engines(llm, model))
         self.registry.register(_Drafts(llm, model))
         self._ended = counter("completions", "Completions that have ended, by reason", "reason")
         self._prompt = counter("prompt_tokens", "Tokens of prompts").labels(model)
@@ -67,18 +59,21 @@ class Metrics:
         """Yield the outputs of a request; see :meth:`AsyncClient.submit`."""
         start = last = time.perf_counter()
         reason = "aborted"
-        first = True
+        first, new, cached = True, 0, 0
+        self._tell(request, "add", prompt_tokens=len(request.prompt), max_new_tokens=request.max_new_tokens)
         try:
             async with aclosing(self._llm.submit(request)) as outputs:  # type: ignore[type-var]
                 async for output in outputs:
                     now = time.perf_counter()
                     if output.cached_tokens:
+                        cached = output.cached_tokens
                         self._cached.inc(output.cached_tokens)
                     if output.tokens:
                         (self._first if first else self._between).observe(now - last)
                         if first:
                             self._prompt.inc(len(request.prompt))
-                        first, last = False, now
+                            self._tell(request, "first_token", cached_tokens=cached)
+                        first, last, new = False, now, new + len(output.tokens)
                         self._new.inc(len(output.tokens))
                     if output.reason is not None:
                         reason = output.reason
@@ -89,6 +84,37 @@ class Metrics:
             raise
         finally:
             self._ended.labels(self._model, reason).inc()
+            kind = {"aborted": "abort", "refused": "fail", "lost": "fail", "error": "fail"}.get(reason, "finish")
+            seconds = round(time.perf_counter() - start, 6)
+            self._tell(request, kind, reason=reason, completion_tokens=new, seconds=seconds)
+
+    def _tell(self, request: EngineRequest, kind: str, **values: Any) -> None:
+        if self._events is not None:
+            print(json.dumps({"time": time.time(), "id": request.id, "event": kind, **values}), file=self._events)
+
+
+class _Engines(Collector):
+    """What each engine has, and has done."""
+
+    def __init__(self, llm: AsyncClient, model: str) -> None:
+        self._llm, self._model = llm, model
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics, each with the names of the engines."""
+        engines = self._llm.engines
+        for kind, name, what, field in (
+            (GaugeMetricFamily, "requests_running", "Completions that hold blocks", "running"),
+            (GaugeMetricFamily, "requests_waiting", "Completions that hold no blocks yet, or no more", "waiting"),
+            (GaugeMetricFamily, "cache_blocks", "Blocks of the KV cache", "blocks"),
+            (GaugeMetricFamily, "cache_blocks_free", "Blocks that no running sequence holds", "blocks_free"),
+            (CounterMetricFamily, "steps", "Forward passes", "steps"),
+            (CounterMetricFamily, "graphed_steps", "Forward passes that were a CUDA graph", "graphed"),
+            (CounterMetricFamily, "preemptions", "Sequences that gave their blocks back", "preempted"),
+        ):
+            family = kind(f"megalight_{name}", what, labels=["model", "engine"])
+            for engine, status in engines.items():
+                family.add_metric([self._model, engine], getattr(status, field))
+            yield family
 
 
 class _Drafts(Collector):

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from importlib.resources import files
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import fastapi
 import uvicorn
@@ -281,15 +281,17 @@ class Endpoints:
         llm: completes prompts.
         name: the model's name.
         limits: what is accepted.
+        events: see :class:`~megalight.serving.metrics.Metrics`.
     """
 
     llm: AsyncClient
     name: str
     limits: Limits
+    events: TextIO | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        self.metrics = Metrics(self.llm, self.name)
+        self.metrics = Metrics(self.llm, self.name, self.events)
         self._grammars: GrammarWorker | None = None
         self._state, self._controlling = "running", asyncio.Lock()
 
@@ -641,6 +643,7 @@ def app_of(
     keys: Sequence[str] = (),
     control_keys: Sequence[str] = (),
     limits: Limits | None = None,
+    events: TextIO | None = None,
 ) -> ASGIApp:
     """Return the server as an ASGI app.
 
@@ -650,9 +653,10 @@ def app_of(
         keys: the API keys; none: everyone may use it.
         control_keys: the keys of :data:`CONTROLS`; none: there are no such routes.
         limits: what is accepted.
+        events: see :class:`~megalight.serving.metrics.Metrics`.
     """
     limits = limits or Limits()
-    routes = Endpoints(llm, name, limits)
+    routes = Endpoints(llm, name, limits, events)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: fastapi.FastAPI) -> AsyncIterator[None]:
@@ -765,13 +769,14 @@ def serve(
     keys: Sequence[str] = (),
     control_keys: Sequence[str] = (),
     limits: Limits | None = None,
+    events: TextIO | None = None,
     drain_seconds: int = 60,
     ready: Callable[[int], None] = lambda port: None,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C. Then no request is accepted, and those that run end first.
 
     Args:
-        llm, name, keys, control_keys, limits: see :func:`app_of`.
+        llm, name, keys, control_keys, limits, events: see :func:`app_of`.
         host: where it listens.
         port: 0: any that is free.
         drain_seconds: time after which requests that still run are aborted.
@@ -784,7 +789,7 @@ def serve(
     check_host(host, keys)
     integer("port (--port)", port, 0, 65_535)
     config = uvicorn.Config(
-        app_of(llm, name, keys=keys, control_keys=control_keys, limits=limits),
+        app_of(llm, name, keys=keys, control_keys=control_keys, limits=limits, events=events),
         lifespan="on",
         log_level="warning",
         server_header=False,

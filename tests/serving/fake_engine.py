@@ -29,6 +29,11 @@ class FakeEngine:
         self.blocks, self.draft_rounds = SimpleNamespace(count=0, free=0), DraftRounds()
         self._seconds = seconds
         self._running: dict[int, dict[str, Any]] = {}
+        self.graph_uses: dict[Any, int] = {}
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
 
     @property
     def unfinished(self) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import re
 import time
@@ -36,9 +37,11 @@ def llm(folder: Path) -> LLM:
 class Served:
     """A server in this process."""
 
-    def __init__(self, folder: Path, keys: tuple[str, ...], limits: Limits | None) -> None:
+    def __init__(
+        self, folder: Path, keys: tuple[str, ...], limits: Limits | None, events: io.StringIO | None = None
+    ) -> None:
         self.llm = AsyncLLM(folder, device="cpu")
-        self.app = app_of(self.llm, "small", keys=keys, control_keys=["control"], limits=limits)
+        self.app = app_of(self.llm, "small", keys=keys, control_keys=["control"], limits=limits, events=events)
         self.endpoints: Endpoints = self.app.endpoints  # type: ignore[attr-defined]
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://server")
         self.client = openai.AsyncOpenAI(
@@ -60,10 +63,11 @@ def run(
     test: Callable[[Served], Coroutine[Any, Any, None]],
     keys: tuple[str, ...] = (),
     seconds: float = 60,
+    events: io.StringIO | None = None,
     **limits: Any,
 ) -> None:
     async def main() -> None:
-        served = Served(folder, keys, Limits(**limits) if limits else None)
+        served = Served(folder, keys, Limits(**limits) if limits else None, events)
         try:
             inner = served.app.app  # type: ignore[attr-defined]
             async with inner.router.lifespan_context(inner):
@@ -609,10 +613,19 @@ def test_metrics_count_what_was_done(folder: Path) -> None:
             float(values['megalight_time_between_tokens_seconds_count{model="small"}'])
             == done.usage.completion_tokens - 1
         )
-        assert values['megalight_requests_unfinished{model="small"}'] == "0.0"
-        assert values['megalight_cache_blocks_free{model="small"}'] == values['megalight_cache_blocks{model="small"}']
+        own = '{engine="0",model="small"}'
+        assert values[f"megalight_requests_running{own}"] == values[f"megalight_requests_waiting{own}"] == "0.0"
+        assert values[f"megalight_cache_blocks_free{own}"] == values[f"megalight_cache_blocks{own}"]
+        assert float(values[f"megalight_steps_total{own}"]) >= done.usage.completion_tokens
+        await served.post("/v1/completions", {**GREEDY, "prompt": [9999]})
+        told = [json.loads(line) for line in events.getvalue().splitlines()]
+        assert [each["event"] for each in told] == ["add", "first_token", "finish", "add", "fail"]
+        assert told[0]["id"] == told[2]["id"] == f"{done.id}-0"
+        assert told[2]["completion_tokens"] == done.usage.completion_tokens
+        assert told[0]["time"] <= told[1]["time"] <= told[2]["time"]
 
-    run(folder, test)
+    events = io.StringIO()
+    run(folder, test, events=events)
 
 
 def test_metrics_count_guesses_of_all_engines() -> None:

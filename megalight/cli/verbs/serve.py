@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help=f"a key for /pause, /suspend and /resume (default: {CONTROL_KEY}). Without one there are no such routes",
     )
+    parser.add_argument("--events", help="a file to which a line of JSON is added for each event of a request")
     for option, kind, what in (
         ("max-choices", int, "completions of a request: its prompts times n (default: 64)"),
         ("max-queue", int, "completions that run and wait; more get 429 (default: 1024)"),
@@ -153,6 +154,12 @@ def run(arguments: argparse.Namespace) -> int:
     def ready(port: int) -> None:
         print(f"megalight serve: {name} at http://{host}:{port}", file=sys.stderr, flush=True)
 
+    events = None
+    if arguments.events is not None:
+        try:
+            events = open(arguments.events, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 it is open till the end
+        except OSError as error:
+            raise ConfigurationError(f"events (--events) {arguments.events!r} cannot be written: {error}.") from error
     serve(
         llm,
         name,
@@ -161,6 +168,7 @@ def run(arguments: argparse.Namespace) -> int:
         keys=keys,
         control_keys=control_keys,
         limits=Limits(**limits),
+        events=events,
         drain_seconds=arguments.drain_timeout or 60,
         ready=ready,
     )
