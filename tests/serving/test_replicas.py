@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import signal
 import subprocess
 import sys
@@ -73,6 +74,34 @@ def test_replicas_that_are_killed_lose_nothing(folder: Path) -> None:
             llm.submit(None)  # type: ignore[arg-type]
 
     asyncio.run(asyncio.wait_for(test(), 100))
+
+
+@pytest.mark.full
+def test_states_of_split_replicas_in_any_order_under_load_never_hang(folder: Path) -> None:
+    prompts = [[7 + number, 30, 41] for number in range(12)]
+    expected = LLM(folder, device="cpu").generate(prompts, GREEDY, max_new_tokens=80, ends=())
+
+    async def test() -> None:
+        llm = ReplicatedLLM(folder, replicas=2, tensor_parallel=2, device="cpu")
+        try:
+
+            async def one(prompt: list[int]) -> list[int]:
+                parts = [part async for part in llm.generate(prompt, GREEDY, max_new_tokens=80)]
+                return [token for part in parts for token in part.tokens]
+
+            tasks = [asyncio.create_task(one(prompt)) for prompt in prompts]
+            client, chosen = llm._started(), random.Random(5)
+            after = {"pause": {"PAUSED", "SUSPENDED"}, "suspend": {"SUSPENDED"}, "resume": {"RUNNING"}}
+            for _ in range(20):
+                name = chosen.choice(["pause", "unpause", "suspend", "resume"])
+                assert await getattr(client, name)() in after.get(name, {"RUNNING", "SUSPENDED"})
+                await asyncio.sleep(0.02)
+            assert await client.resume() == "RUNNING"
+            assert await asyncio.gather(*tasks) == [each.tokens for each in expected]
+        finally:
+            await llm.shutdown()
+
+    asyncio.run(asyncio.wait_for(test(), 150))
 
 
 def test_what_no_replica_can_load_is_told(tmp_path: Path, folder: Path) -> None:
