@@ -638,7 +638,7 @@ class DynamicEngine:
 
     def create_cuda_graphs(self, reset_context: bool = True) -> None:
         """Record all steps now. Otherwise decode steps are recorded when they are first needed, and steps with prompts
-        the second time; so they are after a suspend.
+        are not. After a suspend, each is recorded again when it is needed.
 
         Args:
             reset_context: whether running requests start again, and no prefix is found. Recording needs neither.

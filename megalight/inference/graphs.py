@@ -96,7 +96,8 @@ class StepGraphs:
         self.dimensions = [each for each in dimensions if cache.reversible or not each.prefill_req_count]
         self.last: InferenceBatchDimensions | None = None
         self._steps: dict[InferenceBatchDimensions, _Step] = {}
-        self._met: set[InferenceBatchDimensions] = set()
+        # Whether all steps were asked for; after :meth:`drop` each is recorded again when it is needed.
+        self._created = False
         # Whether steps with prefill, or without, cannot be recorded.
         self._failed: set[bool] = set()
         # Shared by all graphs: logits, samples, and the draft's outputs.
@@ -161,9 +162,10 @@ class StepGraphs:
     def create(self) -> None:
         """Record all steps now.
 
-        Otherwise one without prompts is recorded when it is first needed, and one with prompts the second time: there
-        are many of them.
+        Otherwise those without prompts are recorded when they are first needed, and those with prompts are not: there
+        are many of them, and each would stop the sequences that decode.
         """
+        self._created = True
         for dimensions in self.dimensions:
             self._step(dimensions)
 
@@ -172,7 +174,6 @@ class StepGraphs:
         for step in self._steps.values():
             step.recording.drop()
         self._steps.clear()
-        self._met.clear()
         self._outputs = self.hidden = None
 
     def run(
@@ -206,8 +207,7 @@ class StepGraphs:
         dimensions = match_graph_config(real, self.dimensions)
         if dimensions is None:
             return None
-        if dimensions.prefill_req_count and dimensions not in self._steps and dimensions not in self._met:
-            self._met.add(dimensions)
+        if dimensions.prefill_req_count and not (self._all_rows or self._created):
             return None
         step = self._step(dimensions)
         if step is None or self._outputs is None:

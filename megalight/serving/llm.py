@@ -227,6 +227,7 @@ class ServedModel(ModelText):
     def loop(self) -> EngineLoop:
         """The engine's loop, which the first caller makes."""
         engine = self.options.engine(self.model, self.tokenizer, first_rank_only=self.ranks is not None)
+        engine.create_cuda_graphs()  # no request waits for a recording later
         return EngineLoop(engine, self.tokenizer, self.grammar_ends)
 
     def close(self) -> None:
