@@ -539,7 +539,8 @@ class CompletionAnswer:
             APIError: its logits hold NaN or infinity.
         """
         if output.reason == "error" and (grammar := self._body.grammar) is not None:
-            raise APIError(400, f"the {grammar.kind} needs too much work, or the logits hold NaN.", "response_format")
+            field = "structured_outputs" if self._body.structured_outputs else "response_format"
+            raise APIError(400, f"the {grammar.kind} needs too much work, or the logits hold NaN.", field)
         if output.reason == "error":
             raise APIError(500, "the model's logits hold NaN or infinity, so no token can be sampled.")
         choice = self._choices[place]

@@ -23,7 +23,7 @@ from typing import Any, TextIO, TypeVar
 import fastapi
 import uvicorn
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -66,6 +66,16 @@ PAGE_HEADERS = {
 """A browser runs the page's own script alone, and asks this server alone."""
 CONTROLS = ("/pause", "/suspend", "/resume")
 """Routes for whoever runs the server, with a key of their own."""
+ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"description": "A field, and the rule that it breaks"},
+    401: {"description": "The API key is missing or wrong"},
+    404: {"description": "There is no such model"},
+    408: {"description": "The body has not come in time"},
+    413: {"description": "The body is too large"},
+    429: {"description": "There are too many requests; Retry-After says when to come again"},
+    503: {"description": "The engine has stopped, or gives no token in time"},
+}
+"""Statuses of errors that routes declare."""
 CLOSED_REQUEST = 499
 """The status of a request whose client has gone."""
 
@@ -672,17 +682,17 @@ def app_of(
     ):
         # Bodies are read by the routes: FastAPI's reader recurses in deeply nested ones.
         schema = {"required": True, "content": {"application/json": {"schema": _flat(body.model_json_schema())}}}
-        app.post(path, response_model=None, openapi_extra={"requestBody": schema})(route)
+        app.post(path, response_model=None, responses=ERRORS, openapi_extra={"requestBody": schema})(route)
     for path, get in (
         ("/health", routes.health),
         ("/ready", routes.ready),
-        ("/metrics", routes.metrics_page),
         ("/v1/models", routes.models),
         ("/v1/models/{name:path}", routes.model),
     ):
         app.get(path, response_model=None)(get)
 
-    app.post("/v1/embeddings", response_model=None)(routes.embeddings)
+    app.get("/metrics", response_model=None, response_class=PlainTextResponse)(routes.metrics_page)
+    app.post("/v1/embeddings", response_model=None, responses=ERRORS)(routes.embeddings)
     for path, control in zip(CONTROLS, (routes.pause, routes.suspend, routes.resume), strict=True):
         if control_keys:
             app.post(path, response_model=None)(control)
