@@ -94,7 +94,7 @@ def attempt(family: str, layouts: list[str]) -> dict[str, list[str]]:
     if others := [each for each in layouts if LAYOUTS[each][1] != ranks]:
         return attempt(family, [each for each in layouts if each not in others]) | attempt(family, others)
     try:
-        first, *others = run(tried, ranks, family, layouts, timeout=60 * len(layouts))
+        first, *others = run(tried, ranks, family, layouts, timeout=100 * len(layouts))
     except Exception as error:
         if len(layouts) == 1:
             return {layouts[0]: ["fails", " ".join(str(error).split())[-200:]]}

@@ -18,6 +18,7 @@ from torch import nn
 from megalight.first_rank import only_first
 from megalight.parallel.plan import Target
 from megalight.parallel.styles import Attributes, Column, ConvColumn, ConvRow, HeadRegion, OwnHeads, Refused, Row, Style
+from megalight.parallel.styles.style import is_named_linear
 from megalight.parallel.styles.transposed import is_transposed
 
 log = logging.getLogger(__name__)
@@ -81,7 +82,9 @@ DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "
 
 def is_linear(module: nn.Module | None) -> bool:
     """Return whether a module is a linear layer that computes nothing but what its type does."""
-    return type(module) is nn.Linear or (module is not None and is_transposed(module))
+    if module is None:
+        return False
+    return type(module) is nn.Linear or is_transposed(module) or is_named_linear(module)
 
 
 def features(linear: nn.Module) -> tuple[int, int]:
@@ -183,6 +186,8 @@ def _sees(module: nn.Module, width: int) -> bool:
 
 def _attention(name: str, module: nn.Module, outer: nn.Module | None) -> Rules | str | None:
     """Return the rules of an attention; a reason why not; None: it is none."""
+    if _class_of(module) == "modeling_falcon.FalconAttention":
+        return _falcon(name, module)
     kind = FUSED.get(_class_of(module))
     names = next((each for each in PROJECTIONS if all(local in module._modules for local in each)), None)
     if names is None and kind is None:
@@ -237,6 +242,26 @@ def _attention(name: str, module: nn.Module, outer: nn.Module | None) -> Rules |
         sliced = ()
     rules[name] = (*sliced, counts)
     return rules
+
+
+def _falcon(name: str, module: Any) -> Rules | str:
+    """Return the rules of Falcon's attention, whose fused layer has one of three orders; a reason why not."""
+    if module.config.alibi:  # in one of two shapes
+        return "it is called with an alibi of all heads"
+    heads, size = module.num_heads, module.head_dim
+    if module.multi_query and not module.new_decoder_architecture:
+        # All queries, then the only key and value, which every rank holds.
+        fused = Column(sizes=(heads * size, size, size), counts=(heads, 1, 1), tokens="whole")
+        counts: tuple[str, ...] = ("num_heads",)
+    else:
+        # Groups of queries with their key and value.
+        fused = Column(units=module.num_kv_heads if module.new_decoder_architecture else heads, tokens="whole")
+        counts = ("num_heads", "num_kv_heads")
+    return {
+        f"{name}.query_key_value": fused,
+        f"{name}.dense": Row(),
+        name: Attributes(divide=counts),
+    }
 
 
 def _class_of(module: nn.Module) -> str:

@@ -58,6 +58,25 @@ def test_models_compute_what_they_do_on_one_rank(sequence_parallel: bool) -> Non
     check([*FAMILIES], 2, sequence_parallel)
 
 
+FALCONS: list[dict[str, Any]] = [
+    {"multi_query": True},
+    {"multi_query": False, "num_kv_heads": 4},
+    {"new_decoder_architecture": True, "num_kv_heads": 2},
+]
+
+
+def _falcons() -> list[dict[str, float]]:
+    return [errors_of("falcon", **order) for order in FALCONS]
+
+
+def test_falcon_has_three_orders_of_fused_heads() -> None:
+    for found in run(_falcons, 2):
+        for errors in found:
+            assert errors.pop("share of parameters") < 0.99
+            wrong = {name: error for name, error in errors.items() if not error <= 1e-9}
+            assert not wrong, wrong
+
+
 def test_more_ranks_than_key_heads() -> None:
     check(["qwen3", "gemma2"], 4)
 

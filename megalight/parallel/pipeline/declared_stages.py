@@ -86,6 +86,9 @@ def declared_parts(root: nn.Module) -> DeclaredParts | None:
             lists.append(local)
         elif part is not None and any(True for _ in part.parameters()):
             (first if "input_ids" in takes else last).append(local)
+    if not lists:
+        lists, first, norms = _undeclared_parts(model, modules)
+        last += norms
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
     last += [local for local, part in modules.items() if part is head and local not in last]
     if len(lists) != 1:
@@ -102,6 +105,25 @@ def declared_parts(root: nn.Module) -> DeclaredParts | None:
     return DeclaredParts(
         name, under + lists[0], len(layers), *(tuple(under + each for each in part) for part in (first, last))
     )
+
+
+def _undeclared_parts(model: nn.Module, modules: dict[str, nn.Module]) -> tuple[list[str], list[str], list[str]]:
+    """Return lists of layers, embedding and last norm of a model that declares its head alone.
+
+    There is one list with as many layers as the configuration says, and after it one norm in the same module.
+    """
+    count = model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
+    lists = [each for each, part in modules.items() if isinstance(part, nn.ModuleList) and len(part) == count]
+    if len(lists) != 1:
+        return lists, [], []
+    outer, _, local = lists[0].rpartition(".")
+    beside = [*modules[outer]._modules]
+    after = [f"{outer}.{each}" for each in beside[beside.index(local) + 1 :]]
+    norms = [each for each in after if type(modules[each]).__name__.lower().endswith("norm")]
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    first = [each for each, part in modules.items() if part is embedding]
+    # One without weights may be used before the layers, too (NanoChat).
+    return lists, first, [each for each in norms if any(True for _ in modules[each].parameters())]
 
 
 def _declaring(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:

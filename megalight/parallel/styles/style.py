@@ -23,6 +23,9 @@ from megalight.parallel.tensor import split
 from megalight.parallel.tensor.shared import OwnStream, ParallelDropout, has_dropout
 from megalight.registry import Registry
 
+LINEARS = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
+"""Classes of other packages with a ``forward`` of their own that is that of ``nn.Linear``."""
+
 
 class Style(ABC):
     """How a module is split. Subclasses are frozen dataclasses: their fields are options, and plans compare them.
@@ -85,11 +88,16 @@ class Style(ABC):
         return module
 
 
+def is_named_linear(module: nn.Module) -> bool:
+    """Return whether a module is of another package's class that computes what ``nn.Linear`` does."""
+    return f"{type(module).__module__}.{type(module).__qualname__}" in LINEARS
+
+
 def _own(module: nn.Module, types: tuple[type[nn.Module], ...]) -> str | None:
     """Return what a module computes besides what the type does that it is served as; None: nothing."""
     known = next(kind for kind in types if isinstance(module, kind))
     # A class may say that its replacement lacks nothing of it.
-    computes = getattr(module, "stands_for", type(module))
+    computes = getattr(module, "stands_for", known if is_named_linear(module) else type(module))
     if "forward" in vars(module) or computes.forward is not known.forward:
         return "a forward pass of its own"
     if is_parametrized(module):

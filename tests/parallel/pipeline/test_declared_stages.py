@@ -61,8 +61,9 @@ def errors_of(family: str, **layout: Any) -> dict[str, float]:
     return {**errors, **{f"loss {place}": relative_error(*pair) for place, pair in enumerate(pairs)}}
 
 
-FAMILIES = ["gemma2", "gpt_neox", "gpt_oss", "gemma4_text"]
-"""They differ in masks by layer, what follows the embedding, names of parts, sinks, and inputs of each layer."""
+FAMILIES = ["gemma2", "gpt_neox", "gpt_oss", "gemma4_text", "nanochat"]
+"""They differ in masks by layer, what follows the embedding, names of parts, sinks, inputs of each layer, and in what
+they declare: the last one its head alone."""
 
 
 EVERY = [
@@ -137,6 +138,19 @@ EVERY = [
     "youtu",
     "gemma4",
     "gemma4_text",
+    "diffllama",
+    "emu3",
+    "granitemoe",
+    "granitemoehybrid",
+    "granitemoeshared",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "jamba",
+    "lfm2",
+    "lfm2_moe",
+    "nanochat",
+    "olmoe",
+    "phimoe",
 ]
 """All that declare stages, are built at tiny size, and are equal."""
 
@@ -180,6 +194,11 @@ def test_parts_are_where_they_are_declared() -> None:
     assert (parts.layers, parts.count) == ("net.model.layers", 2)
     assert parts.first == ("net.model.embed_tokens",)
     assert set(parts.last) == {"net.model.norm", "net.lm_head"}
+    # It declares its head alone.
+    head = declared_parts(tiny("olmoe"))
+    assert head is not None
+    assert (head.layers, head.first) == ("model.layers", ("model.embed_tokens",))
+    assert set(head.last) == {"model.norm", "lm_head"}
     # Its layers read what it makes of the embedding, so all stages hold it.
     every = declared_parts(tiny("gemma4_text"))
     assert every is not None
