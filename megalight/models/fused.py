@@ -496,10 +496,17 @@ def fuse(model: nn.Module) -> int:
         the number of decoder layers that are fused now, or were before.
     """
     layers = 0
-    for module in list(model.modules()):
+    # Children first: a model knows then which attentions read its tables of angles.
+    for module in reversed(list(model.modules())):
         part = part_of(type(module))  # type: ignore[arg-type]
-        if part is not None and part.fits(module):
+        if part is not None and part is not FusedRotary and part.fits(module):
             module.__class__ = _fused(type(module))  # type: ignore[arg-type]
+        for child in module.children():
+            # An attention of `transformers` needs tables in the dtype of hidden states.
+            if part_of(type(child)) is FusedRotary and all(  # type: ignore[arg-type]
+                isinstance(getattr(layer, "self_attn", None), FusedAttention) for layer in getattr(module, "layers", ())
+            ):
+                child.__class__ = _fused(type(child))  # type: ignore[arg-type]
         if isinstance(module, CausalLM) and type(head := module.lm_head) is nn.Linear:
             head.__class__ = Head
         layers += isinstance(module, Layer)

@@ -231,3 +231,14 @@ def test_code_that_differs_is_left_alone() -> None:
     kinds = {type(module) for module in model.modules()}
     # Its norms add 1 to their weights, and its layers have four of them.
     assert not any(part_of(kind) in (fused_ops.Norm, fused_ops.Layer) for kind in kinds)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "glm4"])
+def test_tables_of_angles_keep_the_dtype_that_foreign_attention_needs(family: str) -> None:
+    """Their attention turns queries by the tables as they are: float32 ones would make queries of float32."""
+    model: Any = tiny(family).bfloat16().eval()
+    ids = torch.randint(3, 50, (2, 9))
+    expected = model(ids).logits
+    fuse(model)
+    assert not any(isinstance(module, fused_ops.FusedRotary) for module in model.modules())
+    torch.testing.assert_close(model(ids).logits, expected, atol=0.05, rtol=0.05)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Generic, Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 
@@ -72,6 +73,7 @@ class GraphRecording(Generic[T]):
     def __init__(self, graph: torch.cuda.CUDAGraph, result: T) -> None:
         self.graph = graph
         self.result = result
+        self.dropped = False
 
     def replay(self) -> None:
         """Launch it on the current stream."""
@@ -81,6 +83,7 @@ class GraphRecording(Generic[T]):
         """Free the results first, because their memory belongs to the graph's pool, then the graph."""
         del self.result
         self.graph.reset()
+        self.dropped = True
 
 
 class CUDARecorder:
@@ -94,7 +97,8 @@ class CUDARecorder:
         self.device = device
         self.stream: torch.cuda.Stream | None = None
         self._before: torch.cuda.Stream | None = None
-        self._pools: dict[Hashable, Any] = {}
+        # The handle of each pool, and its recordings.
+        self._pools: dict[Hashable, tuple[Any, WeakSet[GraphRecording[Any]]]] = {}
 
     def enter(self) -> None:
         """Make the recorder's stream current."""
@@ -127,9 +131,10 @@ class CUDARecorder:
         thawed = os.environ.get(FREEZE) == "0"
         if thawed or (settle and pool not in self._pools):
             gc.collect()  # slow, so only once per pool
-        if pool not in self._pools:
-            self._pools[pool] = torch.cuda.graph_pool_handle()
-        handle = self._pools[pool]
+        # A pool ends with its last recording: the allocator takes its handle no more.
+        if not any(not recording.dropped for recording in self._pools.get(pool, (None, ()))[1]):
+            self._pools[pool] = torch.cuda.graph_pool_handle(), WeakSet()
+        handle, recordings = self._pools[pool]
         with no_collection(), silence():
             if settle:
                 torch.cuda.synchronize(self.device)
@@ -145,7 +150,8 @@ class CUDARecorder:
             except BaseException:
                 self._mend(handle, generators)
                 raise
-        return GraphRecording(graph, result)
+        recordings.add(recording := GraphRecording(graph, result))
+        return recording
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, handle: Any, generators: Sequence[torch.Generator]) -> None:
         with suppress(RuntimeError):  # it would only repeat the function's own error
