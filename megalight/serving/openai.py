@@ -302,7 +302,7 @@ class Function(Body):
     strict: bool | None = None
 
 
-class Tool(Body):
+class ChatTool(Body):
     """A tool that the model may call."""
 
     type: Literal["function"]
@@ -397,7 +397,7 @@ class ChatBody(Sampled):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOG_PROBS)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[list[ChatTool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     modalities: Any = None
@@ -467,7 +467,7 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[list[ChatTool], Field(max_length=128)] | None = None
 
 
 class DetokenizeBody(Body):

@@ -35,7 +35,7 @@ from megalight.serving.rank_processes import as_settings, end_process, from_sett
 log = logging.getLogger(__name__)
 
 
-class Replicas:
+class ReplicaProcesses:
     """The processes of a coordinator and of its engines.
 
     Args:
@@ -268,7 +268,7 @@ class ReplicatedLLM(AsyncClient):
         path = latest_checkpoint(path)
         tokenizer = weights.get("tokenizer")
         words = Tokenizer.load(tokenizer) if tokenizer else tokenizer_of(path)
-        self._replicas = Replicas(
+        self._replicas = ReplicaProcesses(
             path, replicas=replicas, tensor_parallel=tensor_parallel, device=device, options=options, **weights
         )
         text = self._replicas.text
