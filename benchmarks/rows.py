@@ -179,7 +179,7 @@ ROWS: dict[str, Row] = {
     ),
     "llama3-16l-lora": _row("16 layers of that", f"vocab=128256 {ADAPTERS}", peers=("peft", "peft-compile")),
     "llama3-8b-qlora": _row(
-        "Llama-3-8B, the same adapters, frozen weights as int8 codes", f"{LLAMA3_8B} {ADAPTERS} base=int8"
+        "Llama-3-8B, the same adapters, frozen weights in int8", f"{LLAMA3_8B} {ADAPTERS} base=int8"
     ),
     "125m": _row("125M, micro-batches of 1024 tokens: bound by launches", SMALL, peers=("hf", "hf-compile")),
     "125m-graph": _row("the same as a CUDA graph", f"{SMALL} graph=1", against=("125m", 1.25)),
@@ -422,7 +422,7 @@ ROWS: dict[str, Row] = {
     "tiny-cpu-dp2": _row("the same, DP=2: two processes", TINY, gpus=2, peers=("fsdp2",)),
     "tiny-cpu-dp2-full": _row("the same, fully sharded", f"{TINY} level=optim_grads_params", gpus=2),
     "tiny-cpu-lora": _row("the tiny model, adapters alone", f"{TINY_WIDE} rank=4", peers=("peft",)),
-    "tiny-cpu-qlora": _row("the same, frozen weights as int8 codes", f"{TINY_WIDE} rank=4 base=int8"),
+    "tiny-cpu-qlora": _row("the same, frozen weights in int8", f"{TINY_WIDE} rank=4 base=int8"),
     "tiny-moe-cpu-ep2": _row("tiny experts, EP=2", f"{TINY} experts=4 ep=2", gpus=2),
     "tiny-cpu-tp2": _row("the tiny model, TP=2 with SP", f"{TINY} tp=2", gpus=2),
 }
