@@ -47,16 +47,17 @@ def test_attributes_become_one_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("attributes", "message"),
+    ("attributes", "count", "message"),
     [
-        (Attributes(divide=("num_heads",)), r"inner\.num_heads is 6; it must be an integer that 4 divides"),
-        (Attributes(divide=("num_hats",)), r"inner\.num_hats is None"),
-        (Attributes(per_unit={"num_heads": 3}), r"inner\.num_heads consists of 3 units .*tp=4"),
+        (Attributes(divide=("num_heads",)), 6, r"inner\.num_heads is 6; it must be an integer that 4 divides"),
+        (Attributes(divide=("num_hats",)), 6, r"inner\.num_hats is None"),
+        (Attributes(per_unit={"num_heads": 3}), 6, r"inner has 18 heads, and tp=4 does not divide them"),
+        (Attributes(per_unit={"num_heads": 3}), 8, r"inner\.num_heads consists of 3 units .*tp=4"),
     ],
 )
-def test_attributes_that_do_not_divide(attributes: Attributes, message: str) -> None:
+def test_attributes_that_do_not_divide(attributes: Attributes, count: int, message: str) -> None:
     with pytest.raises(LayoutError, match=message):
-        parallelize(Heads(num_heads=6), ParallelizePlan({"inner": attributes}), MESH)
+        parallelize(Heads(num_heads=count), ParallelizePlan({"inner": attributes}), MESH)
 
 
 def holder(module: nn.Module) -> nn.ModuleDict:
