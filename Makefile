@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # Processes of tests; each has ranks of its own, up to 3 GiB in all. Many tests wait for messages, so three fill two cores.
-JOBS ?= 4
+JOBS ?= 3
 READY := $(VENV)/.ready
 # Tests start hundreds of interpreters; without this, each may compile the package anew.
 export PYTHONDONTWRITEBYTECODE :=
@@ -25,7 +25,7 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY) ## train, resume and sample a small GPT on this machine
 	$(BIN)/python examples/demo.py
 
-test: $(READY) ## the tests that every change must pass, in JOBS=4 processes
+test: $(READY) ## the tests that every change must pass, in JOBS=3 processes
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 
 test-full: $(READY) ## also whole matrices, kills and soaks, and GPU tests where there is one; writes tests/results/full.md
