@@ -15,14 +15,15 @@ from typing import Any
 from torch import nn
 
 from megalight.errors import LayoutError
-from megalight.parallel.peft_layers import adapted_rules, is_adapted
 from megalight.parallel.structural_plan import COUNTS, KEY_COUNTS, Rules, refused_dropout
 from megalight.parallel.styles import (
     Attributes,
     Column,
+    Dropout,
     HeadRegion,
     Replicated,
     Row,
+    SequenceRegion,
     SharedSlice,
     Style,
 )
@@ -33,7 +34,10 @@ KEYS = ("k_proj", "v_proj")
 WHOLE = ("colwise_gather_output", "rowwise_split_input")
 """A declaration for layers whose features cannot be divided where they stand: every rank computes them whole."""
 EXPERTS = ("moe_tp_experts", "moe_identity_expert", "all_reduce", "packed_colwise", "packed_rowwise")
-"""Declarations of stacked experts, which every rank holds whole."""
+"""Declarations of stacked experts, which ``styles/experts.py`` splits by their form, and of what lies around them."""
+
+ADAPTER_PARTS = ("base_layer", "lora_A", "lora_B", "lora_dropout")
+"""What a plain LoRA layer of ``peft`` has."""
 
 
 def declares(model: nn.Module) -> bool:
@@ -112,8 +116,8 @@ def _rules(
 
 def _linear(name: str, module: nn.Module, style: Style) -> Rules:
     """Return the rules of a declared linear layer: the module, or the only one in it (Gemma 4 clips around it)."""
-    if is_adapted(module):
-        return adapted_rules(name, module, style)
+    if "base_layer" in module._modules:  # a layer of peft around one of the model
+        return _adapted_rules(name, module, style)
     inside = [local for local, child in module.named_children() if type(child) is nn.Linear]
     return {f"{name}.{inside[0]}" if len(inside) == 1 else name: style}
 
@@ -191,3 +195,37 @@ def _attention(module: nn.Module, name: str, kinds: Mapping[str, str], per_head:
         per_unit={"num_key_value_groups": keys} if keys and isinstance(own.get("num_key_value_groups"), int) else {},
         per_head=per_head,
     )
+
+
+def _adapted_rules(name: str, module: nn.Module, style: Style) -> Rules:
+    """Return the rules of a LoRA layer of ``peft``, which splits with the linear layer that it adapts.
+
+    Beside a layer with split output features, ``A`` is whole and ``B`` split like the weight: the backward sums the
+    gradient of the narrow features before it reaches ``A``. Beside one with split input features, ``A`` is split like
+    the weight, its narrow outputs are summed over ranks, and ``B`` is whole. Source: https://arxiv.org/abs/2106.09685
+
+    Args:
+        name: its name.
+        module: a layer of ``peft``.
+        style: how the linear layer in it splits.
+
+    Raises:
+        LayoutError: the adapter is no plain LoRA, or the layer in it is no plain linear layer.
+    """
+    base, dropouts = module._modules["base_layer"], module._modules.get("lora_dropout")
+    other = next((each for each, _ in module.named_parameters() if each.partition(".")[0] not in ADAPTER_PARTS), None)
+    if type(base) is not nn.Linear or other is not None or not isinstance(dropouts, nn.ModuleDict):
+        what = f"around a {type(base).__name__}" if type(base) is not nn.Linear else f"with {other or 'no lora_A'}"
+        raise LayoutError(
+            f"{name} is an adapter of peft {what}, and tensor parallelism splits plain LoRA around nn.Linear. Leave "
+            "the layer out of target_modules, use plain LoRA, or set tensor_parallel=1."
+        )
+    row = isinstance(style, Row)
+    rules: Rules = {f"{name}.base_layer": style}
+    for key, dropout in dropouts.items():
+        rules[f"{name}.lora_A.{key}"] = Row() if row else Replicated()
+        rules[f"{name}.lora_B.{key}"] = SequenceRegion() if row else style
+        if isinstance(dropout, nn.Dropout):
+            # Ranks have features of their own before a row layer, and the same ones before a column layer.
+            rules[f"{name}.lora_dropout.{key}"] = Dropout(split=True) if row else Replicated()
+    return rules
