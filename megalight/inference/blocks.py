@@ -6,6 +6,7 @@ which sequences share. :class:`StateSnapshots` keeps the recurrent states that b
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +36,7 @@ def blocks_at_once(lengths: Iterable[int], at_once: int) -> int:
     return max(1, sum(needs[:at_once]))
 
 
-class _Blocks:
+class _Blocks(ABC):
     """Blocks of one pool. Every slot has a table of its blocks, in the order of its tokens.
 
     Args:
@@ -83,13 +84,13 @@ class _Blocks:
         return (self.first[slot] + len(self.tables[slot]) + self.free) * self.size
 
     @property
+    @abstractmethod
     def _known(self) -> Collection[int]:
         """The blocks that can be found."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _forget(self, block: int) -> None:
         """Let a block be found no more, because it gets other tokens."""
-        raise NotImplementedError
 
     def _cut(self, slot: int, tokens: int) -> None:
         """Take back the blocks that a slot does not need to hold so many tokens."""

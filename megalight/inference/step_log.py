@@ -39,7 +39,6 @@ class StepLog:
 
     Attributes:
         steps: number of steps.
-        graphed: how many of them were CUDA graphs.
         graph_uses: how often each graph was used.
         seconds: of all steps.
         host_seconds, wait_seconds: likewise.
@@ -51,10 +50,15 @@ class StepLog:
         if path is not None:
             self._file = Path(path).open("a", buffering=1)  # noqa: SIM115 (open while the engine is)
             finalize(self, self._file.close)
-        self.steps = self.graphed = 0
+        self.steps = 0
         self.graph_uses: Counter[InferenceBatchDimensions] = Counter()
         self.seconds = self.host_seconds = self.wait_seconds = 0.0
         self.last: StepRecord | None = None
+
+    @property
+    def graphed(self) -> int:
+        """How many of the steps were CUDA graphs."""
+        return self.graph_uses.total()
 
     def add(self, record: StepRecord) -> None:
         """Add a step."""
@@ -64,7 +68,6 @@ class StepLog:
         self.wait_seconds += record.wait_seconds
         self.last = record
         if record.graph is not None:
-            self.graphed += 1
             self.graph_uses[record.graph] += 1
         if self._file is not None:
             graph = None if record.graph is None else {**asdict(record.graph), "uses": self.graph_uses[record.graph]}
