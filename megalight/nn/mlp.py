@@ -162,6 +162,9 @@ class MLP(nn.Module):
         act = modules["act"]
         if torch.is_grad_enabled() or not act.gated or act.offset or act.clamp is not None:
             return None
+        # The products run in Triton: another backend of the activation was asked for.
+        if act.backend not in ("auto", "triton"):
+            return None
         if any(each._forward_hooks or each._forward_pre_hooks for each in (self, act)):
             return None
         wide, down = modules["gate_up"], modules["down"]
