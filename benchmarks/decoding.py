@@ -235,10 +235,9 @@ def models(arguments: argparse.Namespace) -> Row:
     out["generate_batch_1"] = 64 / seconds
     engine = complete(one, 8)
     engine.run()
-    engine.add(one[0], max_new_tokens=8, sampling_params=greedy)
-    engine.run()
-    engine.add(one[0], max_new_tokens=256, sampling_params=greedy)
-    seconds, found = clock(engine.run)
+    for _ in range(3):  # kernels compile and graphs are recorded in the first two
+        engine.add(one[0], max_new_tokens=256, sampling_params=greedy)
+        seconds, found = clock(engine.run)
     out["engine_batch_1"] = 256 / seconds
     out["same_text"] = next(iter(found.values())).tokens[:64] == text[0] and few[0] == text[0][:8]
     print(out, flush=True)
