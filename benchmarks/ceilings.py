@@ -7,7 +7,7 @@ Each kind of work runs without a pause for `--seconds`. Sustained is the rate of
 fallen to what the power limit allows; the burst is that of the first calls after a second of rest.
 
 - ``gemm``: square products of random bf16 matrices of 8192 rows.
-- ``gemm_fp8``: the same with e4m3 codes, one scale for each matrix, and sums in the fast way.
+- ``gemm_fp8``: the same with e4m3 quantized values, one scale for each matrix, and sums in the fast way.
 - ``attention``: forward and backward by cuDNN, causal, two sequences of 4096, 32 heads of 128 features, 8 of keys. It
   counts 6 operations per token, head, feature and token of the sequence, as the roofline does.
 - ``memory``: copies of 1 GiB; bytes read and written count.

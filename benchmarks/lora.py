@@ -6,8 +6,8 @@
 Each runner is a process of its own, started by the command of ``megalight bench``: one GPU, bf16, sequences of 4096
 tokens, adapters of rank 16 on all linear layers of the layers, frozen weights in bf16. ``peft`` runs as it is, with
 compiled layers, and with compiled layers and adapters in bf16; its best rate counts. Beside them we run with frozen
-weights as int8 and as nf4 codes. Our losses are compared with float32 before anything is timed. The exit code is 0 if
-we have 1.3 times the tokens per second at less memory.
+weights as int8 and as nf4 quantized values. Our losses are compared with float32 before anything is timed. The exit
+code is 0 if we have 1.3 times the tokens per second at less memory.
 """
 
 from __future__ import annotations

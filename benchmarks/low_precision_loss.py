@@ -6,9 +6,9 @@ The text is this repository's own documentation and source as bytes. Batches and
 run, and the learning rate decays to zero. A recipe passes if its mean loss over the last tenth of the steps is within
 ``--bound`` of bf16's. The run ``bf16 nudged`` starts with one weight changed by 0.01; its difference from bf16 shows
 how much is chance. A recipe with ``+primary`` stores its weights in FP8; with ``+attention``, attention multiplies in
-8 bits, too. A recipe that the device does not support is emulated: its products are computed in float64 from the codes.
-So are all on a CPU: `--size medium` takes minutes there, `--size small` only shows that it works. A recipe that cannot
-be emulated either is reported and not run.
+8 bits, too. A recipe that the device does not support is emulated: its products are computed in float64 from the
+quantized values. So are all on a CPU: `--size medium` takes minutes there, `--size small` only shows that it works. A
+recipe that cannot be emulated either is reported and not run.
 """
 
 from __future__ import annotations

@@ -3,10 +3,11 @@
     python benchmarks/low_precision_ops.py RESULTS.json [--tokens 8192] [--sweep] [--small]
 
 For the four matrices of a layer of an 8-billion-parameter model: finding the largest magnitude, casting a matrix and
-its transpose, transposing codes, the three products, and adding the weight gradient to a float32 gradient. For SwiGLU,
-norm and rotation: finding the magnitudes of their results inside the op. For SwiGLU and gradients of SwiGLU and
-rotation: writing codes instead of them. A result that differs from its reference is reported and not timed. Times are
-medians of CUDA graph replays.
+its transpose, transposing quantized values, the three products, and adding the weight gradient to a float32 gradient.
+For SwiGLU, norm and rotation: finding the magnitudes of their results inside the op. For SwiGLU and gradients of SwiGLU
+and
+rotation: writing quantized values instead of them. A result that differs from its reference is reported and not timed.
+Times are medians of CUDA graph replays.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
 
 
-def codes_error(found: Quantized | None, expected: Quantized | None) -> float:
-    """Return the fraction of codes that differ."""
+def quantized_error(found: Quantized | None, expected: Quantized | None) -> float:
+    """Return the fraction of quantized values that differ."""
     if found is None or expected is None:
         return float(found is not expected)
     same = found.data.view(torch.uint8) == expected.data.view(torch.uint8)
@@ -99,18 +100,18 @@ def casts(shape: tuple[int, int], scheme: Scheme, x: Tensor) -> Iterator[Way]:
 
             def wrong(run: Callable[[], Any] = run) -> float:
                 pairs = zip(run(), cast(x, scheme, scheme, backend="reference"), strict=True)
-                return sum(codes_error(*pair) for pair in pairs)
+                return sum(quantized_error(*pair) for pair in pairs)
 
             yield Way(name, label, backend, run, wrong, moved=moved * numel)
-    codes, _ = cast(x, scheme, None, amax=amax)
-    assert codes is not None
+    quantized, _ = cast(x, scheme, None, amax=amax)
+    assert quantized is not None
     for backend in backends:
-        turn = partial(transpose, codes, backend=backend)
+        turn = partial(transpose, quantized, backend=backend)
 
-        def wrong_turn(turn: Callable[[], Quantized] = turn, codes: Quantized = codes) -> float:
-            return codes_error(turn(), transpose(codes, backend="reference"))
+        def wrong_turn(turn: Callable[[], Quantized] = turn, quantized: Quantized = quantized) -> float:
+            return quantized_error(turn(), transpose(quantized, backend="reference"))
 
-        yield Way("transpose codes", label, backend, turn, wrong_turn, moved=2 * numel)
+        yield Way("transpose quantized values", label, backend, turn, wrong_turn, moved=2 * numel)
 
 
 def tiles() -> Iterator[tuple[str, dict[str, int]]]:
@@ -244,8 +245,8 @@ def makers(tokens: int, hidden: int, ffn: int, heads: tuple[int, int, int], devi
     yield from on_the_way("rotation both ways", f"{tokens} x {packed.shape[1]}", rotary, 8 * numel, 2 * numel)
 
 
-def codes_alone(tokens: int, ffn: int, heads: tuple[int, int, int], device: str) -> Iterator[Way]:
-    """Yield ways for SwiGLU, its gradient and that of rotation: written and cast, or written as codes alone."""
+def quantized_only(tokens: int, ffn: int, heads: tuple[int, int, int], device: str) -> Iterator[Way]:
+    """Yield ways for SwiGLU, its gradient and that of rotation: written and cast, or written quantized alone."""
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device).bfloat16()
@@ -291,10 +292,13 @@ def codes_alone(tokens: int, ffn: int, heads: tuple[int, int, int], device: str)
             with torch.no_grad():
                 return make(scheme, scheme, amax)[0]
 
-        for name, run, bytes_ in (("written, then cast", both, moved + saved), ("codes alone", alone, moved)):
+        for name, run, bytes_ in (
+            ("written, then cast", both, moved + saved),
+            ("quantized values alone", alone, moved),
+        ):
 
             def wrong(run: Callable[[], Any] = run, both: Callable[[], Any] = both) -> float:
-                return sum(codes_error(*pair) for pair in zip(run(), both(), strict=True))
+                return sum(quantized_error(*pair) for pair in zip(run(), both(), strict=True))
 
             yield Way(
                 part, f"{tokens} x {ffn if 'SwiGLU' in part else packed.shape[1]}", name, run, wrong, moved=bytes_
@@ -305,7 +309,7 @@ def ways(tokens: int, small: bool, device: str, sweep: bool = False) -> Iterator
     hidden, ffn, qkv = (64, 96, 80) if small else (HIDDEN, FFN, QKV)
     heads = (4, 2, 16) if small else (32, 8, 128)
     yield from makers(tokens, hidden, ffn, heads, device)
-    yield from codes_alone(tokens, ffn, heads, device)
+    yield from quantized_only(tokens, ffn, heads, device)
     for out, width in ((qkv, hidden), (hidden, hidden), (2 * ffn, hidden), (hidden, ffn)):
         x, grad_y = (torch.randn(tokens, size, device=device).bfloat16() for size in (width, out))
         weight = (torch.randn(out, width, device=device) * 0.02).bfloat16()

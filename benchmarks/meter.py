@@ -156,7 +156,7 @@ class Meter:
 
     def tick(self) -> None:
         self._ticks += 1
-        self._held = max(self._held, held())  # that of codes is freed when training ends
+        self._held = max(self._held, held())  # that of quantized values is freed when training ends
         self._say()
         if self.step.warmup <= self._ticks <= self.together:
             self._marks.append(mark(self.step))

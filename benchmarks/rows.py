@@ -40,7 +40,7 @@ TINY = (
     "device=cpu precision=fp32 layers=2 hidden=64 ffn=128 heads=4 kv=2 vocab=256 seq=64 mbs=2 micro=2 steps=3 warmup=1"
 )
 TINY_WIDE = f"{TINY} hidden=128 heads=2"
-"""Also half as wide, its rows are as long as a block of codes."""
+"""Also half as wide, its rows are as long as a block of quantized values."""
 FEW = "steps=3 warmup=2"
 """Numbers of steps for rows with steps that take seconds."""
 

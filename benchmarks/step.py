@@ -26,7 +26,7 @@ class Step:
     ``dim`` is the size of a head (0: ``hidden / heads``). ``level`` says what data-parallel replicas shard, and
     ``sharding`` gives further ``DataParallelOptions``, as ``prefetch:2``. With ``rank``, only low-rank adapters of
     that rank are trained, one for each linear layer of the layers, and all else is frozen; ``base`` then stores the
-    frozen weights of the layers as codes (``int8``, ``nf4``).
+    frozen weights of the layers quantized (``int8``, ``nf4``).
     """
 
     layers: int = 16

@@ -210,8 +210,8 @@ class Boxed(WithData):
     def loss_tokens(self, batch: Any) -> torch.Tensor:
         return super().loss_tokens(batch["rows"])
 
-    def auxiliary_counts(self, batch: Any) -> dict[str, torch.Tensor]:
-        return super().auxiliary_counts(batch["rows"])
+    def aux_loss_counts(self, batch: Any) -> dict[str, torch.Tensor]:
+        return super().aux_loss_counts(batch["rows"])
 
 
 def _by_a_module(layout: dict[str, Any]) -> list[float]:

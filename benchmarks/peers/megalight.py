@@ -311,7 +311,8 @@ def by_hand(step: Step) -> list[float]:
     adam, model = AdamConfig(lr=twin_rate(step)), one_device(step)
     initialize(model, GPTModule(config_of(step)).seed, prefix="model.")
     if step.base and step.precision == "bf16":
-        # Frozen weights are stored from 16 bits: others would have other codes, which are further away than rounding.
+        # Frozen weights are stored from 16 bits: others would have other quantized values, which are further away than
+        # rounding.
         for parameter in model.parameters():
             if not parameter.requires_grad:
                 parameter.data = parameter.data.bfloat16().float()

@@ -29,8 +29,9 @@ class Adapters(pl.Callback):
         exclude: globs in the form of ``targets``; what they match gets no adapter.
         dora: learn the length of each weight row apart; see :class:`~megalight.models.transforms.DoRA`.
         rank_stabilized: multiply by ``alpha / sqrt(rank)`` instead (rsLoRA, https://arxiv.org/abs/2312.03732).
-        base: how frozen weights of the transformer layers are stored: ``int8``, ``nf4`` or ``nvfp4`` codes with a scale
-            for each block of input features (QLoRA, https://arxiv.org/abs/2305.14314); None: in the dtype of the run.
+        base: how frozen weights of the transformer layers are stored: ``int8``, ``nf4`` or ``nvfp4`` quantized values
+            with a scale for each block of input features (QLoRA, https://arxiv.org/abs/2305.14314); None: in the dtype
+            of the run.
         block: number of input features with one scale, for ``base``; None: 64, and 16 for ``nvfp4``.
         save_base: whether checkpoints hold the whole model. If not, they hold only the adapters, and loading one needs
             the initial weights of the run.

@@ -28,7 +28,7 @@ STATE_BYTES = 60e9
 """Weights, gradients and optimizer state that a GPU of 80 GB may hold; the rest is for activations."""
 
 START_BYTES = 72e9
-"""Frozen weights in bf16 that a GPU may hold before they are stored as codes."""
+"""Frozen weights in bf16 that a GPU may hold before they are stored quantized."""
 
 ACTIVATION_BYTES = 12e9
 """Activations that may be kept. Above it, whole layers are recomputed."""

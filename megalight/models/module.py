@@ -220,7 +220,7 @@ class MegalightModule(pl.LightningModule):
         """Return how many tokens (or samples) of ``batch`` count in the loss, 0-dim. Called before any forward."""
         raise NotImplementedError(f"{type(self).__name__} must define loss_tokens(batch).")
 
-    def auxiliary_counts(self, batch: Any) -> Mapping[str, Tensor]:
+    def aux_loss_counts(self, batch: Any) -> Mapping[str, Tensor]:
         """Return what counts in auxiliary losses of :meth:`loss_step` that are sums: name -> 0-dim. Default: none.
 
         Such a loss is divided by its count over the whole global batch, like the main one. All batches have the same
@@ -315,8 +315,8 @@ class MegalightModule(pl.LightningModule):
         with collecting(KeptAuxLosses()) as aux_losses:
             loss = self._loss(batch)
         aux_losses.values = self.whole_aux_losses(aux_losses.values)
-        counts = self.auxiliary_counts(batch)
-        for name, value in loss.auxiliary.items():
+        counts = self.aux_loss_counts(batch)
+        for name, value in loss.aux_losses.items():
             # Sums with a count become means here. Those without one are means already.
             aux_losses.attach(name, value * inverse(counts[name].to(value)) if name in counts else value, loss.sum)
         # the mean over this rank's batch: other strategies average over ranks, whatever their numbers of tokens

@@ -52,7 +52,7 @@ class AuxLosses(Opaque):
             hidden: a tensor on which the loss depends. The backward pass of ``value`` starts when the gradient of
                 ``hidden`` arrives.
             count: how many things ``value`` is the mean over, such as sequences. If the step's task counts them under
-                this name (``auxiliary_counts``), the objective gets the mean over all of them, whatever their number
+                this name (``aux_loss_counts``), the objective gets the mean over all of them, whatever their number
                 in each micro-batch.
 
         Raises:

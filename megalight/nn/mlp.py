@@ -56,8 +56,8 @@ class Activation(nn.Module):
         fp8_input_store: keep the input in 8 bits for the backward pass.
 
     Attributes:
-        fusion: the linear layers beside it, if they multiply in 8 bits. Codes are then all that is written, where
-            nothing else would read the output and the gradient of the input.
+        fusion: the linear layers beside it, if they multiply in 8 bits. Quantized values are then all that is written,
+            where nothing else would read the output and the gradient of the input.
 
     Raises:
         ConfigurationError: no such activation, or ``offset`` or ``clamp`` for one that is not gated.

@@ -1,4 +1,4 @@
-"""Quantization of flat float32 memory into the memory of codes: the part of a weight that one rank updates."""
+"""Quantization of flat float32 memory into flat memory of 8 bits: the part of a weight that one rank updates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 
 @jit
 def scaled(value: Value, amax: Value, LARGEST: constexpr, SMALLEST: constexpr, POWER: constexpr) -> Value:
-    """Scale and clamp float32 values as the cast of matrices does, so that codes are equal bit by bit."""
+    """Scale and clamp float32 values as the cast of matrices does, so that quantized values are equal bit by bit."""
     factor = tl.div_rn(LARGEST, tl.maximum(tl.load(amax), SMALLEST))
     if POWER:
         factor = (factor.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -83,7 +83,7 @@ class CastFlatSpec(NamedTuple):
         device: device type of the values.
         dtype: dtype of the values.
         rounded: dtype to which they are rounded first.
-        stays: whether the codes lie on the same device.
+        stays: whether the quantized values lie on the same device.
     """
 
     device: str
@@ -108,7 +108,7 @@ def cast_flat(
     largest: Tensor | None = None,
     backend: str = "auto",
 ) -> None:
-    """Write the codes of ``x [n]`` into ``out [n]``, bytes or of the scheme's 8-bit dtype. Memory for copies is spared.
+    """Write ``x [n]``, quantized, into ``out [n]``, bytes or of the scheme's 8-bit dtype. Memory for copies is spared.
 
     Args:
         out: contiguous; it may be on another device.
@@ -139,14 +139,14 @@ def _reference(
     values = x.to(rounded).float()
     if largest is not None:
         record_largest(largest, amax_of(values))
-    codes = to_fp8(values * factor, scheme.format)
+    data = to_fp8(values * factor, scheme.format)
     # As bytes: in-place copies are not available for all 8-bit dtypes.
-    out.view(torch.uint8).copy_(codes.view(torch.uint8))
+    out.view(torch.uint8).copy_(data.view(torch.uint8))
 
 
 def _triton_why_not(spec: CastFlatSpec) -> str | None:
     if not spec.stays:
-        return "writes codes on the device of the values only"
+        return "writes quantized values on the device of the values only"
     return triton_why_not(spec.device, spec.dtype, spec.rounded)
 
 

@@ -44,16 +44,16 @@ class _FP8Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: int, spec: FP8AttentionSpec) -> Tensor:
         value = Scheme("e4m3", scale="power" if spec.power else "fp32")
-        codes = [quantize(t.flatten(1), value) for t in (q, k, v)]
+        quantized = [quantize(t.flatten(1), value) for t in (q, k, v)]
         ctx.spec, ctx.value = spec, value
         ctx.shapes = [(sequences, -1, *t.shape[1:]) for t in (q, k, v)]
-        query, key, values = _decoded(codes, ctx.shapes)
+        query, key, values = _decoded(quantized, ctx.shapes)
         scores = _scores(query, key, spec)
         peak = scores.amax(-1, keepdim=True)
         weights = (scores - peak).exp()
         total = weights.sum(-1, keepdim=True)
         out = _whole(_rounded(weights, value, 1.0) @ values / total).to(q.dtype)
-        ctx.save_for_backward(*(tensor for code in codes for tensor in code.tensors), peak + total.log(), out)
+        ctx.save_for_backward(*(tensor for each in quantized for tensor in each.tensors), peak + total.log(), out)
         return out.view_as(q)
 
     @staticmethod
@@ -88,9 +88,9 @@ def _whole(heads: Tensor) -> Tensor:
     return heads.transpose(1, 2).flatten(0, 1).flatten(1)
 
 
-def _decoded(codes: list[Quantized], shapes: list[tuple[int, ...]]) -> list[Tensor]:
+def _decoded(quantized: list[Quantized], shapes: list[tuple[int, ...]]) -> list[Tensor]:
     """Return the values ``[B, H, S, D]`` in float64, with key heads repeated for the query heads that share them."""
-    heads = [_heads(code.dequantize(), shape) for code, shape in zip(codes, shapes, strict=True)]
+    heads = [_heads(each.dequantize(), shape) for each, shape in zip(quantized, shapes, strict=True)]
     return [t.repeat_interleave(heads[0].shape[1] // t.shape[1], 1) for t in heads]
 
 

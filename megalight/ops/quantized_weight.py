@@ -1,16 +1,16 @@
-"""Frozen weights stored as narrow codes: QLoRA (https://arxiv.org/abs/2305.14314).
+"""Frozen weights stored quantized: QLoRA (https://arxiv.org/abs/2305.14314).
 
 A weight ``[out, in]`` is cut into blocks of features along each row. Each block has one scale, and each element a code:
 
-- ``int8``: ``w = scale * code``, codes from -127 to 127, the scale is the block's largest magnitude / 127;
-- ``nf4``: ``w = scale * LEVELS[code]``, two codes in a byte, the scale is the block's largest magnitude. The levels are
-  quantiles of a normal distribution, as in the paper;
-- ``nvfp4``: ``w = second * scale * E2M1[code]``, two codes in a byte, blocks of 16. Scales are FP8 (E4M3), and
-  ``second`` is one float32 for the weight, so that the largest scale is 448. Values are those of ModelOpt's
+- ``int8``: ``w = scale * data``, data from -127 to 127, the scale is the block's largest magnitude / 127;
+- ``nf4``: ``w = scale * LEVELS[data]``, two values in a byte, the scale is the block's largest magnitude. The
+  levels are quantiles of a normal distribution, as in the paper;
+- ``nvfp4``: ``w = second * scale * E2M1[data]``, two values in a byte, blocks of 16. Scales are FP8 (E4M3),
+  and ``second`` is one float32 for the weight, so that the largest scale is 448. Values are those of ModelOpt's
   ``NVFP4QTensor``.
 
-Other scales have the weight's own dtype, and codes are chosen for the rounded scale. Products read the decoded weight,
-which exists for one product at a time. Gradients go through it to the input, and the weight has none.
+Other scales have the weight's own dtype, and quantized values are chosen for the rounded scale. Products read the
+decoded weight, which exists for one product at a time. Gradients go through it to the input, and the weight has none.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 def reference_decode(data: Tensor, scales: Tensor, form: str, dtype: torch.dtype) -> Tensor:
     """See :func:`megalight.ops.quantized_weight.decode`."""
     if form == "int8":
-        # One pass over memory: the product reads codes and writes weights.
+        # One pass over memory: the product reads quantized values and writes weights.
         found = torch.mul(data, scales[..., None])
     else:
-        # A byte is looked up once, for both of its codes.
+        # A byte is looked up once, for both of its quantized values.
         found = _pairs(form, scales.dtype, data.device)[data.int()].flatten(-2).mul_(scales[..., None])
     return found.flatten(1).to(dtype)
 
 
 @lru_cache
 def levels_of(dtype: torch.dtype, device: torch.device, form: str = "nf4") -> Tensor:
-    """Return the level of each of the 16 codes."""
+    """Return the level of each of the 16 quantized values."""
     levels = LEVELS if form == "nf4" else (*E2M1, *(-level for level in E2M1))
     return torch.tensor(levels, dtype=dtype, device=device)
 
@@ -145,7 +145,7 @@ def _choose(spec: DequantizeSpec, backend: str) -> Decode:
 
 
 def decode(data: Tensor, scales: Tensor, form: str, dtype: torch.dtype | None = None, backend: str = "auto") -> Tensor:
-    """Return the weight ``[out, in]`` of codes.
+    """Return the weight ``[out, in]`` of quantized values.
 
     Args:
         data: ``[out, in / block, block]`` int8 for ``int8``; ``[out, in / block, block / 2]`` uint8 for the others.
@@ -158,7 +158,7 @@ def decode(data: Tensor, scales: Tensor, form: str, dtype: torch.dtype | None = 
 
 
 class QuantizedWeight:
-    """A frozen weight as codes.
+    """A frozen weight quantized.
 
     Args:
         weight: ``[out, in]``, or a stack of them ``[E, out, in]``; floating point, not NaN.
@@ -186,7 +186,7 @@ class QuantizedWeight:
         blocks = weight.detach().reshape(weight.shape[:-1].numel(), -1, block)
         largest = blocks.abs().amax(-1)
         wide = torch.promote_types(weight.dtype, torch.float32)
-        # A block of zeros has any scale: its codes are 0.
+        # A block of zeros has any scale: its quantized values are 0.
         scale = torch.where(largest > 0, largest, torch.ones_like(largest)).to(wide)
         self.scales = (scale / 127 if form == "int8" else scale).to(weight.dtype)
         parts = blocks.to(wide) / self.scales.to(wide)[..., None]
@@ -199,7 +199,7 @@ class QuantizedWeight:
             self.data = _paired(nearest)
 
     def _round_twice(self, weight: Tensor, largest: Tensor) -> None:
-        """Choose scales of blocks in FP8, then codes for the rounded scales."""
+        """Choose scales of blocks in FP8, then quantized values for the rounded scales."""
         low, high = NVFP4_SCALES
         # A weight of zeros has any scale.
         second = torch.where(largest > 0, largest, torch.ones_like(largest)).float() / (E2M1[-1] * high)
@@ -224,7 +224,7 @@ class QuantizedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales."""
+        """Bytes of quantized values and scales."""
         return self.data.nbytes + self.scales.nbytes + (0 if self.second is None else self.second.nbytes)
 
     def parts(self) -> dict[str, Tensor]:
@@ -233,7 +233,7 @@ class QuantizedWeight:
         return found if self.second is None else {**found, "second": self.second}
 
     def place(self, parts: Mapping[str, Tensor] | None) -> None:
-        """Let codes and scales be these tensors with their values; None: they have no memory until they come back."""
+        """Let data and scales be these tensors with their values; None: they have no memory until they come back."""
         self.away = parts is None
         for name, part in self.parts().items():
             setattr(self, name, part.new_empty(0) if parts is None else parts[name])
@@ -259,9 +259,9 @@ def largest_of(weight: Tensor) -> Tensor:
     return sizes.amax() if weight.ndim == 2 else sizes.amax((1, 2))
 
 
-def _paired(codes: Tensor) -> Tensor:
-    """Put two codes in a byte; the high half comes first."""
-    return codes[..., ::2] << 4 | codes[..., 1::2]
+def _paired(data: Tensor) -> Tensor:
+    """Put two quantized values in a byte; the high half comes first."""
+    return data[..., ::2] << 4 | data[..., 1::2]
 
 
 def check(features: int, form: str, block: int) -> None:
@@ -284,19 +284,19 @@ def check(features: int, form: str, block: int) -> None:
 
 
 def store(weight: Tensor, form: str, block: int, largest: Tensor | None = None) -> QuantizedWeight:
-    """Store a frozen parameter as codes, and free its own memory; it keeps shape and dtype, and reads NaN."""
-    codes = QuantizedWeight(weight, form, block, largest)
-    state_of(weight).stored = codes
+    """Store a frozen parameter quantized, and free its own memory; it keeps shape and dtype, and reads NaN."""
+    data = QuantizedWeight(weight, form, block, largest)
+    state_of(weight).stored = data
     # Strides of 0: one element serves the whole shape.
     weight.data = weight.new_full((1,) * weight.ndim, torch.nan).expand(weight.shape)
-    return codes
+    return data
 
 
 # Layers call these several times per pass, so each reads the attribute itself and saves function calls.
 
 
 def stored_of(parameter: Tensor) -> QuantizedWeight | None:
-    """Return the codes of a parameter, or None."""
+    """Return the quantized values of a parameter, or None."""
     state: ParameterState | None = getattr(parameter, "megalight", None)
     return None if state is None else state.stored
 

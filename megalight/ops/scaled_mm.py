@@ -78,7 +78,7 @@ def blockwise_product(a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool
 
 MICROSCALED_ROWS, COLUMNS = 128, 4
 BYTES = 16
-"""The contracted dim of the codes must be a multiple of this."""
+"""The contracted dim of the quantized values must be a multiple of this."""
 
 
 def tiled(scale: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def tiled(scale: Tensor) -> Tensor:
 
 
 def _operand(q: Quantized) -> tuple[Tensor, Tensor]:
-    """Return codes and scales of a matrix; its contracted dim is padded with zeros if needed."""
+    """Return quantized values and scales of a matrix; its contracted dim is padded with zeros if needed."""
     height = q.scheme.tile[0]
     scale = q.scale
     if height > 1:
@@ -331,13 +331,13 @@ class Factors:
     by one call, so that the host has little more to do than these calls.
 
     Attributes:
-        codes: ``[N, K]`` of each group.
+        data: ``[N, K]`` of each group.
         transposed: views ``[K, N]`` of them.
         scales: of each group: 0-dim with one scale per matrix, else ``[N, 1]``.
         scheme: that of each matrix.
     """
 
-    codes: tuple[Tensor, ...]
+    data: tuple[Tensor, ...]
     transposed: tuple[Tensor, ...]
     scales: tuple[Tensor, ...]
     scheme: Scheme
@@ -351,10 +351,10 @@ class Factors:
             scheme: that of a single matrix.
         """
         height = stack.data.shape[0] // count
-        codes, scales = stack.data.view(count, height, -1), stack.scale.view(count, height, 1)
+        data, scales = stack.data.view(count, height, -1), stack.scale.view(count, height, 1)
         if scheme.tile == (0, 0):
             scales = scales[:, 0, 0]
-        return Factors(codes.unbind(), codes.mT.unbind(), scales.unbind(), scheme)
+        return Factors(data.unbind(), data.mT.unbind(), scales.unbind(), scheme)
 
 
 def multiply_groups(
@@ -386,20 +386,20 @@ def multiply_groups(
     # A copy: groups begin anywhere, and products need scales at multiples of 16 bytes.
     lines = [part.clone() for part in _split(rows.scale, sizes)[: len(sizes)]] if scales is None else scales
     if writes_products(product):
-        for size, target, codes, scale, factor, own in zip(
+        for size, target, data, scale, factor, own in zip(
             sizes, targets, parts, lines, factors.transposed, factors.scales, strict=False
         ):
             if size:
                 torch._scaled_mm(
-                    codes, factor, scale_a=scale, scale_b=own, out_dtype=out.dtype, use_fast_accum=fast, out=target
+                    data, factor, scale_a=scale, scale_b=own, out_dtype=out.dtype, use_fast_accum=fast, out=target
                 )
         return
-    for size, target, codes, scale, factor, own in zip(
-        sizes, targets, parts, lines, factors.codes, factors.scales, strict=False
+    for size, target, data, scale, factor, own in zip(
+        sizes, targets, parts, lines, factors.data, factors.scales, strict=False
     ):
         if size:
             left, right = (
-                Quantized(codes, scale.view(-1, 1), rows.scheme),
+                Quantized(data, scale.view(-1, 1), rows.scheme),
                 Quantized(factor, own.view(-1, 1), factors.scheme),
             )
             target.copy_(product(left, right, out.dtype, fast, None))

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from megalight.errors import ConfigurationError
 from megalight.ops.adam import (
     MOMENT_BLOCK,
-    Coded,
+    QuantizedOutput,
     adam_step,
     decode_moment,
     exponents_like,
@@ -69,8 +69,9 @@ class Adam(Optimizer):
         grad_scale: 0-dim device tensor that multiplies the gradients of the next step. None: no scaling.
         host_scale: the same number in host memory, for parameters there; ``before`` waits for it, too.
         copies: tensor -> flat low-precision tensor that receives its new values in the same kernel.
-        coded: tensor -> function to call just before it is updated. It returns ``(start, stop, codes)`` of all parts
-            whose codes the same kernel then writes; None: somebody else casts them.
+        quantized_out: tensor -> function to call just before it is updated. It returns
+            ``(start, stop, quantized values)`` of all parts whose quantized values the same kernel then writes; None:
+            somebody else casts them.
         before: tensor -> function to call just before it is updated, which waits for its gradient.
         after: tensor -> function to call when it is updated.
         turns: tensor -> number; lower ones are updated first. Those without a number have 0.
@@ -114,7 +115,7 @@ class Adam(Optimizer):
         self.grad_scale: Tensor | None = None
         self.host_scale: Tensor | None = None
         self.copies: dict[Tensor, Tensor] = {}
-        self.coded: dict[Tensor, Callable[[], Sequence[tuple[int, int, Coded]] | None]] = {}
+        self.quantized_out: dict[Tensor, Callable[[], Sequence[tuple[int, int, QuantizedOutput]] | None]] = {}
         self.before: dict[Tensor, Callable[[], None]] = {}
         self.after: dict[Tensor, Callable[[], None]] = {}
         self.turns: dict[Tensor, int] = {}
@@ -178,28 +179,33 @@ class Adam(Optimizer):
         exponents = [state.get(name + EXPONENTS) for name in MOMENTS]
         if not parameter.numel():
             return  # its steps are counted all the same
-        parts = self.coded[parameter]() if parameter in self.coded else None
+        parts = self.quantized_out[parameter]() if parameter in self.quantized_out else None
         if parts is None:
             # Written while the new values are in registers, instead of by a second pass over the masters.
             adam_step(*tensors, out=self.copies.get(parameter), exponents=(exponents[0], exponents[1]), **options)
             return
-        # So are codes. Each weight has a scale of its own; what lies between weights is zero, and stays so.
-        for start, stop, coded in parts:
+        # So are quantized. Each weight has a scale of its own; what lies between weights is zero, and stays so.
+        for start, stop, quantized_out in parts:
             blocks = slice(start // MOMENT_BLOCK, -(-stop // MOMENT_BLOCK))
             first, second = (None if each is None else each[blocks] for each in exponents)
-            adam_step(*(each[start:stop] for each in tensors), exponents=(first, second), coded=coded, **options)
+            adam_step(
+                *(each[start:stop] for each in tensors),
+                exponents=(first, second),
+                quantized_out=quantized_out,
+                **options,
+            )
 
     def readable_state(self, parameter: Tensor) -> dict[str, Any]:
         """Return a parameter's state as others read it: moments in 8 bits become bfloat16 ones in host memory.
 
-        bfloat16 holds the values of such codes exactly. The rest is the state itself.
+        bfloat16 holds the values of such quantized values exactly. The rest is the state itself.
         """
         return _readable(self.state.get(parameter, {}))
 
     def room_dtype(self, name: str, parameter: Tensor) -> torch.dtype | None:
         """Return the dtype in which saved moments of a parameter are read; None: it is no moment.
 
-        The next step rounds them to codes, if this optimizer stores codes.
+        The next step rounds them to quantized values, if this optimizer stores quantized values.
         """
         if name not in MOMENTS:
             return None
@@ -209,7 +215,7 @@ class Adam(Optimizer):
     def widen_moments(self) -> None:
         """Replace all moments in 8 bits by bfloat16 ones, on their device: others may then cut and join them.
 
-        The next step rounds them to codes again, which changes none of them.
+        The next step rounds them to quantized values again, which changes none of them.
         """
         for state in self.state.values():
             for second, name in enumerate(MOMENTS):
@@ -250,12 +256,12 @@ def _readable(state: dict[str, Any]) -> dict[str, Any]:
     return read
 
 
-def _decoded(codes: Tensor, exponents: Tensor, second: bool) -> Tensor:
-    """Return codes as bfloat16 in host memory, piece by piece, so that it takes little memory of their device."""
-    found = torch.empty(codes.shape, dtype=torch.bfloat16)
-    flat, room = codes.view(-1), found.view(-1)
+def _decoded(data: Tensor, exponents: Tensor, second: bool) -> Tensor:
+    """Return a quantized moment as bfloat16 in host memory, piece by piece, to take little memory of its device."""
+    found = torch.empty(data.shape, dtype=torch.bfloat16)
+    flat, room = data.view(-1), found.view(-1)
     size = piece()
-    for start in range(0, codes.numel(), size):
+    for start in range(0, data.numel(), size):
         blocks = slice(start // MOMENT_BLOCK, (start + size) // MOMENT_BLOCK)
         room[start : start + size] = decode_moment(flat[start : start + size], exponents[blocks], second)
     return found

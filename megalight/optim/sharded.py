@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from megalight.attachments import SHARDING
 from megalight.errors import ConfigurationError
 from megalight.imports import has_grad_dtype
-from megalight.ops.adam import MOMENT_BLOCK, Coded
+from megalight.ops.adam import MOMENT_BLOCK, QuantizedOutput
 from megalight.ops.parameter import known_state
 from megalight.optim.adam import EXPONENTS, Adam
 from megalight.optim.whole_matrices import WholeMatrixOptimizer
@@ -111,7 +111,7 @@ class Sharding:
         self._entered = False
         self._frozen = [parameter for shown in self._shown for parameter in shown if not parameter.requires_grad]
         if isinstance(optimizer, Adam):
-            # A block of codes of a parameter is none of a shard.
+            # A block of quantized values of a parameter is none of a shard.
             optimizer.widen_moments()
         # Read all states before any is dropped: state of the parameters and of the shards is in one dict.
         before = dict(optimizer.state)
@@ -172,11 +172,11 @@ class Sharding:
         if isinstance(self.optimizer, Adam):
             # These are buffers of the engine, which may be freed after this.
             self.optimizer.copies, self.optimizer.before, self.optimizer.after = {}, {}, {}
-            self.optimizer.coded = {}
+            self.optimizer.quantized_out = {}
             self.optimizer.turns = {}
             if isinstance(self.optimizer, WholeMatrixOptimizer):
                 self.optimizer.leave()
-            # Parts of several ranks are joined, and blocks of codes with them.
+            # Parts of several ranks are joined, and blocks of quantized values with them.
             self.optimizer.widen_moments()
         for index, bucket in enumerate(self.engine.buckets):
             states = [self.optimizer.state.pop(part.master, {}) for part in self.parts[index]]
@@ -332,8 +332,8 @@ class Sharding:
     # ---------------------------------------------------------------- our Adam
 
     def _wire(self, optimizer: Adam) -> None:
-        """Let Adam's kernel also write the low-precision copies or codes of masters, and send what it has written."""
-        optimizer.copies, optimizer.coded, optimizer.before, optimizer.after = {}, {}, {}, {}
+        """Let Adam's kernel also write low-precision or quantized copies of masters, and send what it has written."""
+        optimizer.copies, optimizer.quantized_out, optimizer.before, optimizer.after = {}, {}, {}, {}
         engine, host = self.engine, self.engine.host
         early = {id(bucket): turn for turn, bucket in enumerate(engine.sendable)}
         # What the next forward pass needs first is updated first. Masters on the host come last.
@@ -349,7 +349,7 @@ class Sharding:
                     optimizer.copies[part.master] = _of_part(target, part, bucket)
                 # A scale may change for all weights of a bucket: those that are not stepped are cast with the others.
                 if bucket.is_quantized and len(stepped) == len(parts):
-                    optimizer.coded[part.master] = partial(self._coded, bucket, part)
+                    optimizer.quantized_out[part.master] = partial(self._quantized_out, bucket, part)
             if not stepped:
                 continue
             if bucket.on_host:
@@ -366,12 +366,12 @@ class Sharding:
                     _of_part(target, part, bucket).copy_(bucket.shard.part(part.start, part.stop))
         self.engine.host.send(bucket)
 
-    def _coded(self, bucket: Bucket, part: FlatShard) -> list[tuple[int, int, Coded]] | None:
-        """Return how to write the codes of a part; see :meth:`DataParallelEngine.coded`."""
-        found, low = self.engine.coded(bucket), part.start - bucket.shard.start
+    def _quantized_out(self, bucket: Bucket, part: FlatShard) -> list[tuple[int, int, QuantizedOutput]] | None:
+        """Return how to write the quantized values of a part; see :meth:`DataParallelEngine.quantized_out`."""
+        found, low = self.engine.quantized_out(bucket), part.start - bucket.shard.start
         if found is None:
             return None
-        return [(a - low, b - low, coded) for a, b, coded in found if low <= a < low + part.numel]
+        return [(a - low, b - low, quantized_out) for a, b, quantized_out in found if low <= a < low + part.numel]
 
 
 def _of_part(flat: Tensor, part: FlatShard, bucket: Bucket) -> Tensor:
@@ -383,7 +383,7 @@ def _slice(name: str, value: Any, part: FlatShard, low: int, high: int) -> Any:
     """Return elements ``[low, high)`` of a part's state tensor, as a view, or the copy of a number."""
     if not isinstance(value, Tensor):
         return value
-    # Parts begin where parameters or shards do, and so do blocks of codes.
+    # Parts begin where parameters or shards do, and so do blocks of quantized values.
     if name.endswith(EXPONENTS):
         return value[low // MOMENT_BLOCK : -(-high // MOMENT_BLOCK)]
     return value[low:high] if value.shape == part.master.shape else value.clone()

@@ -678,5 +678,7 @@ class WholeMatrixOptimizer(Adam):
         self._clipped(parameter)
         if copy is not None and out is None:
             copy.copy_(parameter)
-        for start, stop, coded in (self.coded[parameter]() or ()) if parameter in self.coded else ():
-            coded.cast(parameter[start:stop])
+        for start, stop, quantized_out in (
+            (self.quantized_out[parameter]() or ()) if parameter in self.quantized_out else ()
+        ):
+            quantized_out.cast(parameter[start:stop])

@@ -52,10 +52,10 @@ def nothing(loss: Loss) -> Loss:
 
     If the loss is not finite, its gradient is not zero. But then that of the real micro-batch is not finite either.
     """
-    auxiliary = {name: value * 0 for name, value in loss.auxiliary.items()}
+    aux_losses = {name: value * 0 for name, value in loss.aux_losses.items()}
     metrics = {name: (torch.zeros_like(a), torch.zeros_like(b)) for name, (a, b) in loss.metrics.items()}
     # Times zero, and not a new zero: the graph stays, so the backward takes part in its collectives.
-    return Loss(loss.sum * 0, auxiliary, metrics)
+    return Loss(loss.sum * 0, aux_losses, metrics)
 
 
 def couples(specs: Iterable[ShardSpec], mesh: ParallelMesh, modules: Iterable[nn.Module]) -> bool:

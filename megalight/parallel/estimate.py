@@ -39,7 +39,7 @@ class Estimate:
         host: masters, moments, and gradients and parameters on their way.
         parameter_buffers: the part of the parameters that are buffers for whole units.
         gradient_buffers: likewise, of the gradients.
-        casts: what GEMMs in 8 bits keep of weights during a step: transposes of weights that are codes, and both
+        casts: what GEMMs in 8 bits keep of weights during a step: transposes of weights that are quantized, and both
             casts of weights in a dtype of their own.
     """
 
@@ -62,7 +62,7 @@ class _Kind(NamedTuple):
     """What is the same for parameters that lie in memory together."""
 
     trained: bool
-    codes: bool
+    quantized: bool
     casts: bool
 
 
@@ -114,12 +114,12 @@ def estimate(
     parameters = gradients = masters = learned = casts = parameter_buffers = gradient_buffers = 0.0
     for kind in {*inside, *outside}:
         divided, whole = sum(inside[kind].values()), outside[kind]
-        size = 1 if kind.codes else dtype.itemsize
+        size = 1 if kind.quantized else dtype.itemsize
         # Elements that a rank has as whole weights.
         shown = (_largest_of_turns(inside[kind], turns) if by_turns else divided) + whole
         parameters += size * (shown + (divided / shards if by_turns else 0))
         parameter_buffers += size * (shown - whole) if by_turns else 0
-        casts += (1 if kind.codes else 2) * kind.casts * shown
+        casts += (1 if kind.quantized else 2) * kind.casts * shown
         if not kind.trained:
             continue
         if reduced:
@@ -129,7 +129,7 @@ def estimate(
         else:
             gradients += bytes_of.gradient * (divided + whole)
         learned += (divided + whole) / holders
-        masters += (max(dtype.itemsize, 4) if kind.codes else bytes_of.master) * (divided + whole) / holders
+        masters += (max(dtype.itemsize, 4) if kind.quantized else bytes_of.master) * (divided + whole) / holders
     # A master that lies in host memory is a copy, also in the dtype of the parameters.
     copied = bytes_of.master or dtype.itemsize
     moved = dtype.itemsize if bytes_of.master else 0
@@ -165,8 +165,8 @@ def _elements(
 
     Args:
         units: of the model.
-        may_be_quantized: whether trained parameters may be kept as codes at all.
-        spared: as :func:`.codes.storage_format_of` takes it.
+        may_be_quantized: whether trained parameters may be kept quantized at all.
+        spared: as :func:`.fp8_parameters.storage_format_of` takes it.
 
     Returns:
         for each kind, number of each unit -> elements of the parameters that it alone owns; for each kind, elements of
@@ -177,8 +177,8 @@ def _elements(
     outside: Counter[_Kind] = Counter()
     for parameter in model.parameters():
         trained, cast = parameter.requires_grad, precision_of(parameter) is not None
-        codes = trained and may_be_quantized and storage_format_of(parameter, spared) is not None
-        kind, number = _Kind(trained, codes, cast), numbers.get(id(parameter))
+        quantized = trained and may_be_quantized and storage_format_of(parameter, spared) is not None
+        kind, number = _Kind(trained, quantized, cast), numbers.get(id(parameter))
         if number is None:
             outside[kind] += parameter.numel()
         else:

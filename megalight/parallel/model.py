@@ -285,7 +285,7 @@ class ParallelModel:
         self._refusals.clear()
         sharded = self._sharded
         for parameter in self.parameters():
-            # Codes hold the values of some, which need no memory of their own.
+            # Quantized values hold the values of some, which need no memory of their own.
             if id(parameter) not in sharded and not is_materialized(parameter) and stored_of(parameter) is None:
                 parameter.data = unknown(parameter, self.device)
 
@@ -386,13 +386,13 @@ class ParallelModel:
             yield
 
     def store(self, weights: Sequence[nn.Parameter], store: Callable[[nn.Parameter], None]) -> None:
-        """Replace frozen weights by codes; all ranks of the mesh call this together.
+        """Replace frozen weights by quantized values; all ranks of the mesh call this together.
 
-        Sharded ones are gathered one unit after the other, and sharded as codes from then on.
+        Sharded ones are gathered one unit after the other, and sharded quantized from then on.
 
         Args:
             weights: the same ones on all ranks that hold parts of them, in the same order.
-            store: called with each weight while it has its values; stores it as codes.
+            store: called with each weight while it has its values; stores it quantized.
         """
         held = self._sharded
         for weight in weights:

@@ -241,7 +241,7 @@ def _fill(engine: DataParallelEngine, model: ParallelModel, prefix: str) -> None
     def give(name: str, values: Tensor) -> None:
         engine.fill_masters(prefix + name, values)
 
-    engine.sync_parameters()  # with 8-bit codes a gather is in flight from the start; it must not overwrite new values
+    engine.sync_parameters()  # with 8-bit values a gather is in flight from the start; it must not overwrite new values
     if origin.seed is not None:
         sharded = engine.units is not None and bool(engine.units.buckets)
         on_values = give if copies or sharded else None

@@ -171,7 +171,7 @@ class TrainingTask(Protocol):
     def loss_tokens(self, batch: Any) -> Tensor:
         """Return the number of tokens (or samples) in that sum: a 0-dim tensor. Called before any forward.
 
-        A task may also have ``auxiliary_counts(batch)``, which does the same for its auxiliary losses and
+        A task may also have ``aux_loss_counts(batch)``, which does the same for its auxiliary losses and
         for those of layers that give a count, by name; and ``context_share(batch, rank, size)``, which returns share
         ``rank`` of ``size`` of every sequence, for context parallelism. Without it, batches have
         :func:`share_of_batch`'s method. An attribute ``token_multiple`` is set to the number of which token counts must
@@ -189,16 +189,16 @@ class GlobalCounts:
         token_scale: multiplies each sum of token losses before the backward: ``scale / tokens``, 0 without tokens.
         micro_batch_scale: multiplies each loss that is a mean over its micro-batch: ``scale`` divided by the number of
             micro-batches on all data-parallel ranks.
-        auxiliary: name of an auxiliary loss that is a sum -> what counts in it, over all ranks.
-        auxiliary_scales: what multiplies these sums before the backward.
+        aux_loss_counts: name of an auxiliary loss that is a sum -> what counts in it, over all ranks.
+        aux_loss_scales: what multiplies these sums before the backward.
     """
 
     tokens: Tensor
     micro_batches: Tensor
     token_scale: Tensor
     micro_batch_scale: Tensor
-    auxiliary: Mapping[str, Tensor]
-    auxiliary_scales: Mapping[str, Tensor]
+    aux_loss_counts: Mapping[str, Tensor]
+    aux_loss_scales: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -287,8 +287,8 @@ class StepDriver:
         runner: runs the passes of each training step; another runner may record and replay them.
         running: the number, in model order, of the pipeline stage whose code of the task runs, or ran last.
         token_shares: number of ranks that share the tokens of a layer's hidden states (sequence parallelism).
-        aux_losses: losses that layers attach. Each rank's loss is for its share of the tokens.
-        auxiliary: further losses that ``loss_step`` returns; they are for all tokens.
+        layer_aux_losses: losses that layers attach. Each rank's loss is for its share of the tokens.
+        aux_losses: further losses that ``loss_step`` returns; they are for all tokens.
     """
 
     def __init__(
@@ -321,9 +321,9 @@ class StepDriver:
         )
         self.totals = GlobalTotals(model.mesh, model.device)
         self.token_shares = model.layout.token_multiple(model.mesh)
+        self.layer_aux_losses = AttachedAuxLosses(model.device)
         self.aux_losses = AttachedAuxLosses(model.device)
-        self.auxiliary = AttachedAuxLosses(model.device)
-        self._of_empty = ZeroAuxLosses(self.aux_losses)
+        self._of_empty = ZeroAuxLosses(self.layer_aux_losses)
         self._compared = False
 
     def begin(self, engine: DataParallelEngine | None) -> None:
@@ -389,8 +389,8 @@ class StepDriver:
         joined = self.joined(micro_batches)
         self.executor.prepare(joined)
         counts = self._count(joined, 1.0)
-        nothing = {name: torch.zeros_like(factor) for name, factor in counts.auxiliary_scales.items()}
-        for collector in (self.aux_losses, self.auxiliary):
+        nothing = {name: torch.zeros_like(factor) for name, factor in counts.aux_loss_scales.items()}
+        for collector in (self.layer_aux_losses, self.aux_losses):
             collector.begin(torch.zeros_like(counts.micro_batch_scale), nothing)
         with self.around(False), torch.enable_grad():
             self._play(joined, counts)
@@ -450,12 +450,12 @@ class StepDriver:
             counts = self._count(micro_batches, scale)
             # An auxiliary loss is a mean over this rank's share of the tokens. The mean over all of them is the sum
             # over `tp`, divided by the number of shares.
-            shared = {name: factor / self.token_shares for name, factor in counts.auxiliary_scales.items()}
-            self.aux_losses.begin(counts.micro_batch_scale / self.token_shares, shared)
-            self.auxiliary.begin(counts.micro_batch_scale, counts.auxiliary_scales)
+            shared = {name: factor / self.token_shares for name, factor in counts.aux_loss_scales.items()}
+            self.layer_aux_losses.begin(counts.micro_batch_scale / self.token_shares, shared)
+            self.aux_losses.begin(counts.micro_batch_scale, counts.aux_loss_scales)
             losses = self._differentiate(micro_batches, counts, sync)
             rows = [{"loss": (loss.sum, counts.tokens), **loss.metrics} for loss in losses]
-            totals = self.totals.of("train", rows, self._aux_losses(), counts.micro_batches, counts.auxiliary)
+            totals = self.totals.of("train", rows, self._aux_losses(), counts.micro_batches, counts.aux_loss_counts)
             totals["loss"] = totals["loss"][0], counts.tokens  # the number of tokens is already global
             means = {name: mean(total, count) for name, (total, count) in totals.items()}
         if sync:
@@ -477,11 +477,11 @@ class StepDriver:
 
     def _aux_losses(self) -> dict[str, Tensor]:
         """Return sums over micro-batches of the losses of this stage, from layers and from ``loss_step``."""
-        found = dict(self.aux_losses.totals)
+        found = dict(self.layer_aux_losses.totals)
         if self.token_shares > 1 and found:  # each rank's loss is the mean over its share of the tokens
             whole = self.totals.sum(torch.stack(list(found.values())), "tp") / self.token_shares
             found = dict(zip(found, whole, strict=True))
-        for name, value in self.auxiliary.totals.items():
+        for name, value in self.aux_losses.totals.items():
             found[name] = found[name] + value if name in found else value
         return found
 
@@ -493,7 +493,7 @@ class StepDriver:
         """Count with one reduction, and without a wait for the device."""
         device = self.model.device
         real = sum(not coupling.is_empty(micro_batch) for micro_batch in micro_batches)
-        here = {"": self._tokens(micro_batches), **self._auxiliary(micro_batches)}
+        here = {"": self._tokens(micro_batches), **self._aux_loss_counts(micro_batches)}
         # float64: float32 counts no further than 16.8 million, and a global batch may have more tokens. The last entry
         # is the number of micro-batches.
         numbers = torch.full((1 + len(here),), float(real), dtype=torch.float64, device=device)
@@ -523,9 +523,9 @@ class StepDriver:
             )
         return _counted(counts, micro_batches)
 
-    def _auxiliary(self, micro_batches: Sequence[Any]) -> dict[str, Tensor]:
+    def _aux_loss_counts(self, micro_batches: Sequence[Any]) -> dict[str, Tensor]:
         """Return what counts in the auxiliary losses that are sums, by name."""
-        counts = getattr(self.task, "auxiliary_counts", None)
+        counts = getattr(self.task, "aux_loss_counts", None)
         rows = [] if counts is None else [counts(batch) for batch in _batches(micro_batches)]
         # Sorted: the reduction adds place by place, so all ranks need the same order of names.
         return {name: _counted([row[name] for row in rows], micro_batches) for name in sorted(rows[0])} if rows else {}
@@ -552,7 +552,7 @@ class StepDriver:
     def _around(self, batch: Any) -> Iterator[None]:
         """Enter the contexts of the task's code for one micro-batch."""
         empty = coupling.is_empty(batch)
-        losses = self._of_empty if empty else self.aux_losses
+        losses = self._of_empty if empty else self.layer_aux_losses
         with self.context(), self.around_empty() if empty else nullcontext(), collecting(losses):
             yield
 
@@ -569,9 +569,9 @@ class StepDriver:
         """Return the micro-batch's loss, with its auxiliary losses attached to the sum."""
         loss = self._loss_step(carry, batch)
         total = loss.sum
-        for name, value in loss.auxiliary.items():
-            total = self.auxiliary.attach(name, value, total)
-        return replace(loss, sum=total, auxiliary={})
+        for name, value in loss.aux_losses.items():
+            total = self.aux_losses.attach(name, value, total)
+        return replace(loss, sum=total, aux_losses={})
 
     def _loss_step(self, carry: Carry, batch: Any) -> Loss:
         self.running = len(self.model.pipeline_layout.stages) - 1

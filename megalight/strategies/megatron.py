@@ -585,8 +585,8 @@ class MegatronStrategy(FolderCheckpoints):
         if self.world_size > 1:
             FAILED.set()
         elif self.engine is not None:
-            # No other rank is needed to give weights that are codes their own dtype again. A device that has failed,
-            # or has no memory left, cannot: then they stay codes.
+            # No other rank is needed to give weights that are quantized their own dtype again. A device that has
+            # failed, or has no memory left, cannot: then they stay quantized.
             with suppress(RuntimeError):
                 self.engine.widen()
         self.end_saving(failed=True)

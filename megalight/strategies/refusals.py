@@ -202,8 +202,8 @@ def check_whole_models(root: nn.Module, mesh: ParallelMesh) -> None:
             )
 
 
-def check_no_codes(root: nn.Module) -> None:
-    """Refuse weights that an interrupted run with ``primary_weights`` left as codes: their scales are lost."""
+def check_no_quantized_weights(root: nn.Module) -> None:
+    """Refuse weights that an interrupted run with ``primary_weights`` left quantized: their scales are lost."""
     for name, parameter in root.named_parameters():
         if parameter.is_floating_point() and parameter.element_size() == 1:
             raise ConfigurationError(

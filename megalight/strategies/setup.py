@@ -66,7 +66,7 @@ def build(strategy: MeshStrategy, module: pl.LightningModule, resumes: bool) -> 
     precision = strategy.precision
     precision.device_type = strategy.root_device.type
     precision.plain = not isinstance(module, MegalightModule)
-    refusals.check_no_codes(model.root)
+    refusals.check_no_quantized_weights(model.root)
     # Under Lightning, mixed precision leaves the parameters of a plain module in their own dtype.
     own_type = precision.plain and precision.precision not in ("64-true", "bf16-true")
     source = None

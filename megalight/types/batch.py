@@ -33,9 +33,9 @@ class Loss:
     Attributes:
         sum: scalar with gradient: the sum of the token losses. It is divided by the token count of the whole global
             batch, so the result does not depend on the micro-batch size or on data parallelism.
-        auxiliary: name -> scalar with gradient, which is added to the objective. A mean (for example a load-balancing
+        aux_losses: name -> scalar with gradient, which is added to the objective. A mean (for example a load-balancing
             loss) is averaged over the micro-batches of all data-parallel ranks. A sum, whose count the task's
-            ``auxiliary_counts`` returns, is divided by the count of the whole global batch.
+            ``aux_loss_counts`` returns, is divided by the count of the whole global batch.
         metrics: name -> ``(sum, count)``, detached. They are logged as sums over all ranks, ``sum / count``.
 
     Raises:
@@ -43,11 +43,11 @@ class Loss:
     """
 
     sum: Tensor
-    auxiliary: Mapping[str, Tensor] = field(default_factory=dict)
+    aux_losses: Mapping[str, Tensor] = field(default_factory=dict)
     metrics: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, value in (("sum", self.sum), *self.auxiliary.items()):
+        for name, value in (("sum", self.sum), *self.aux_losses.items()):
             if not isinstance(value, Tensor):
                 raise ConfigurationError(f"Loss: {name!r} is a {type(value).__name__}; it must be a tensor.")
         for name, pair in self.metrics.items():
@@ -60,7 +60,7 @@ class Loss:
     def detach(self) -> Loss:
         """Return the same values without the autograd graph."""
         # Metrics are detached already.
-        return Loss(self.sum.detach(), {name: x.detach() for name, x in self.auxiliary.items()}, self.metrics)
+        return Loss(self.sum.detach(), {name: x.detach() for name, x in self.aux_losses.items()}, self.metrics)
 
 
 def mean(total: Tensor, count: Tensor) -> Tensor:

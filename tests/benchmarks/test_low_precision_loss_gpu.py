@@ -7,7 +7,7 @@ from benchmarks.low_precision_loss import SMALL, corpus, train
 pytestmark = pytest.mark.gpu
 
 
-def test_weights_as_codes_learn_as_cast_ones_do() -> None:
+def test_weights_quantized_learn_as_cast_ones_do() -> None:
     text = corpus()
     bf16, tensorwise, primary, delayed = (
         train(recipe, SMALL, 40, text, "cuda", emulate=False)["losses"]

@@ -15,7 +15,15 @@ def test_ways_are_checked_and_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert low_precision_ops.main([str(path), "--small", "--sweep"]) == 0
     result = json.loads(path.read_text())
     parts = {row["part"] for row in result["rows"]}
-    assert parts >= {"amax", "amax + cast", "cast", "transpose codes", "forward", "input gradient", "weight gradient"}
+    assert parts >= {
+        "amax",
+        "amax + cast",
+        "cast",
+        "transpose quantized values",
+        "forward",
+        "input gradient",
+        "weight gradient",
+    }
     assert all(row["microseconds"] > 0 for row in result["rows"])
     assert any("cublaslt" in reason for reason in result["refused"])
 

@@ -363,7 +363,7 @@ class Scheduled(Quiet):
 
     def loss_step(self, carry: Carry, batch: dict[str, Tensor]) -> Loss:
         loss = super().loss_step(carry, batch)
-        return Loss(self.weight() * loss.sum, loss.auxiliary)
+        return Loss(self.weight() * loss.sum, loss.aux_losses)
 
 
 class Counting(Scheduled):

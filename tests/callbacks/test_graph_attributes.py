@@ -56,7 +56,7 @@ class Numbered(Quiet):
 
     def loss_step(self, carry: Carry, batch: dict[str, Tensor]) -> Loss:
         loss = super().loss_step(carry, batch)
-        return Loss(loss.sum * self.weight, loss.auxiliary)
+        return Loss(loss.sum * self.weight, loss.aux_losses)
 
     def val_dataloader(self) -> Any:
         return self.train_dataloader()

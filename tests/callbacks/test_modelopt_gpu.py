@@ -103,8 +103,8 @@ def test_packed_weights_are_the_rounded_ones(preset: str) -> None:
     form, block = utils.get_quantization_format(layer), utils.get_weight_block_size(layer)
     layer.cpu()
     scale, second = utils.get_weight_scaling_factor(layer), utils.get_weight_scaling_factor_2(layer)
-    codes = utils.to_quantized_weight(layer.weight.detach(), scale, form, second, block)
-    found = decode(codes, scale.reshape(len(codes), -1), second)
+    quantized = utils.to_quantized_weight(layer.weight.detach(), scale, form, second, block)
+    found = decode(quantized, scale.reshape(len(quantized), -1), second)
     # kernels may break ties of float32 quotients the other way
     different = ~torch.isclose(found, exact, rtol=1e-4, atol=1e-7)
     assert float(different.float().mean()) < 1e-3

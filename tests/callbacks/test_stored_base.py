@@ -1,4 +1,4 @@
-"""QLoRA: adapters beside weights that are stored as codes, under every layout as beside the decoded weights."""
+"""QLoRA: adapters beside weights that are stored quantized, under every layout as beside the decoded weights."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def drawn(config: GPTConfig) -> GPT:
 
 @dataclass(frozen=True)
 class Rounded(ModelTransform):
-    """Writes the values of codes into the weights, which stay plain."""
+    """Writes the values into the weights, which stay plain."""
 
     name: ClassVar[str] = "rounded"
     by_units: ClassVar[bool] = True
-    """As what stores codes: lengths of rows (DoRA) are those of the rounded weights."""
+    """As what stores quantized values: lengths of rows (DoRA) are those of the rounded weights."""
     form: str = "int8"
 
     def change(self, model: torch.nn.Module) -> None:
@@ -76,7 +76,7 @@ class Rounded(ModelTransform):
 
 
 class Seen(pl.Callback):
-    """Keeps the losses; weights are not read, as codes hold them."""
+    """Keeps the losses; weights are not read, quantized hold them."""
 
     reads_weights = False
 
@@ -96,7 +96,7 @@ def train(
     resume: str | None = None,
     dora: bool = False,
 ) -> dict[str, Any]:
-    """Two steps with codes, or one of the whole model without."""
+    """Two steps with quantized values, or one of the whole model without."""
     losses, gradients = Seen(), Kept()
     save = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     nvfp4 = form == "nvfp4"
@@ -114,9 +114,9 @@ def train(
     )
     runner.fit(module, ckpt_path=resume)
     linears = [p for name, p in module.model.named_parameters() if ".adapter." not in name and p.ndim == 2]
-    codes = [stored_of(p) for p in linears]
-    held = sum(p.untyped_storage().nbytes() for p in linears) + sum(code.nbytes for code in codes if code)
-    return {"losses": losses.losses, "gradients": gradients.first, "stored": sum(map(bool, codes)), "bytes": held}
+    quantized = [stored_of(p) for p in linears]
+    held = sum(p.untyped_storage().nbytes() for p in linears) + sum(code.nbytes for code in quantized if code)
+    return {"losses": losses.losses, "gradients": gradients.first, "stored": sum(map(bool, quantized)), "bytes": held}
 
 
 @pytest.fixture(scope="module")
@@ -136,13 +136,13 @@ def one(base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", [LoRA, DoRA])
 @pytest.mark.parametrize("config", [CONFIGS["gqa"], EXPERTS], ids=["dense", "experts"])
 def test_the_run_is_that_of_the_decoded_weights(config: GPTConfig, kind: type[LoRA]) -> None:
-    """torch alone: the same model with codes, and with the codes' values as plain weights."""
+    """torch alone: the same model with quantized values, and with the quantized values' values as plain weights."""
     for form in ("int8", "nf4", "nvfp4"):
         plain = by_hand(config, 2, transforms=[kind(**LORA), Rounded(form)])
-        codes = by_hand(config, 2, transforms=[kind(**LORA), QuantizedBase(form, block_of(form))])
-        np.testing.assert_allclose(codes["losses"], plain["losses"], rtol=1e-11)
-        assert_same_gradients(codes["gradients"], plain["gradients"])
-        assert codes["losses"] != by_hand(config, 2, transforms=[kind(**LORA)])["losses"]
+        quantized = by_hand(config, 2, transforms=[kind(**LORA), QuantizedBase(form, block_of(form))])
+        np.testing.assert_allclose(quantized["losses"], plain["losses"], rtol=1e-11)
+        assert_same_gradients(quantized["gradients"], plain["gradients"])
+        assert quantized["losses"] != by_hand(config, 2, transforms=[kind(**LORA)])["losses"]
 
 
 def adapters_of_experts(base: str, form: str, layout: dict[str, Any], dora: bool) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def test_experts_are_stored_under_every_layout(
 
 @pytest.fixture(scope="module")
 def lengths(base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Magnitudes beside codes, on one device."""
+    """Magnitudes beside quantized values, on one device."""
     return run(train, 1, str(tmp_path_factory.mktemp("lengths")), "nf4", {}, base, None, True)[0]
 
 
@@ -217,7 +217,7 @@ def test_a_layout_trains_the_same_magnitudes(
     np.testing.assert_allclose(found["losses"], lengths["losses"], rtol=1e-9)
     assert_same_gradients(found["gradients"], lengths["gradients"])
     assert any("magnitude" in name for name in lengths["gradients"])
-    # checkpoints of adapters beside codes are merged with the plain base
+    # checkpoints of adapters beside quantized values are merged with the plain base
     path = str(tmp_path / "step=2.ckpt")
     assert merge_checkpoint(path, tmp_path / "merged", base) == 4
     tokens, sequences = torch.arange(9), PackedSequences.of_lengths([4, 5])
@@ -286,7 +286,7 @@ def pushed(folder: str, base: str) -> dict[str, Any]:
     return {**found, "sizes": sizes, "done": done}
 
 
-def test_copy_engines_gather_codes(base: str, one: dict[str, Any], tmp_path: Path) -> None:
+def test_copy_engines_gather_quantized_values(base: str, one: dict[str, Any], tmp_path: Path) -> None:
     """The buffers of the weights that were there before are given back."""
     found = run(pushed, 2, str(tmp_path), base)[0]
     np.testing.assert_allclose(found["losses"], one["losses"], rtol=1e-9)
@@ -294,13 +294,13 @@ def test_copy_engines_gather_codes(base: str, one: dict[str, Any], tmp_path: Pat
     assert found["done"]
     assert all(found["done"]), "a unit was gathered by a collective"
     before, after = found["sizes"]
-    # In turn: two for adapters, two for codes, two for what stays plain. The two for whole layers go.
+    # In turn: two for adapters, two for quantized values, two for what stays plain. The two for whole layers go.
     assert before[-2] > 2 * max(after)
     assert len(after) == 6
     assert before[:-2] == after
 
 
-def test_memory_is_that_of_the_codes(base: str, one: dict[str, Any]) -> None:
+def test_memory_is_that_of_the_quantized_values(base: str, one: dict[str, Any]) -> None:
     whole = sum(p.numel() for n, p in load_model(base).named_parameters() if n.startswith("layers.") and p.ndim == 2)
     assert one["stored"] == 8
     outside = sum(p.nbytes for n, p in load_model(base).named_parameters() if "layers." not in n and p.ndim == 2)

@@ -1,4 +1,4 @@
-"""The engine on weights of few bits: stored as codes, or cast to FP8 in each product."""
+"""The engine on weights of few bits: stored quantized, or cast to FP8 in each product."""
 
 from __future__ import annotations
 

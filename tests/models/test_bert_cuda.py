@@ -30,7 +30,7 @@ def batch(lengths: tuple[int, ...]) -> BertBatch:
 
 def step(module: BertModule, rows: BertBatch) -> torch.Tensor:
     loss = module.loss_step(module.forward_step(module.model, rows), rows)
-    total = loss.sum / module.loss_tokens(rows) + loss.auxiliary["order_loss"] / len(rows)
+    total = loss.sum / module.loss_tokens(rows) + loss.aux_losses["order_loss"] / len(rows)
     total.backward()
     return total.detach()
 

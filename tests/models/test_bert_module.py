@@ -36,11 +36,11 @@ def module(**options: Any) -> BertModule:
 
 def objective(made: BertModule, batches: list[BertBatch], tokens: torch.Tensor) -> torch.Tensor:
     """As the strategy makes it of micro-batches: sums over the counts of the whole batch."""
-    samples = sum(made.auxiliary_counts(micro_batch)["order_loss"] for micro_batch in batches)
+    samples = sum(made.aux_loss_counts(micro_batch)["order_loss"] for micro_batch in batches)
     total = torch.zeros((), dtype=torch.float64)
     for micro_batch in batches:
         loss = made.loss_step(made.forward_step(made.model, micro_batch), micro_batch)
-        total = total + loss.sum / tokens + sum(loss.auxiliary.values()) / samples
+        total = total + loss.sum / tokens + sum(loss.aux_losses.values()) / samples
     return total
 
 
@@ -105,14 +105,14 @@ def test_padding_to_a_multiple_changes_nothing() -> None:
     assert len(carry["losses"]) == 56
     found = made.loss_step(carry, whole)
     assert relative_error(found.sum, expected.sum) < 1e-12
-    assert relative_error(found.auxiliary["order_loss"], expected.auxiliary["order_loss"]) < 1e-12
+    assert relative_error(found.aux_losses["order_loss"], expected.aux_losses["order_loss"]) < 1e-12
     assert len(made.output_step(carry, whole)) == (whole.labels >= 0).sum()
 
 
 def test_a_model_cut_by_hand_gives_the_same_loss_and_gradients() -> None:
     made, whole = module(num_layers=3), batch()
     expected = made.loss_step(made.forward_step(made.model, whole), whole)
-    (expected.sum + expected.auxiliary["order_loss"]).backward()
+    (expected.sum + expected.aux_losses["order_loss"]).backward()
     stages = [build(num_layers=3) for _ in range(3)]
     for index, stage in enumerate(stages):
         stage.layers = torch.nn.ModuleDict({str(index): stage.layers[str(index)]})
@@ -129,7 +129,7 @@ def test_a_model_cut_by_hand_gives_the_same_loss_and_gradients() -> None:
     found = made.loss_step(carry, whole)
     assert relative_error(found.sum, expected.sum) < 1e-12
     assert torch.equal(found.metrics["order_accuracy"][0], expected.metrics["order_accuracy"][0])
-    (found.sum + found.auxiliary["order_loss"]).backward()
+    (found.sum + found.aux_losses["order_loss"]).backward()
     for output, received in reversed(edges):
         output.backward(received.grad)
     word = "embed.word.weight"
@@ -175,7 +175,7 @@ def test_a_model_without_order_has_no_such_loss() -> None:
     made, whole = module(sentence_order=False), batch()
     loss = made.loss_step(made.forward_step(made.model, whole), whole)
     assert isinstance(loss, Loss)
-    assert not loss.auxiliary
+    assert not loss.aux_losses
     assert not loss.metrics
 
 

@@ -180,7 +180,7 @@ def test_8_bits_in_both_towers_are_those_of_one_device(recipe: str, ranks: int, 
     gradients = {name: value for rank in found for name, value in rank["gradients"].items()}
     assert_same_gradients(gradients, expected["gradients"])
     for rank in found:
-        # Later, a value between two codes may be rounded to the other one.
+        # Later, a value between two quantized values may be rounded to the other one.
         assert rank["losses"] == pytest.approx(expected["losses"], rel=1e-6)
 
 

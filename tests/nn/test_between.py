@@ -1,4 +1,4 @@
-"""Products in 8 bits with scales of past steps: what lies between two of them is codes alone, and no bit changes."""
+"""Products in 8 bits with scales of past steps: what lies between two of them is quantized, and no bit changes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megalight.nn import attention
 from megalight.nn import linear as between
 from megalight.nn.init import initialize
 from megalight.ops import note as room
-from megalight.ops.activation import quantized as activation_codes
+from megalight.ops.activation import quantized as quantized_activation
 from megalight.ops.linear.low_precision import precision_of
 from megalight.ops.linear.weight_gradient import WeightGradients, deferring
 from megalight.ops.note import elided_output, elided_output_of
 from megalight.ops.parameter import collect
-from megalight.ops.rotary import quantized as rotary_codes
+from megalight.ops.rotary import quantized as quantized_rotary
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.precision import LowPrecisionOptions, apply_low_precision, remove_low_precision
 from megalight.parallel.recompute import RecomputeOptions
@@ -74,7 +74,7 @@ def count(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         shapes.append(shape)
         return elided_output(shape, like, cast)
 
-    for module in (activation_codes, rotary_codes):
+    for module in (quantized_activation, quantized_rotary):
         monkeypatch.setattr(module, "elided_output", counted)
     return shapes
 

@@ -82,9 +82,9 @@ def test_losses_and_gradients_equal_the_formula(name: str) -> None:
             wanted[k] += (losses * mask[k:]).sum()
 
     loss = module.loss_step(module.forward_step(model, batch), batch)
-    counts = module.auxiliary_counts(batch)
+    counts = module.aux_loss_counts(batch)
     share = config.mtp.loss_scale / config.num_depths if config.mtp else 0.0
-    found = [loss.sum, *(value / share for value in loss.auxiliary.values())]
+    found = [loss.sum, *(value / share for value in loss.aux_losses.values())]
     assert relative_error(torch.stack(found), wanted) < 1e-12
     for k, (name, (total, count)) in enumerate(loss.metrics.items(), 1):
         assert name == f"mtp_{k}_loss"
@@ -92,7 +92,7 @@ def test_losses_and_gradients_equal_the_formula(name: str) -> None:
         masks = batch.loss_mask.reshape(-1).split(documents)
         assert count == counts[f"mtp_{k}"] == sum(mask[k:].sum() for mask in masks)
 
-    (loss.sum + sum(loss.auxiliary.values())).backward()
+    (loss.sum + sum(loss.aux_losses.values())).backward()
     (wanted[0] + share * wanted[1:].sum()).backward()
     gradients = canonical_gradients(model)
     assert gradients.keys() == params.keys()
@@ -109,7 +109,7 @@ def test_evaluation_and_generation_leave_the_depths_out() -> None:
     carry = module.forward_step(model, batch)
     assert carry.keys() == {"losses"}
     loss = module.loss_step(carry, batch)
-    assert (loss.auxiliary, loss.metrics) == ({}, {})
+    assert (loss.aux_losses, loss.metrics) == ({}, {})
     wanted = plain(batch.tokens.reshape(-1), batch.sequences, labels=batch.labels.reshape(-1)).losses
     assert torch.equal(loss.sum, (wanted * batch.loss_mask.reshape(-1)).sum())
 
@@ -141,8 +141,8 @@ def test_without_later_tokens_nothing_counts() -> None:
     module, model = built(CONFIG)
     batch = batch_of(((1,) * 12, (1,) * 12))
     loss = module.loss_step(module.forward_step(model, batch), batch)
-    assert not any(loss.auxiliary.values())
-    sum(loss.auxiliary.values()).backward()
+    assert not any(loss.aux_losses.values())
+    sum(loss.aux_losses.values()).backward()
     assert all(not p.grad.any() for p in model.mtp.parameters() if p.grad is not None)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megalight.ops import causal_conv, gated_norm, latent_heads, quantized_weight, sum_rows, sum_terms
 from megalight.ops.activation import reference_activation, reference_gated, reference_gated_pair
-from megalight.ops.adam import Coded, exponents_like, read_moment, reference_adam_step
+from megalight.ops.adam import QuantizedOutput, exponents_like, read_moment, reference_adam_step
 from megalight.ops.attention.torch_kernels import reference_attention
 from megalight.ops.common import wide
 from megalight.ops.cross_entropy import reference_linear_cross_entropy
@@ -332,9 +332,10 @@ def check_embedding_gradient(module: Any, device: str, dtype: torch.dtype, token
 
 
 def check_cast_flat(module: Any, device: str, numel: int, interpreted: bool = False) -> None:
-    """Codes are those of the cast of a matrix, bit by bit, and nothing beside them is written.
+    """Quantized values are those of the cast of a matrix, bit by bit, and nothing beside them is written.
 
-    Triton's interpreter rounds to narrow formats in ways of its own, so there codes come in float32, not yet rounded.
+    Triton's interpreter rounds to narrow formats in ways of its own, so there quantized values come in float32, not yet
+    rounded.
     """
     x = torch.randn(numel, device=device) * 3
     x[:2] = torch.tensor([1e3, math.nan])
@@ -352,9 +353,9 @@ def check_cast_flat(module: Any, device: str, numel: int, interpreted: bool = Fa
             module.cast_flat(memory[1:-1], x, scheme, amax, rounded, told)
         # NaN is no magnitude, and a larger one stays.
         assert [float(value) for value in largest] == [float(x[0].to(rounded)), 2e3]
-        codes = to_fp8(memory, scheme.format) if interpreted else memory
-        assert torch.equal(codes.float()[1:-1].nan_to_num(9e9), exact.data[0].float().nan_to_num(9e9))
-        assert codes.float()[0] == codes.float()[-1] == 0
+        quantized = to_fp8(memory, scheme.format) if interpreted else memory
+        assert torch.equal(quantized.float()[1:-1].nan_to_num(9e9), exact.data[0].float().nan_to_num(9e9))
+        assert quantized.float()[0] == quantized.float()[-1] == 0
 
 
 def check_latent_heads(
@@ -590,13 +591,13 @@ def check_divergence(
 def check_decode(fn: Callable[..., Tensor], device: str, form: str, dtype: torch.dtype) -> None:
     weight = torch.randn(70, 144, device=device).to(dtype)
     for block in (16,) if form == "nvfp4" else (2, 48, 144):
-        codes = QuantizedWeight(weight, form, block)
+        quantized = QuantizedWeight(weight, form, block)
         # scales of `nvfp4` are products, in float32
-        scales = codes.scales if codes.second is None else codes.scales.float() * codes.second
+        scales = quantized.scales if quantized.second is None else quantized.scales.float() * quantized.second
         with poisoned():
-            found = fn(codes.data, scales, form, dtype)
+            found = fn(quantized.data, scales, form, dtype)
         assert found.dtype == dtype
-        assert torch.equal(found, quantized_weight.reference_decode(codes.data, scales, form, dtype))
+        assert torch.equal(found, quantized_weight.reference_decode(quantized.data, scales, form, dtype))
 
 
 def check_adam(fn: Callable[..., None], device: str, n: int, *, tensors: bool = False, **options: Any) -> None:
@@ -624,10 +625,11 @@ def check_adam(fn: Callable[..., None], device: str, n: int, *, tensors: bool = 
         assert torch.equal(out, param.to(out.dtype))
 
 
-def check_coded_adam(fn: Callable[..., None], device: str, n: int, interpreted: bool = False) -> None:
-    """A step also writes codes: bit by bit those of a cast of its new values; all else is as without.
+def check_quantized_adam(fn: Callable[..., None], device: str, n: int, interpreted: bool = False) -> None:
+    """A step also writes quantized values: bit by bit those of a cast of its new values; all else is as without.
 
-    Triton's interpreter rounds to narrow formats in ways of its own, so there codes come in float32, not yet rounded.
+    Triton's interpreter rounds to narrow formats in ways of its own, so there quantized values come in float32, not yet
+    rounded.
     """
     settings: dict[str, Any] = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 3}
     amax = torch.tensor(3.0, device=device)  # some values are larger
@@ -645,16 +647,18 @@ def check_coded_adam(fn: Callable[..., None], device: str, n: int, interpreted: 
         place = memory[1:-1]
         largest = [torch.full((), least, device=device) for least in (0.0, 2e3)]
         for told in (None, *largest):
-            coded: Any = Coded(place, scheme, amax, rounded, told)
+            quantized_out: Any = QuantizedOutput(place, scheme, amax, rounded, told)
             if interpreted:
-                coded = SimpleNamespace(codes=place, scheme=scheme, amax=amax, rounded=rounded, largest=told)
+                quantized_out = SimpleNamespace(
+                    quantized=place, scheme=scheme, amax=amax, rounded=rounded, largest=told
+                )
             again = [each.clone() for each in state]
-            fn(*again, **settings, coded=coded)
+            fn(*again, **settings, quantized_out=quantized_out)
             assert all(map(torch.equal, again, alone))
         assert [float(value) for value in largest] == [float(alone[0].to(rounded).abs().max()), 2e3]
-        codes = to_fp8(memory, scheme.format) if interpreted else memory
-        assert torch.equal(codes.float()[1:-1], exact.data[0].float())
-        assert codes.float()[0] == codes.float()[-1] == 0
+        quantized = to_fp8(memory, scheme.format) if interpreted else memory
+        assert torch.equal(quantized.float()[1:-1], exact.data[0].float())
+        assert quantized.float()[0] == quantized.float()[-1] == 0
 
 
 def check_narrow_adam(
@@ -697,7 +701,7 @@ def check_narrow_adam(
 
 
 def _narrow_state(n: int, first: torch.dtype, second: torch.dtype, dtype: torch.dtype, device: str) -> Any:
-    """Return parameters and moments, and the exponents of moments that are codes."""
+    """Return parameters and moments, and the exponents of moments that are quantized."""
     param = torch.randn(n, dtype=dtype, device=device, generator=torch.Generator(device).manual_seed(2))
     moments = [torch.zeros(n, dtype=kind, device=device) for kind in (first, second)]
     exponents = tuple(exponents_like(each) if each.dtype == torch.uint8 else None for each in moments)
@@ -752,7 +756,7 @@ def check_merge(
 
 
 def check_cast(module: Any, device: str, tokens: int, features: int, scheme: Scheme, dtype: torch.dtype) -> None:
-    """Codes and scales of a matrix and of its transpose, bit for bit. Codes may come in float32, not yet rounded."""
+    """Data and scales of a matrix and of its transpose, bit for bit. Data may come in float32, not yet rounded."""
     x = (torch.randn(tokens, features) * torch.logspace(-3, 3, tokens)[:, None]).to(device, dtype)
     x[tokens // 2] = 0
     expected = cast(x, scheme, scheme, fill=scheme.multiple, backend="reference")
@@ -762,14 +766,14 @@ def check_cast(module: Any, device: str, tokens: int, features: int, scheme: Sch
         assert ours is not None
         assert theirs is not None
         assert torch.equal(ours.scale, theirs.scale)
-        codes = ours.data if ours.data.dtype == theirs.data.dtype else to_fp8(ours.data, scheme.format)
-        assert torch.equal(codes.view(torch.uint8), theirs.data.view(torch.uint8))
+        quantized = ours.data if ours.data.dtype == theirs.data.dtype else to_fp8(ours.data, scheme.format)
+        assert torch.equal(quantized.view(torch.uint8), theirs.data.view(torch.uint8))
 
 
 def check_scaled_accumulate(
     fn: Callable[..., None], device: str, rows: int, columns: int, tokens: int, write: bool
 ) -> None:
-    """A sum with codes in float32, which matrix units of every kind multiply."""
+    """A sum with quantized values in float32, which matrix units of every kind multiply."""
     a, b = (
         Quantized(torch.randn(size, tokens, device=device), torch.rand(1, 1, device=device), Scheme("e4m3"))
         for size in (rows, columns)
@@ -926,7 +930,7 @@ def check_cast_activation(
     kind: str,
     gated: bool,
 ) -> None:
-    """Codes of an activation and of its gradient are those that two kernels write, one after the other, bit for bit."""
+    """A quantized activation and its gradient are those that two kernels write, one after the other, bit for bit."""
     tokens, size = shape
     x = 2 * torch.randn(tokens, size * (2 if gated else 1), device=device).to(dtype)
     grad_y = torch.randn(tokens, size, device=device).to(dtype)
@@ -934,19 +938,19 @@ def check_cast_activation(
     y = (activation.gated if gated else activation.activation)(leaf, kind)
     (grad_x,) = torch.autograd.grad(y, leaf, grad_y)
     given = torch.tensor(2.0, device=device)
-    codes, gradient = Scheme("e4m3"), Scheme("e5m2", scale="power")
+    quantized, gradient = Scheme("e4m3"), Scheme("e5m2", scale="power")
     for written, run in (
         (y.detach(), lambda *schemes: fused.cast_activation(x, kind, gated, *schemes, given)),
         (grad_x, lambda *schemes: fused.cast_activation_gradient(grad_y, x, kind, gated, *schemes, given)),
     ):
-        for rows, columns in ((codes, codes), (gradient, gradient), (None, gradient), (codes, None)):
-            check_codes(quantize, written, rows, columns, given, run)
+        for rows, columns in ((quantized, quantized), (gradient, gradient), (None, gradient), (quantized, None)):
+            check_quantized(quantize, written, rows, columns, given, run)
 
 
-def check_codes(
+def check_quantized(
     quantize: Any, written: Tensor, rows: Scheme | None, columns: Scheme | None, given: Tensor, run: Callable[..., Any]
 ) -> None:
-    """A kernel that writes codes alone gives those of a cast of what it would have written, and its magnitude."""
+    """A kernel that writes quantized values alone gives the cast of what it would have written, and its magnitude."""
     expected = quantize.cast(written, rows, columns, given, given)
     with poisoned():
         found, told = run(rows, columns)
@@ -964,7 +968,7 @@ def check_codes(
 def check_cast_qkv_gradient(
     fused: Any, rotary: Any, quantize: Any, device: str, dtype: torch.dtype, shape: tuple[int, int, int, int]
 ) -> None:
-    """Codes of the gradient of a packed projection are those that two kernels write, bit for bit."""
+    """Quantized values of the gradient of a packed projection are those that two kernels write, bit for bit."""
     tokens, heads, kv_heads, head_dim = shape
     # Strided, as attention may return them.
     grads = [
@@ -977,4 +981,4 @@ def check_cast_qkv_gradient(
     given, scheme = torch.tensor(2.0, device=device), Scheme("e5m2")
     for rows, columns in ((scheme, scheme), (None, scheme), (scheme, None)):
         run = partial(fused.cast_qkv_gradient, *grads, cos, sin, False)
-        check_codes(quantize, packed, rows, columns, given, lambda *schemes, run=run: run(*schemes, given))
+        check_quantized(quantize, packed, rows, columns, given, lambda *schemes, run=run: run(*schemes, given))

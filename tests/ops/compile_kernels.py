@@ -102,7 +102,7 @@ def main() -> None:
     from megalight.ops import sum_terms as terms
     from megalight.ops.activation import KINDS
     from megalight.ops.activation import triton as activations
-    from megalight.ops.adam import Coded
+    from megalight.ops.adam import QuantizedOutput
     from megalight.ops.adam import triton as adam
     from megalight.ops.attention import triton as attention
     from megalight.ops.cross_entropy import triton as rows
@@ -169,18 +169,18 @@ def main() -> None:
             torch.zeros(40, size), torch.randint(0, 40, (64,)), torch.randn(64, size).to(dtype), False
         )
     for form in ("int8", "nf4"):
-        codes = QuantizedWeight(torch.randn(8, 256).to(HALF), form, 64)
-        stored.triton_decode(codes.data, codes.scales, form, HALF)
+        quantized = QuantizedWeight(torch.randn(8, 256).to(HALF), form, 64)
+        stored.triton_decode(quantized.data, quantized.scales, form, HALF)
     for lr, scale, out in ((0.1, None, None), (torch.tensor(0.1), torch.tensor(1.0), torch.empty(4096, dtype=HALF))):
         state = torch.rand(4, 4096).unbind()
         adam.adam_step(
             *state, lr=lr, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.1, step=2, grad_scale=scale, out=out
         )
-    codes_of = torch.zeros(4096).to(torch.float8_e4m3fn)
+    quantized_of = torch.zeros(4096).to(torch.float8_e4m3fn)
     for told in (None, torch.tensor(1.0)):
         adam.adam_step(
             *torch.rand(4, 4096).unbind(), lr=0.1, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.1, step=2,
-            coded=Coded(codes_of, Scheme("e4m3"), torch.tensor(1.0), HALF, told),
+            quantized_out=QuantizedOutput(quantized_of, Scheme("e4m3"), torch.tensor(1.0), HALF, told),
         )  # fmt: skip
     narrow = torch.rand(2, 4096).unbind(), torch.zeros(4096, dtype=torch.uint8), torch.zeros(4096, dtype=torch.uint8)
     for lr, first in ((0.1, narrow[1]), (torch.tensor(0.1), torch.zeros(4096, dtype=HALF))):

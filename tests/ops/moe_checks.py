@@ -115,7 +115,7 @@ def check_grouped_weight_gradient(
 
 
 def check_scaled_products(module: Any, sizes: Sequence[int], out: int, width: int, tail: int, gradient: Any) -> None:
-    """The three products of codes, with gradients in either format; ``tail`` rows after the last group hold NaN."""
+    """The three quantized products, with gradients in either format; ``tail`` rows after the last group hold NaN."""
     offsets, total, value = offsets_of(sizes), sum(sizes), Scheme("e4m3", (1, 0))
     weight = torch.randn(len(sizes), out, width)
     x, grad = torch.randn(total + tail, width), torch.randn(total + tail, out)
@@ -133,8 +133,8 @@ def check_scaled_products(module: Any, sizes: Sequence[int], out: int, width: in
         assert cast.data.shape == right.data.shape
         filled = 128 * sum(-(-size // 128) for size in sizes)
         # The interpreter rounds to 8 bits by cutting off.
-        codes, exact = (t.data[:, :filled].float() for t in (cast, right))
-        assert (codes - exact).norm() <= 0.15 * exact.norm()
+        quantized, exact = (t.data[:, :filled].float() for t in (cast, right))
+        assert (quantized - exact).norm() <= 0.15 * exact.norm()
     one = torch.rand(len(sizes), 1).add(1.0)
     for amax in (one.expand(-1, out), one * torch.linspace(1, 2, out), torch.rand(out, len(sizes)).add(1.0).t()):
         kinds = (module, scaled_reference)

@@ -45,9 +45,11 @@ def test_rows_with_gaps(gates: bool) -> None:
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "sigmoid"])
 @pytest.mark.parametrize("shape", [(150, 144), (37, 272), (1024, 512)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_codes_are_those_of_a_cast(kind: str, gates: bool, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    from megalight.ops.activation import quantized as codes_triton
+def test_quantized_values_are_those_of_a_cast(
+    kind: str, gates: bool, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    from megalight.ops.activation import quantized as quantized_kernels
     from megalight.ops.activation import triton
     from megalight.ops.quantize import triton as casts
 
-    check_cast_activation(codes_triton, triton, casts, "cuda", dtype, shape, kind, gates)
+    check_cast_activation(quantized_kernels, triton, casts, "cuda", dtype, shape, kind, gates)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megalight.errors import BackendError, ConfigurationError
-from megalight.ops.adam import Coded, adam_step, reference_adam_step, torch_adam_step
+from megalight.ops.adam import QuantizedOutput, adam_step, reference_adam_step, torch_adam_step
 from megalight.ops.quantize.formats import Scheme
-from tests.ops.checks import check_adam, check_coded_adam, error
+from tests.ops.checks import check_adam, check_quantized_adam, error
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
@@ -53,16 +53,16 @@ def test_reference_equals_torch_optim(decoupled: bool) -> None:
     assert error(ours, theirs) < 1e-12
 
 
-def test_codes_are_those_of_a_cast() -> None:
-    check_coded_adam(adam_step, "cpu", 1003)
+def test_quantized_values_are_those_of_a_cast() -> None:
+    check_quantized_adam(adam_step, "cpu", 1003)
 
 
-def test_a_copy_beside_codes_is_refused() -> None:
+def test_a_copy_beside_quantized_values_is_refused() -> None:
     state = torch.zeros(4, 8).unbind()
     settings: dict[str, Any] = {"lr": 1.0, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.0, "step": 1}
-    codes = Coded(torch.zeros(8, dtype=torch.uint8), Scheme("e4m3"), torch.tensor(1.0), torch.float32)
-    with pytest.raises(ConfigurationError, match="out or coded"):
-        adam_step(*state, **settings, out=torch.zeros(8, dtype=torch.bfloat16), coded=codes)
+    data = QuantizedOutput(torch.zeros(8, dtype=torch.uint8), Scheme("e4m3"), torch.tensor(1.0), torch.float32)
+    with pytest.raises(ConfigurationError, match="to out or to quantized_out"):
+        adam_step(*state, **settings, out=torch.zeros(8, dtype=torch.bfloat16), quantized_out=data)
 
 
 def test_low_precision_gradient_goes_to_the_reference() -> None:

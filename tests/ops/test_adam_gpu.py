@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megalight.ops.adam import chunked_adam_step, torch_adam_step, triton
-from tests.ops.checks import check_adam, check_coded_adam, check_narrow_adam
+from tests.ops.checks import check_adam, check_narrow_adam, check_quantized_adam
 
 pytestmark = pytest.mark.gpu
 
@@ -27,11 +27,11 @@ def test_triton_takes_half_gradients() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 1000, 1_000_003])
-def test_codes_are_those_of_a_cast(n: int) -> None:
+def test_quantized_values_are_those_of_a_cast(n: int) -> None:
     from megalight.ops.adam import adam_step
 
-    check_coded_adam(triton.adam_step, "cuda", n)
-    check_coded_adam(adam_step, "cuda", n)
+    check_quantized_adam(triton.adam_step, "cuda", n)
+    check_quantized_adam(adam_step, "cuda", n)
 
 
 @pytest.mark.parametrize("tensors", [False, True])

@@ -18,12 +18,12 @@ from megalight.ops.scaled_mm import SCALED_MM, ScaledMatmulSpec
 ROW, SQUARE = (1, 128), (128, 128)
 
 
-def refusal(codes: Tensor, scale: Tensor, square: bool) -> str | None:
-    """Why ``F.scaled_mm`` refuses the scales of codes ``[rows, K]``: its checks since torch 2.10, on a GPU.
+def refusal(data: Tensor, scale: Tensor, square: bool) -> str | None:
+    """Why ``F.scaled_mm`` refuses the scales of quantized values ``[rows, K]``: its checks since torch 2.10, on a GPU.
 
     It takes the stride 1 for a dim of size 1, too.
     """
-    rows, blocks = codes.shape[0], -(-codes.shape[1] // 128)
+    rows, blocks = data.shape[0], -(-data.shape[1] // 128)
     if scale.dtype != torch.float32:
         return "dtype"
     columns, step = (-(-rows // 128), blocks + -blocks % 4) if square else (blocks, rows)
@@ -33,9 +33,9 @@ def refusal(codes: Tensor, scale: Tensor, square: bool) -> str | None:
     return None if strides else "stride"
 
 
-def read(codes: Tensor, scale: Tensor, square: bool) -> Tensor:
-    """The values of codes ``[rows, K]`` as cuBLASLt reads them: by the address of each scale, not by strides."""
-    rows, size = codes.shape
+def read(data: Tensor, scale: Tensor, square: bool) -> Tensor:
+    """The values ``[rows, K]`` as cuBLASLt reads them: by the address of each scale, not by strides."""
+    rows, size = data.shape
     blocks = -(-size // 128)
     row, column = torch.arange(rows)[:, None], torch.arange(size)[None, :]
     # Both steps are multiples of 16 bytes, whatever the tensor says.
@@ -43,7 +43,7 @@ def read(codes: Tensor, scale: Tensor, square: bool) -> Tensor:
     place = row // 128 * step + column // 128 if square else column // 128 * step + row
     memory = torch.as_strided(scale, (scale.untyped_storage().nbytes() // 4,), (1,), 0)
     assert scale.storage_offset() == 0
-    return codes.double() * memory.double()[place]
+    return data.double() * memory.double()[place]
 
 
 def hardware(
@@ -51,12 +51,12 @@ def hardware(
 ) -> Tensor:
     """A product that refuses what torch refuses, and reads scales as they are documented."""
     values = []
-    for codes, scale, by in ((left, scale_a, by_a), (right.t(), scale_b, by_b)):
-        assert codes.is_contiguous()
-        assert codes.shape[1] % 16 == 0
+    for data, scale, by in ((left, scale_a, by_a), (right.t(), scale_b, by_b)):
+        assert data.is_contiguous()
+        assert data.shape[1] % 16 == 0
         square = by == F.ScalingType.BlockWise128x128
-        assert (why := refusal(codes, scale, square)) is None, why
-        values.append(read(codes, scale, square))
+        assert (why := refusal(data, scale, square)) is None, why
+        values.append(read(data, scale, square))
     assert right.shape[1] % 16 == 0
     return (values[0] @ values[1].T).to(output_dtype)
 
@@ -71,7 +71,7 @@ def factor(rows: int, size: int, tile: tuple[int, int]) -> Quantized:
 @pytest.mark.parametrize(
     "shape", [(272, 144, 384), (1, 16, 16), (17, 128, 128), (131, 272, 528), (128, 400, 1024), (300, 16, 656)], ids=str
 )
-def test_products_hand_over_what_the_codes_say(
+def test_products_hand_over_what_the_quantized_values_say(
     tiles: tuple[tuple[int, int], tuple[int, int]], shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     m, n, k = shape

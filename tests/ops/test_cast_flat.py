@@ -11,17 +11,17 @@ SCHEME = Scheme("e4m3")
 
 
 @pytest.mark.parametrize("rounded", [torch.float32, torch.bfloat16])
-def test_codes_are_those_of_the_matrix(rounded: torch.dtype) -> None:
+def test_quantized_values_are_those_of_the_matrix(rounded: torch.dtype) -> None:
     """A rank's part lies anywhere in the matrix, and its largest value is not that of the whole."""
     matrix = torch.randn(6, 50)
     amax = matrix.to(rounded).float().abs().amax()
     exact, _ = cast(matrix.to(rounded), SCHEME, None, amax=amax)
     assert exact is not None
-    codes, largest = torch.empty(300, dtype=torch.float8_e4m3fn), torch.zeros(())
+    data, largest = torch.empty(300, dtype=torch.float8_e4m3fn), torch.zeros(())
     for part in (slice(0, 77), slice(77, 77), slice(77, 300)):
-        cast_flat(codes[part], matrix.view(-1)[part], SCHEME, amax, rounded, largest=largest)
+        cast_flat(data[part], matrix.view(-1)[part], SCHEME, amax, rounded, largest=largest)
     assert largest == amax
-    assert torch.equal(codes.view(torch.uint8), exact.data.view(torch.uint8).view(-1))
+    assert torch.equal(data.view(torch.uint8), exact.data.view(torch.uint8).view(-1))
 
 
 def test_a_backend_that_cannot_serve_says_why() -> None:

@@ -1,4 +1,4 @@
-"""Attention in 8 bits, emulated on a GPU: the codes are those of a CPU."""
+"""Attention in 8 bits, emulated on a GPU: the quantized values are those of a CPU."""
 
 from __future__ import annotations
 

@@ -237,7 +237,7 @@ def test_recomputed_inputs_and_gradients_of_autograd(way: str) -> None:
     ],
 )
 def test_saved_inputs_take_one_byte(way: str, shapes: list[tuple[int, int]]) -> None:
-    """The input of the weight gradient is kept as codes, and each expert has scales of its own."""
+    """The input of the weight gradient is kept quantized, and each expert has scales of its own."""
     weight, kept = stack(way, "tensorwise", Session()), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         grouped_linear(rows(IN, 1).requires_grad_(), weight, torch.tensor(SIZES).cumsum(0).int())

@@ -89,8 +89,8 @@ def test_casts_equal_the_reference(name: str, scale: str) -> None:
     for given in (None, amax):
         one, other = (columns_of_groups(x, scheme, offsets, given, backend) for backend in ("triton", "reference"))
         assert torch.equal(one.scale, other.scale)
-        codes = [cast.data[:, :filled].view(torch.uint8) for cast in (one, other)]
-        assert torch.equal(*codes)
+        quantized = [cast.data[:, :filled].view(torch.uint8) for cast in (one, other)]
+        assert torch.equal(*quantized)
     one, other = (columns_of_stack(stack, scheme, None, backend) for backend in ("triton", "reference"))
     assert torch.equal(one.scale, other.scale)
     assert torch.equal(one.data.view(torch.uint8), other.data.view(torch.uint8))

@@ -272,20 +272,20 @@ def test_amax_on_the_way(kind: str, gates: bool) -> None:
 
 @pytest.mark.parametrize("gates", [True, False])
 @pytest.mark.parametrize(("kind", "shape"), [("silu", (37, 144)), ("sigmoid", (130, 16)), ("gelu_tanh", (16, 272))])
-def test_activations_as_codes(kind: str, gates: bool, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activations_quantized(kind: str, gates: bool, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     casts, activations = kernels("quantize"), kernels("activation")
     # the interpreter rounds to 8 bits wrongly; what comes before that is looked at
     monkeypatch.setattr(casts, "DTYPES", {"e4m3": torch.float32, "e5m2": torch.float32})
-    codes = importlib.import_module("megalight.ops.activation.quantized")
-    checks.check_cast_activation(codes, activations, casts, "cpu", torch.bfloat16, shape, kind, gates)
+    data = importlib.import_module("megalight.ops.activation.quantized")
+    checks.check_cast_activation(data, activations, casts, "cpu", torch.bfloat16, shape, kind, gates)
 
 
 @pytest.mark.parametrize("shape", [(37, 4, 2, 32), (64, 2, 2, 64), (130, 8, 1, 32)])
-def test_packed_gradients_as_codes(shape: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_gradients_quantized(shape: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     casts, rotary = kernels("quantize"), kernels("rotary")
     monkeypatch.setattr(casts, "DTYPES", {"e4m3": torch.float32, "e5m2": torch.float32})
-    codes = importlib.import_module("megalight.ops.rotary.quantized")
-    checks.check_cast_qkv_gradient(codes, rotary, casts, "cpu", torch.bfloat16, shape)
+    data = importlib.import_module("megalight.ops.rotary.quantized")
+    checks.check_cast_qkv_gradient(data, rotary, casts, "cpu", torch.bfloat16, shape)
 
 
 @pytest.mark.parametrize("count", [1, 5, 4096, 9000])
@@ -404,8 +404,8 @@ def test_adam(decoupled: bool, tensors: bool) -> None:
     checks.check_adam(step, "cpu", 1500, decoupled=decoupled, tensors=tensors, out_dtype=torch.float16)
 
 
-def test_adam_with_codes() -> None:
-    checks.check_coded_adam(kernels("adam").adam_step, "cpu", 2050, interpreted=True)
+def test_adam_with_quantized_values() -> None:
+    checks.check_quantized_adam(kernels("adam").adam_step, "cpu", 2050, interpreted=True)
 
 
 @pytest.mark.parametrize("tensors", [False, True])
@@ -451,11 +451,11 @@ def test_casts(tile: tuple[int, int], scale: Any, shape: tuple[int, int], monkey
 
 
 @pytest.mark.parametrize("shape", [(150, 144), (16, 272)])
-def test_transposed_codes(shape: tuple[int, int]) -> None:
-    codes = torch.randn(shape).to(torch.float8_e4m3fn)
-    found = kernels("quantize").transpose(codes)
-    assert found.dtype == codes.dtype
-    assert torch.equal(found.view(torch.uint8), codes.view(torch.uint8).t())
+def test_transposed_quantized_values(shape: tuple[int, int]) -> None:
+    data = torch.randn(shape).to(torch.float8_e4m3fn)
+    found = kernels("quantize").transpose(data)
+    assert found.dtype == data.dtype
+    assert torch.equal(found.view(torch.uint8), data.view(torch.uint8).t())
 
 
 def test_casts_tell_magnitudes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,12 +236,12 @@ def test_delayed_casts_go_by_past_steps_alone() -> None:
         y = linear(8 * x, weight)
         y.backward(grad_y)
     rows = quantize(8 * x.detach(), recipe("delayed").x, 2 * largest).dequantize()
-    codes = quantize(weight.detach(), recipe("delayed").weight, 2 * history.past[1, 1]).dequantize()
-    assert error(y, rows @ codes.T) < 1e-14
+    quantized = quantize(weight.detach(), recipe("delayed").weight, 2 * history.past[1, 1]).dequantize()
+    assert error(y, rows @ quantized.T) < 1e-14
     assert history.past[0, 0] == 8 * largest
     assert history.past[0, 2] == grad_y.abs().max().float()
     gradient = quantize(grad_y, recipe("delayed").gradient, torch.tensor(2 * 57344.0)).dequantize()
-    assert error(x.grad - 0, gradient @ codes * 8) < 1e-14  # type: ignore[operator]
+    assert error(x.grad - 0, gradient @ quantized * 8) < 1e-14  # type: ignore[operator]
     before = history.past.clone()
     linear(100 * x, weight)  # evaluation leaves no trace
     with session.step(2):
@@ -322,7 +322,7 @@ def test_margin_leaves_room() -> None:
 
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
 def test_scales_that_agree_make_parts_equal_the_whole(name: str) -> None:
-    """Split by input features, as two ranks would: codes of the parts are parts of the codes."""
+    """Split by input features, as two ranks would: quantized values of the parts are parts of the quantized values."""
     _, x, _ = make(name)
     schemes = recipe(name)
     rows, _ = cast(x.detach(), schemes.x, None)

@@ -112,19 +112,19 @@ def test_scales_of_past_steps_see_no_zeros() -> None:
             y = linear(x, weight)
             y.backward(grad_y)
     past = [each.detach().abs().max().float() for each in (x, weight, grad_y)]
-    codes, held, gradient = (
+    quantized, held, gradient = (
         quantize(each.detach(), scheme, amax).dequantize()
         for each, scheme, amax in zip(
             (x, weight, grad_y), (schemes.x, schemes.weight, schemes.gradient), past, strict=True
         )
     )
-    assert error(y, codes @ held.T) < 1e-14
+    assert error(y, quantized @ held.T) < 1e-14
     assert error(x.grad, gradient @ held) < 1e-14
-    assert error(weight.main_grad, gradient.T @ codes) < 1e-14
+    assert error(weight.main_grad, gradient.T @ quantized) < 1e-14
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "delayed"])
-def test_weights_stored_as_codes(name: str) -> None:
+def test_weights_stored_quantized(name: str) -> None:
     session = Session()
     weight, x, grad_y = made(name, (52, 87), session, primary=True)
     other, _, _ = made(name, (52, 87), session)
@@ -148,7 +148,7 @@ def test_weights_stored_as_codes(name: str) -> None:
     assert error(found, wanted) < 1e-14
 
 
-def test_shares_of_tokens_have_the_codes_of_the_whole() -> None:
+def test_shares_of_tokens_have_the_quantized_values_of_the_whole() -> None:
     session = Session()
     weight, x, grad_y = made("tensorwise", (52, 87), session)
     precision = state_of(weight).precision

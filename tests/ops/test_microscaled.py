@@ -35,13 +35,13 @@ def test_tiles(shape: tuple[int, int]) -> None:
 
 
 def hardware(left: Tensor, right: Tensor, *, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """A product that reads codes and scales as they are documented."""
+    """A product that reads quantized values and scales as they are documented."""
     values = []
-    for codes, scale in ((left, scale_a), (right.t(), scale_b)):
-        assert codes.is_contiguous()
-        assert codes.shape[1] % 16 == 0
-        four = codes.dtype == torch.float4_e2m1fn_x2
-        elements = unpack_e2m1(codes).double() if four else codes.double()
+    for data, scale in ((left, scale_a), (right.t(), scale_b)):
+        assert data.is_contiguous()
+        assert data.shape[1] % 16 == 0
+        four = data.dtype == torch.float4_e2m1fn_x2
+        elements = unpack_e2m1(data).double() if four else data.double()
         rows, size = elements.shape
         block = 16 if four else 32
         blocks = -(-size // block)
@@ -54,7 +54,9 @@ def hardware(left: Tensor, right: Tensor, *, scale_a: Tensor, scale_b: Tensor, o
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
 @pytest.mark.parametrize("size", [96, 160])
-def test_products_hand_over_what_the_codes_say(name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_hand_over_what_the_quantized_values_say(
+    name: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     schemes = recipe(name)
     size -= 16 if name == "nvfp4" else 0  # an odd number of blocks
     a, b = (

@@ -75,7 +75,9 @@ def test_grouped_products(
 
 @pytest.mark.parametrize("sizes", [(5, 0, 17, 130), (0, 0), (33,), (16, 48, 16)], ids=str)
 @pytest.mark.parametrize("form", ["e4m3", "e5m2"])
-def test_grouped_products_of_codes(sizes: tuple[int, ...], form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grouped_products_of_quantized_values(
+    sizes: tuple[int, ...], form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = kernels("grouped_scaled")
     for name in ("FAST", "EXACT"):
         monkeypatch.setattr(module, name, {**SMALL, "DEPTH": 128})

@@ -205,7 +205,7 @@ def test_kernels_of_latents(queries: list[int], monkeypatch: pytest.MonkeyPatch)
 
 
 def eight_bits(rounds: bool, append: Any, attend: Any, queries: list[int], totals: list[int], **options: Any) -> None:
-    """Append to pools of e4m3 what follows stored tokens, and attend, as to the float64 values of all codes."""
+    """Append to pools of e4m3 what follows stored tokens, and attend, as to the float64 values of all."""
     torch.manual_seed(0)
     pages = make_pages(queries, totals, 4, 24)
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -21,11 +21,11 @@ from megalight.ops.quantize.formats import (
     DTYPES,
     E2M1,
     LARGEST,
-    e2m1_codes,
-    e2m1_codes_stochastic,
     e8m0_value,
     pack_e2m1,
     power_below,
+    to_e2m1,
+    to_e2m1_stochastic,
     to_e8m0,
     to_fp8,
     unpack_e2m1,
@@ -68,7 +68,7 @@ def awkward(name: str) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["e4m3", "e5m2"])
-def test_torch_means_the_same_codes(name: str) -> None:
+def test_torch_means_the_same_quantized_values(name: str) -> None:
     half = torch.arange(128, dtype=torch.uint8).view(DTYPES[name]).double()
     assert torch.allclose(half, torch.tensor(positive_values(name), dtype=torch.float64), 0, 0, equal_nan=True)
     assert max(value for value in positive_values(name) if math.isfinite(value)) == LARGEST[name]
@@ -81,19 +81,19 @@ def test_e2m1_table() -> None:
 @pytest.mark.parametrize("name", ["e4m3", "e5m2"])
 def test_eight_bits(name: Any) -> None:
     inputs = awkward(name)
-    codes = to_fp8(torch.tensor(inputs), name).view(torch.uint8).tolist()
-    assert codes == [nearest_code(x, name) for x in inputs]
+    data = to_fp8(torch.tensor(inputs), name).view(torch.uint8).tolist()
+    assert data == [nearest_code(x, name) for x in inputs]
     assert bool(to_fp8(torch.tensor([math.nan]), name).float().isnan())
 
 
 def test_four_bits() -> None:
     inputs = awkward("e2m1")
-    assert e2m1_codes(torch.tensor(inputs)).tolist() == [nearest_code(x, "e2m1") for x in inputs]
+    assert to_e2m1(torch.tensor(inputs)).tolist() == [nearest_code(x, "e2m1") for x in inputs]
 
 
-def test_two_codes_share_a_byte_the_first_in_the_low_bits() -> None:
-    codes = torch.arange(16, dtype=torch.uint8)
-    packed = pack_e2m1(codes)
+def test_two_quantized_values_share_a_byte_the_first_in_the_low_bits() -> None:
+    data = torch.arange(16, dtype=torch.uint8)
+    packed = pack_e2m1(data)
     assert packed.dtype == torch.float4_e2m1fn_x2
     assert packed.view(torch.uint8)[:2].tolist() == [0x10, 0x32]
     assert unpack_e2m1(packed).tolist() == [*E2M1, *(-value for value in E2M1)]
@@ -102,8 +102,8 @@ def test_two_codes_share_a_byte_the_first_in_the_low_bits() -> None:
 def test_stochastic_rounding_is_right_in_the_mean() -> None:
     x = torch.tensor([0.0, 0.1, 0.5, 0.7, -2.2, 3.9, 5.5, -6.0, 7.0]).repeat(20000, 1)
     generator = torch.Generator().manual_seed(1)
-    codes = e2m1_codes_stochastic(x, torch.rand(x.shape, generator=generator))
-    values = unpack_e2m1(pack_e2m1(torch.stack([codes, codes], -1)))[..., 0]
+    data = to_e2m1_stochastic(x, torch.rand(x.shape, generator=generator))
+    values = unpack_e2m1(pack_e2m1(torch.stack([data, data], -1)))[..., 0]
     expected = x[0].clamp(-6, 6)
     assert torch.allclose(values.mean(0), expected, atol=0.03)
     for column, one in zip(values.T, expected, strict=True):  # neighbors alone, and exact values always

@@ -148,12 +148,12 @@ def test_linear_equals_its_emulation(name: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(144, 150), (4096, 14336)])
-def test_transposed_codes(shape: tuple[int, int]) -> None:
-    codes, _ = cast(torch.randn(shape, device="cuda"), Scheme("e4m3"), None)
-    assert codes is not None
-    found = transpose(codes, backend="triton")
-    assert torch.equal(found.data.view(torch.uint8), codes.data.view(torch.uint8).t())
-    assert found.scale is codes.scale
+def test_transposed_quantized_values(shape: tuple[int, int]) -> None:
+    quantized, _ = cast(torch.randn(shape, device="cuda"), Scheme("e4m3"), None)
+    assert quantized is not None
+    found = transpose(quantized, backend="triton")
+    assert torch.equal(found.data.view(torch.uint8), quantized.data.view(torch.uint8).t())
+    assert found.scale is quantized.scale
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])

@@ -32,12 +32,12 @@ def test_amax_on_the_way(shape: tuple[int, int, int, int]) -> None:
 
 @pytest.mark.parametrize("shape", [(150, 8, 2, 64), (1024, 32, 8, 128), (37, 5, 1, 32)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_codes_are_those_of_a_cast(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+def test_quantized_values_are_those_of_a_cast(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     from megalight.ops.quantize import triton as casts
-    from megalight.ops.rotary import quantized as codes_triton
+    from megalight.ops.rotary import quantized as quantized_kernels
     from megalight.ops.rotary import triton
 
-    check_cast_qkv_gradient(codes_triton, triton, casts, "cuda", dtype, shape)
+    check_cast_qkv_gradient(quantized_kernels, triton, casts, "cuda", dtype, shape)
 
 
 def test_strided_heads() -> None:

@@ -1,4 +1,4 @@
-"""Weights as codes: values near the weight's, and products and gradients of the decoded weight."""
+"""Weights quantized: values near the weight's, and products and gradients of the decoded weight."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megalight.ops.quantized_weight import LEVELS, QuantizedWeight, store, store
 
 
 @pytest.mark.parametrize(("form", "bits", "error"), [("int8", 8, 0.008), ("nf4", 4, 0.11)])
-def test_codes_are_near_the_weight_and_small(form: str, bits: int, error: float) -> None:
+def test_quantized_values_are_near_the_weight_and_small(form: str, bits: int, error: float) -> None:
     weight = torch.randn(96, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
-    codes = QuantizedWeight(weight, form, 64)
-    assert codes.nbytes == weight.numel() * bits // 8 + 96 * 2 * 2  # and a scale of two bytes for each block
-    values = codes.values()
+    quantized = QuantizedWeight(weight, form, 64)
+    assert quantized.nbytes == weight.numel() * bits // 8 + 96 * 2 * 2  # and a scale of two bytes for each block
+    values = quantized.values()
     assert values.dtype == torch.bfloat16
     assert 0 < float((values - weight).float().norm() / weight.float().norm()) < error
     # by block: the largest magnitude is exact up to the rounding of the scale
@@ -47,16 +47,16 @@ def test_nvfp4_has_the_values_of_modelopt(dtype: torch.dtype) -> None:
     modelopt = pytest.importorskip("modelopt.torch.quantization.qtensor")
     weight = torch.randn(24, 64, generator=torch.Generator().manual_seed(2)).to(dtype)
     weight[3, 16:32] = 0
-    # ties of codes, below even and below odd ones
+    # ties of quantized values, below even and below odd ones
     middles = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
     weight[0, :16] = torch.tensor([6.0, *middles, *(-middle for middle in middles), 0.0])
     packed, scale, second = modelopt.NVFP4QTensor.quantize(weight.clone(), 16)
     wanted = packed.dequantize(dtype=dtype, scale=scale, double_scale=second, block_sizes={-1: 16})
-    codes = QuantizedWeight(weight, "nvfp4", 16)
-    assert torch.equal(codes.scales.view(torch.uint8), scale.view(torch.uint8))
-    assert torch.equal(codes.values(), wanted)
+    quantized = QuantizedWeight(weight, "nvfp4", 16)
+    assert torch.equal(quantized.scales.view(torch.uint8), scale.view(torch.uint8))
+    assert torch.equal(quantized.values(), wanted)
     # 4 bits, and 8 for each 16 features
-    assert codes.nbytes == weight.numel() // 2 + weight.numel() // 16 + 4
+    assert quantized.nbytes == weight.numel() // 2 + weight.numel() // 16 + 4
     assert not bool(QuantizedWeight(torch.zeros(2, 16), "nvfp4", 16).values().any())
 
 
@@ -65,8 +65,8 @@ def test_products_and_gradients_are_those_of_the_decoded_weight(form: str, block
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(6, 32, dtype=torch.float64), requires_grad=False)
     plain, bias = QuantizedWeight(weight, form, block).values(), torch.randn(6, dtype=torch.float64)
-    codes = store(weight, form, block)
-    assert stored_of(weight) is codes
+    quantized = store(weight, form, block)
+    assert stored_of(weight) is quantized
     assert weight.untyped_storage().nbytes() == 8
     assert bool(weight.isnan().all())
     x = torch.randn(2, 5, 32, dtype=torch.float64, requires_grad=True)

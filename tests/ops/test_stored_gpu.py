@@ -1,4 +1,4 @@
-"""Weights as codes on a GPU: every backend decodes the same values."""
+"""Weights quantized on a GPU: every backend decodes the same values."""
 
 from __future__ import annotations
 

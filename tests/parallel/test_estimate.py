@@ -118,7 +118,7 @@ def test_engines_keep_what_was_estimated(
         assert memory.get("host", 0) + moments_away == expected.host
 
 
-def _coded(primary: bool | None) -> nn.Module:
+def _quantized_bytes(primary: bool | None) -> nn.Module:
     """Layers whose two weights multiply in 8 bits, of unequal sizes, and a table that does not."""
     session = Session()
     layers = nn.ModuleList(
@@ -133,8 +133,8 @@ def _coded(primary: bool | None) -> nn.Module:
     return nn.ModuleDict({"layers": layers, "embed": nn.Embedding(64, 64)})
 
 
-def _memory_of_codes(options: DataParallelOptions, primary: bool | None, dtype: torch.dtype) -> dict[str, int]:
-    model = _coded(primary).to(dtype)
+def _memory_of_quantized(options: DataParallelOptions, primary: bool | None, dtype: torch.dtype) -> dict[str, int]:
+    model = _quantized_bytes(primary).to(dtype)
     units = units_of(model) if options.has_units else []
     numbers = owned_alone(model, units)
     infos = [
@@ -151,7 +151,7 @@ WEIGHTS = 2 * 64 * 64 * (2 + 2 + 3 + 2)
     ("world", "given", "primary", "dtype", "casts"),
     [
         (1, {"level": "no_shard"}, None, torch.bfloat16, WEIGHTS),
-        (1, {"level": "no_shard"}, None, torch.float32, 2 * WEIGHTS),  # codes would spare nothing
+        (1, {"level": "no_shard"}, None, torch.float32, 2 * WEIGHTS),  # quantized values would spare nothing
         (2, {"level": "optim"}, None, torch.float32, WEIGHTS),
         (2, {"level": "optim"}, False, torch.bfloat16, 2 * WEIGHTS),
         (2, {"level": "optim_grads"}, True, torch.bfloat16, WEIGHTS),
@@ -160,15 +160,15 @@ WEIGHTS = 2 * 64 * 64 * (2 + 2 + 3 + 2)
         (2, FULL, None, torch.bfloat16, 2 * 64 * 64 * (3 + 2)),  # the largest layer of each turn
     ],
 )
-def test_weights_as_codes(
+def test_weights_quantized(
     world: int, given: dict[str, Any], primary: bool | None, dtype: torch.dtype, casts: int
 ) -> None:
     options = data_parallel(**given)
     with torch.device("meta"):
-        model = _coded(primary)
+        model = _quantized_bytes(primary)
     expected = estimate(model, world, options, dtype=dtype)
     assert expected.casts == casts
-    for memory in run(_memory_of_codes, world, options, primary, dtype):
+    for memory in run(_memory_of_quantized, world, options, primary, dtype):
         assert memory["parameters"] == expected.parameters
         assert memory["masters"] == expected.masters
         assert memory["gradients"] == expected.gradients

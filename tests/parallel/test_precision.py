@@ -52,7 +52,7 @@ def _experts_on_one_device(replicas: int, options: LowPrecisionOptions) -> tuple
             total = 0.0
             for batch in batches:
                 loss = task.loss_step(task.forward_step(model, batch), batch)
-                ((loss.sum / tokens) + loss.auxiliary["mean"] / len(batches)).backward()
+                ((loss.sum / tokens) + loss.aux_losses["mean"] / len(batches)).backward()
                 total += float(loss.sum.detach()) / tokens
         losses.append(total)
     return losses, canonical(model, {name: p.grad for name, p in model.named_parameters()})

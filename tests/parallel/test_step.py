@@ -55,7 +55,7 @@ def expected(weight: float) -> dict[str, Any]:
     model, task = model_of(), Weighted()
     losses = [task.loss_step(task.forward_step(model, batch), batch) for batch in micro_batches(weight)]
     total = torch.stack([loss.sum for loss in losses]).sum()
-    spread = torch.stack([loss.auxiliary["spread"] for loss in losses]).mean()
+    spread = torch.stack([loss.aux_losses["spread"] for loss in losses]).mean()
     mean = total / weight if weight else total
     (mean + spread).backward()
     gradients = torch.cat([parameter.grad.reshape(-1) for parameter in model.parameters()])  # type: ignore[union-attr]

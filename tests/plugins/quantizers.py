@@ -28,11 +28,11 @@ def recipe_class(name: str) -> type:
 
 
 PARTS = 2
-"""Tensors of codes of one direction: the codes and their scale."""
+"""Tensors of quantized values of one direction: the quantized values and their scale."""
 
 
 class Storage:
-    """Codes by rows and by columns, where they were asked for."""
+    """Quantized values by rows and by columns, where they were asked for."""
 
     def __init__(self, rows: Quantized | None, columns: Quantized | None, shape: tuple[int, ...]) -> None:
         self.rows, self.columns, self.shape = rows, columns, shape
@@ -44,9 +44,9 @@ class Storage:
 
     def prepare_for_saving(self) -> tuple[list[Tensor | None], Storage]:
         tensors: list[Tensor | None] = []
-        for codes in (self.rows, self.columns):
-            tensors += [None] * PARTS if codes is None else codes.tensors
-            self.scheme = self.scheme if codes is None else codes.scheme
+        for quantized in (self.rows, self.columns):
+            tensors += [None] * PARTS if quantized is None else quantized.tensors
+            self.scheme = self.scheme if quantized is None else quantized.scheme
         self.rows = self.columns = None
         return tensors, self
 

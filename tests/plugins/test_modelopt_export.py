@@ -189,8 +189,8 @@ def compare(preset: str, kv: str | None, ours: dict[str, torch.Tensor], wanted: 
                 beside = [wanted[f"{around.rpartition('.')[0]}.{each}.weight_scale"] for each in group]
                 value = torch.stack(beside).amax()
             if rest == "weight":
-                for codes in (ours, wanted):
-                    codes[name] = codes[name].float() * codes[f"{around}.weight_scale"]
+                for quantized in (ours, wanted):
+                    quantized[name] = quantized[name].float() * quantized[f"{around}.weight_scale"]
                 torch.testing.assert_close(ours[name], wanted[name], rtol=0.13, atol=2e-4, msg=name)
                 continue
         # The products of the passes before differ in their last bits, and a code may be the next one.
@@ -232,8 +232,8 @@ def test_layers_of_a_folder_have_their_own_formats(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("preset", ["INT4_AWQ_CFG", "W4A8_AWQ_BETA_CFG", "FP8_PER_CHANNEL_PER_TOKEN_CFG"])
-def test_packed_codes_are_the_rounded_weights(preset: str, tmp_path: Path) -> None:
-    """Codes and scales, multiplied out, are the weights that the model computes with."""
+def test_packed_quantized_values_are_the_rounded_weights(preset: str, tmp_path: Path) -> None:
+    """Quantized values and scales, multiplied out, are the weights that the model computes with."""
     theirs("llama").save_pretrained(tmp_path / "plain")
     run(calibrate, 1, str(tmp_path / "plain"), preset, str(tmp_path / "quantized"), timeout=240)
     assert export_quantized(tmp_path / "quantized", tmp_path / "ours") == 14

@@ -84,15 +84,15 @@ def test_layers_equal_our_own(packages: Fakes, name: str, wait: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "delayed"])
-def test_recorded_layers_find_new_codes_at_the_old_addresses(packages: Fakes, name: str) -> None:
+def test_recorded_layers_find_new_quantized_values_at_the_old_addresses(packages: Fakes, name: str) -> None:
     (weight, session), _ = weights(name)
     precision, x = precision_of(weight), torch.randn(TOKENS, IN).bfloat16()
     places, outputs = set(), []
     for step in range(3):
         with session.step(step), torch.no_grad():
             precision.refresh(weight)
-            codes = precision._weight_codes(weight)
-            places.add(tuple(part.data_ptr() for part in (*codes.rows.tensors, *codes.columns.tensors)))
+            quantized = precision._quantized_weight(weight)
+            places.add(tuple(part.data_ptr() for part in (*quantized.rows.tensors, *quantized.columns.tensors)))
             outputs.append(linear(x, weight))
             weight.mul_(-1.5)  # the next step has other weights
     assert len(places) == 1
@@ -101,7 +101,7 @@ def test_recorded_layers_find_new_codes_at_the_old_addresses(packages: Fakes, na
     with torch.no_grad():
         weight.mul_(0)
         assert not linear(x, weight).any()
-    assert codes.rows.dequantize().any(), "released memory is not written to"
+    assert quantized.rows.dequantize().any(), "released memory is not written to"
 
 
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
@@ -132,7 +132,7 @@ def test_recomputed_inputs_are_cast_in_the_backward(packages: Fakes) -> None:
     assert error(again, weight.main_grad) < 1e-6
 
 
-def test_only_the_codes_for_the_weight_gradient_are_saved(packages: Fakes) -> None:
+def test_only_the_quantized_values_for_the_weight_gradient_are_saved(packages: Fakes) -> None:
     (weight, _), _ = weights("tensorwise")
     _, saved = precision_of(weight).product_and_cast(torch.randn(TOKENS, IN).bfloat16(), weight, None)
     rows, columns = saved.tensors[: quantizers.PARTS], saved.tensors[quantizers.PARTS :]

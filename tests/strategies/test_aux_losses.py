@@ -69,7 +69,7 @@ class WithAuxLosses(WithData):
 
     def loss_step(self, carry: Carry, batch: TokenBatch) -> Loss:
         loss = super().loss_step(carry, batch)
-        return replace(loss, auxiliary={"other": 0.1 * carry["losses"].mean()})
+        return replace(loss, aux_losses={"other": 0.1 * carry["losses"].mean()})
 
 
 class Kept(pl.Callback):
@@ -130,7 +130,7 @@ def expected(accumulate: int = 1) -> dict[str, Any]:
             loss = module.loss_step(module.forward_step(model, batch), batch)
             mean = loss.sum / batch.loss_mask.sum()
             penalty = torch.stack([one.values["penalty"] for one in penalized]).sum()
-            other = penalized[1].values["other"] + loss.auxiliary["other"]
+            other = penalized[1].values["other"] + loss.aux_losses["other"]
             ((mean + penalty + other) / accumulate).backward()
             logged.append([float(value.detach()) for value in (mean, penalty, other)])
         optimizer.step()

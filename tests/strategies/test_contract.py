@@ -91,9 +91,9 @@ def auxiliary_by_hand(accumulate: int) -> dict[str, Any]:
             batch = global_batch(step * accumulate + part)
             loss = module.loss_step(module.forward_step(model, batch), batch)
             mean = loss.sum / batch.loss_mask.sum()
-            ((mean + loss.auxiliary["balance"]) / accumulate).backward()
+            ((mean + loss.aux_losses["balance"]) / accumulate).backward()
             token = float(batch.tokens.double().mean())
-            logged.append((float(mean.detach()), float(loss.auxiliary["balance"].detach()), token))
+            logged.append((float(mean.detach()), float(loss.aux_losses["balance"].detach()), token))
         optimizer.step()
     return {"logged": logged, "final": {n: p.detach().numpy() for n, p in model.named_parameters()}}
 
@@ -241,7 +241,7 @@ class Tilted(ToyModule):
         error = carry["hidden"] - batch["y"]
         return Loss(error.square().sum(), {"tilt": carry["hidden"][:, 0].exp().sum()})
 
-    def auxiliary_counts(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    def aux_loss_counts(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"tilt": torch.tensor(float(len(batch["x"])))}
 
 
@@ -417,8 +417,8 @@ class OwnLoss(WithData):
     def loss_tokens(self, batch: Any) -> Tensor:
         return super().loss_tokens(batch.rows)
 
-    def auxiliary_counts(self, batch: Any) -> dict[str, Tensor]:
-        return super().auxiliary_counts(batch.rows)
+    def aux_loss_counts(self, batch: Any) -> dict[str, Tensor]:
+        return super().aux_loss_counts(batch.rows)
 
 
 def _own_loss(folder: str, options: dict[str, Any]) -> list[float]:

@@ -30,7 +30,7 @@ from tests.support.workers import run
 
 CONFIG = replace(BASE, hidden_size=64, ffn_hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16)
 STEPS = 3
-# `fit` reads the initial weights in a callback that says it reads none, so they must not be codes.
+# `fit` reads the initial weights in a callback that says it reads none, so they must not be quantized values.
 OPTIONS: dict[str, Any] = {"fp8_attention": True, "primary_weights": False, "emulate": True}
 
 

@@ -68,7 +68,7 @@ def test_layers_in_8_bits_train_as_on_level_optim(implementation: str, recipe: s
     way = implementation, recipe, primary
     expected, found = (runs_of(jobs, 2).outcome((level, *way)) for level in ("optim", FULL))
     # The norm's order of sums differs, and so does the last bit of some weights. Where that is the largest weight of a
-    # tensor, all of its codes change with the scale, and the next losses by a thousandth. A high learning rate makes
-    # more of it, by a factor of 100 in each of Adam's first steps.
+    # tensor, all of its quantized values change with the scale, and the next losses by a thousandth. A high learning
+    # rate makes more of it, by a factor of 100 in each of Adam's first steps.
     np.testing.assert_allclose(found[0], expected[0], rtol=2e-3)
     np.testing.assert_allclose(found[1], expected[1], rtol=2e-2)

@@ -334,8 +334,8 @@ def test_how_far_delayed_scales_look_back() -> None:
 def test_the_largest_values_keep_their_bits_up_to_the_largest_margin() -> None:
     x = (1 + torch.arange(7) / 8).expand(16, 7)  # what e4m3 has between its largest, 1.75 * 2^8, and 2^8
     for margin, exact in ((MAX_MARGIN, True), (MAX_MARGIN + 1, False)):
-        codes = quantize(x, recipe("tensorwise").x, 2.0**margin * x.max())
-        assert torch.equal(codes.dequantize(x.dtype), x) == exact
+        quantized = quantize(x, recipe("tensorwise").x, 2.0**margin * x.max())
+        assert torch.equal(quantized.dequantize(x.dtype), x) == exact
 
 
 def test_foreign_models_are_refused() -> None:

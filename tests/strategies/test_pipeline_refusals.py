@@ -183,7 +183,7 @@ class Wrong(ToyModule):
         late = self.trainer.global_step == 1
         if self.what == "loss":
             return loss.sum  # type: ignore[return-value]
-        return Loss(loss.sum, loss.auxiliary, {}) if self.what == "metrics" and late else loss
+        return Loss(loss.sum, loss.aux_losses, {}) if self.what == "metrics" and late else loss
 
     def loss_tokens(self, batch: dict[str, Tensor]) -> Tensor:
         count = super().loss_tokens(batch)

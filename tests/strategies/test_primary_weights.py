@@ -1,4 +1,4 @@
-"""Weights that live as codes of 8 bits: every step is bit for bit that of a run that casts its weights itself."""
+"""Weights that live as 8-bit values: every step is bit for bit that of a run that casts its weights itself."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ EIGHT_BITS = torch.float8_e4m3fn
 
 
 class Watch(pl.Callback):
-    """Every step's loss, and the codes and scales with which the next one will multiply."""
+    """Every step's loss, and the quantized values and scales with which the next one will multiply."""
 
-    reads_weights = True  # so that sharded codes are gathered for it
+    reads_weights = True  # so that sharded quantized values are gathered for it
 
     def __init__(self) -> None:
         self.losses: list[float] = []
-        self.codes: list[dict[str, tuple[Any, float]]] = []
+        self.quantized: list[dict[str, tuple[Any, float]]] = []
         self.types: set[torch.dtype] = set()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
@@ -57,7 +57,7 @@ class Watch(pl.Callback):
                     amax = precision._amax(parameter.detach(), precision.recipe.weight, 1, precision.reduce_weight)
                 rows = quantize(parameter.detach(), precision.recipe.weight, amax)
             found[name] = rows.data.view(torch.uint8).numpy().copy(), float(rows.scale)
-        self.codes.append(found)
+        self.quantized.append(found)
 
 
 def train(
@@ -95,7 +95,7 @@ def train(
     past = strategy.run.rank_state().get("magnitudes", {"names": (), "past": ()})
     return {
         "losses": watch.losses,
-        "codes": watch.codes,
+        "quantized": watch.quantized,
         "types": watch.types,
         "metrics": {name: float(value) for name, value in runner.callback_metrics.items()},
         "final": gathered(strategy, module),
@@ -105,7 +105,7 @@ def train(
 
 
 def train_and_save_within(options: dict[str, Any], layout: dict[str, Any], path: str, clip: float | None = 0.5) -> None:
-    """Saves while the weights are codes."""
+    """Saves while the weights are quantized."""
 
     class Save(pl.Callback):
         reads_weights = False
@@ -127,11 +127,11 @@ def assert_equal_runs(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found["losses"] == expected["losses"]
     assert found["types"] == {EIGHT_BITS}
     assert EIGHT_BITS not in expected["types"]
-    for ours, theirs in zip(found["codes"], expected["codes"], strict=True):
+    for ours, theirs in zip(found["quantized"], expected["quantized"], strict=True):
         assert ours
         assert ours.keys() == theirs.keys()
-        for name, (codes, scale) in theirs.items():
-            assert np.array_equal(ours[name][0], codes), name
+        for name, (quantized, scale) in theirs.items():
+            assert np.array_equal(ours[name][0], quantized), name
             assert ours[name][1] == scale
     for name, value in expected["final"].items():
         assert np.array_equal(found["final"][name], value), name
@@ -170,7 +170,7 @@ RECIPES = [
 
 @pytest.mark.parametrize("options", RECIPES)
 @pytest.mark.parametrize(("ranks", "layout", "level"), LAYOUTS)
-def test_codes_are_those_of_a_run_that_casts_its_weights(
+def test_quantized_values_are_those_of_a_run_that_casts_its_weights(
     ranks: int, layout: dict[str, Any], level: str, options: dict[str, Any]
 ) -> None:
     agree = {"reduce_amax": True} if "tensor_parallel" in layout and options is not DELAYED else {}
@@ -211,10 +211,10 @@ UNASKED = [
 
 
 @pytest.mark.parametrize(("ranks", "options", "layout", "level", "window"), UNASKED)
-def test_weights_are_codes_unasked_and_no_bit_changes(
+def test_weights_are_quantized_unasked_and_no_bit_changes(
     ranks: int, options: dict[str, Any], layout: dict[str, Any], level: str, window: int
 ) -> None:
-    """Masters in float32, weights in bf16: codes are those of the rounded weights, which direct casts are not."""
+    """Masters in float32, weights in bf16: casts are those of the rounded weights, which direct casts are not."""
     found, expected = (
         run(_mixed, ranks, {**options, **more}, False, layout, level, window)
         for more in ({}, {"primary_weights": False})
@@ -224,7 +224,7 @@ def test_weights_are_codes_unasked_and_no_bit_changes(
         assert ours["past"] == theirs["past"]
 
 
-def test_codes_that_were_asked_for_are_not_rounded_before() -> None:
+def test_quantized_values_that_were_asked_for_are_not_rounded_before() -> None:
     found, direct = (run(_mixed, 2, more, False, {})[0] for more in ({}, {"primary_weights": True}))
     assert direct["losses"] != found["losses"]
 
@@ -242,7 +242,9 @@ ROUNDED = {"rtol": 1e-9}
 @pytest.mark.parametrize(
     ("ranks", "layout"), [(2, {}), (4, {}), (4, {"tensor_parallel": 2, "sequence_parallel": True})]
 )
-def test_codes_by_past_steps_give_the_losses_of_one_device(ranks: int, layout: dict[str, Any], level: str) -> None:
+def test_quantized_values_by_past_steps_give_the_losses_of_one_device(
+    ranks: int, layout: dict[str, Any], level: str
+) -> None:
     primary = {**DELAYED, "primary_weights": True}
     expected = run(_double, 1, {**DELAYED, "primary_weights": False}, {}, "optim")[0]
     for found in run(_double, ranks, primary, layout, level):
@@ -257,7 +259,7 @@ def _double(options: dict[str, Any], layout: dict[str, Any], level: str) -> dict
     return train(options, layout, level=level, precision="64-true", steps=5)
 
 
-def test_sharded_weights_are_codes_unasked() -> None:
+def test_sharded_weights_are_quantized_unasked() -> None:
     found, expected = (
         run(_types, 2, more, {"level": "optim_grads_params"}, {})[0] for more in ({}, {"primary_weights": False})
     )
@@ -288,12 +290,12 @@ def _types(options: dict[str, Any], parallel: dict[str, Any], layout: dict[str, 
 @pytest.mark.parametrize(
     ("ranks", "options", "parallel", "layout"),
     [
-        pytest.param(2, {"recipe": "rowwise"}, {}, {}, id="two sets of codes"),
+        pytest.param(2, {"recipe": "rowwise"}, {}, {}, id="two sets of quantized values"),
         pytest.param(2, {}, {"optimizer_offload_fraction": 1.0}, {}, id="masters on the host"),
         pytest.param(2, {}, {"master_dtype": "bfloat16"}, {}, id="narrow masters"),
     ],
 )
-def test_where_codes_would_not_do_weights_keep_their_dtype(
+def test_where_quantized_values_would_not_do_weights_keep_their_dtype(
     ranks: int, options: dict[str, Any], parallel: dict[str, Any], layout: dict[str, Any]
 ) -> None:
     assert run(_types, ranks, options, parallel, layout)[0][0] == {torch.bfloat16}
@@ -305,7 +307,7 @@ def _resume(options: dict[str, Any], layout: dict[str, Any], load: str) -> dict[
 
 @pytest.mark.parametrize("recipe", [{}, pytest.param(DELAYED, marks=pytest.mark.full)], ids=["tensorwise", "delayed"])
 def test_checkpoints_hold_masters_and_resume_bit_for_bit(recipe: dict[str, Any], tmp_path: Path) -> None:
-    """Saved while weights are codes; read by a run of another layout, and by one whose weights are bf16."""
+    """Saved while weights are quantized; read by a run of another layout, and by one whose weights are bf16."""
     primary, usual = {**recipe, "primary_weights": True}, {**recipe, "primary_weights": False}
     path = str(tmp_path / "saved")
     run(train_and_save_within, 2, primary, {}, path)
@@ -338,7 +340,7 @@ def _contents(options: dict[str, Any], path: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("recipe", [{}, pytest.param(DELAYED, marks=pytest.mark.full)], ids=["tensorwise", "delayed"])
 def test_a_checkpoint_of_one_rank_does_not_tell_how_weights_were_held(recipe: dict[str, Any], tmp_path: Path) -> None:
-    ours = _contents(recipe, tmp_path / "codes")
+    ours = _contents(recipe, tmp_path / "quantized")
     theirs = _contents({**recipe, "primary_weights": False}, tmp_path / "bf16")
     assert ours.keys() == theirs.keys()
     assert {tensor.dtype for name, tensor in ours.items() if name.startswith("model.")} == {torch.bfloat16}
@@ -361,7 +363,7 @@ def test_moving_averages_are_swapped_in_and_out() -> None:
         assert np.array_equal(found["final"][name], value), name
 
 
-def test_recipes_with_two_sets_of_codes_are_refused() -> None:
+def test_recipes_with_two_casts_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="'rowwise' needs two"):
         LowPrecisionOptions(recipe="rowwise", primary_weights=True)
     with pytest.raises(ConfigurationError, match="one quantized weight"):
@@ -395,7 +397,7 @@ def _fit_again(layout: dict[str, Any]) -> list[str]:
     return errors
 
 
-def test_codes_that_a_broken_run_left_are_refused() -> None:
+def test_quantized_values_that_a_broken_run_left_are_refused() -> None:
     for first, second in run(_fit_again, 2, {}):
         assert first == "broken"
         assert "Load a checkpoint into a new module" in second

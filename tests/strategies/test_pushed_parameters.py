@@ -89,7 +89,7 @@ def test_pipelines_equal_one_device(schedule: str) -> None:
     ],
 )
 def test_what_runs_beside_is_as_with_collectives(what: str) -> None:
-    """Averaged weights in validation, frozen weights, and codes, whose weights have their own dtype in the end."""
+    """Averaged weights in validation, frozen weights, and quantized ones, which have their own dtype in the end."""
     check_beside(what, "optim")
 
 

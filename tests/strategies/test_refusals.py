@@ -304,7 +304,7 @@ def test_a_plan_takes_the_model() -> None:
     ("values", "message"),
     [
         ({"sum": 1.0}, "'sum' is a float; it must be a tensor"),
-        ({"auxiliary": {"a": 1}}, "'a' is a int; it must be a tensor"),
+        ({"aux_losses": {"a": 1}}, "'a' is a int; it must be a tensor"),
         ({"metrics": {"a": torch.zeros(())}}, r"the metric 'a' is tensor\(0\.\); it must be \(sum, count\)"),
         (
             {"metrics": {"a": (1.0, torch.ones(()))}},

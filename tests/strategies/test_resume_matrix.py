@@ -99,7 +99,7 @@ class SaveAt(pl.Callback):
     """Saves in training, at the end of a step."""
 
     reads_weights = False
-    """Else weights would stay in bf16, whose buckets sum the norm of gradients in another order than those of codes."""
+    """Else weights would stay in bf16, whose buckets sum the norm of gradients in another order than quantized ones."""
 
     def __init__(self, step: int, path: str) -> None:
         self.step, self.path = step, path

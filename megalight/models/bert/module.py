@@ -85,7 +85,7 @@ class BertModule(FamilyModule[BertConfig]):
         right = (logits.argmax(-1) == batch.order).sum()
         return Loss(
             total,
-            auxiliary={"order_loss": order},
+            aux_losses={"order_loss": order},
             metrics={"order_loss": (order.detach(), asked), "order_accuracy": (right, asked)},
         )
 
@@ -93,7 +93,7 @@ class BertModule(FamilyModule[BertConfig]):
         """Count the masked tokens."""
         return (batch.labels != IGNORED).sum()
 
-    def auxiliary_counts(self, batch: BertBatch) -> dict[str, Tensor]:
+    def aux_loss_counts(self, batch: BertBatch) -> dict[str, Tensor]:
         """Count the samples whose order is asked for."""
         return {"order_loss": (batch.order != IGNORED).sum()}
 

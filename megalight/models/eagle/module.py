@@ -193,7 +193,7 @@ class EagleModule(FamilyModule[EagleConfig]):
         """Return how many tokens the first step predicts."""
         return batch.shifted(1).loss_mask.sum()
 
-    def auxiliary_counts(self, batch: TokenBatch) -> dict[str, Tensor]:
+    def aux_loss_counts(self, batch: TokenBatch) -> dict[str, Tensor]:
         """Return how many tokens each further step predicts: those at the end of a sequence have no later ones."""
         return {f"step_{step}": batch.shifted(step + 1).loss_mask.sum() for step in range(1, self.steps)}
 

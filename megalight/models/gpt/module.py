@@ -157,7 +157,7 @@ class GPTModule(FamilyModule[GPTConfig]):
         With a teacher: the objective of :meth:`megalight.models.distillation.Distiller.objective`.
         """
         rows, _ = opened(batch)
-        auxiliary: dict[str, Tensor] = {}
+        aux_losses: dict[str, Tensor] = {}
         metrics: dict[str, tuple[Tensor, Tensor]] = {}
         for depth in self._depths:
             name = f"mtp_{depth}"
@@ -165,20 +165,20 @@ class GPTModule(FamilyModule[GPTConfig]):
                 break
             mask = rows.shifted(depth).loss_mask
             lost = masked_sum(losses, mask)
-            auxiliary[name] = lost * (self._depth_scale / len(self._depths))
+            aux_losses[name] = lost * (self._depth_scale / len(self._depths))
             metrics[f"{name}_loss"] = lost.detach(), mask.sum()
         if self.distiller is not None:
             total, more = self.distiller.objective(carry, rows.loss_mask, self.training)
             metrics |= more
         else:
             total = masked_sum(carry["losses"], rows.loss_mask)
-        return Loss(total, auxiliary, metrics)
+        return Loss(total, aux_losses, metrics)
 
     def loss_tokens(self, batch: TokenBatch) -> Tensor:
         """Return the sum of the loss mask."""
         return batch.loss_mask.sum()
 
-    def auxiliary_counts(self, batch: TokenBatch) -> dict[str, Tensor]:
+    def aux_loss_counts(self, batch: TokenBatch) -> dict[str, Tensor]:
         """Return the sum of the loss mask of each depth of multi-token prediction, and counts of routers' losses."""
         depths = {f"mtp_{depth}": batch.shifted(depth).loss_mask.sum() for depth in self._depths}
         moe = self.config.moe

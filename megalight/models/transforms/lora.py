@@ -182,7 +182,7 @@ def merge(model: nn.Module) -> int:
 
     Raises:
         ConfigurationError: another module holds a layer's weight too (a tied head), and the sum would be its as well;
-            or weights are stored as codes.
+            or weights are stored quantized.
     """
     count = 0
     holders = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
@@ -309,7 +309,7 @@ class DoRA(LoRA):
 
     ``m`` has one number for each output feature (of each expert) and begins as the length of the row of ``W``. No
     gradient goes through the length of ``W + s B A``, as in the paper. A bias is added unchanged. Of weights that are
-    stored as codes, ``W`` is what the codes stand for. Arguments are those of :class:`LoRA`.
+    stored quantized, ``W`` is what they stand for. Arguments are those of :class:`LoRA`.
     """
 
     name: ClassVar[str] = "dora"

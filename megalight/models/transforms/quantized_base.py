@@ -62,7 +62,7 @@ class QuantizedBase(ModelTransform):
         check(self.block, self.form, self.block)
 
     def change(self, model: nn.Module) -> None:
-        """Check that all layers can be stored; the codes come with the values.
+        """Check that all layers can be stored; quantization follows with the values.
 
         Raises:
             ConfigurationError: there are no layers, or one is trained, of another class, or not divisible by the block.
@@ -89,8 +89,8 @@ class QuantizedBase(ModelTransform):
         """Check this rank's parts.
 
         Raises:
-            ConfigurationError: a row is split into parts that the block does not divide, or a layer multiplies codes of
-                its own.
+            ConfigurationError: a row is split into parts that the block does not divide, or a layer multiplies
+                quantized values of its own.
         """
         for path, layer in self._layers(model.root):
             for weight in weights_of(layer):
@@ -99,7 +99,7 @@ class QuantizedBase(ModelTransform):
 
     @torch.no_grad()
     def with_values(self, model: ParallelModel) -> None:
-        """Replace the weights by codes, one layer or unit after the other."""
+        """Quantize the weights, one layer or unit after the other."""
         weights = []
         for path, layer in self._layers(model.root):
             for weight in weights_of(layer):

@@ -123,7 +123,7 @@ class VLMModule(FamilyModule[VLMConfig]):
         check_batch(batch)
         return batch.loss_mask.sum()
 
-    def auxiliary_counts(self, batch: ImageTextBatch) -> dict[str, Tensor]:
+    def aux_loss_counts(self, batch: ImageTextBatch) -> dict[str, Tensor]:
         """Return the counts of routers' losses."""
         moe = self.config.language.moe
         return {} if moe is None else balance.counts_of(moe.balance, batch.sequences)

@@ -66,7 +66,7 @@ def count_of(name: str, sequences: PackedSequences) -> int:
 def counts_of(config: BalanceConfig, sequences: PackedSequences) -> dict[str, Tensor]:
     """Return the counts of losses over sequences or tokens, by their names in logs.
 
-    A task returns them in ``auxiliary_counts``. Then each is the mean over all sequences, or tokens, of a step, however
+    A task returns them in ``aux_loss_counts``. Then each is the mean over all sequences, or tokens, of a step, however
     these divide into micro-batches.
     """
     names = [name for name in config.names if name in _COUNTED]

@@ -21,12 +21,12 @@ from megalight.ops.note import QuantizedCasts, elided_output
 from megalight.ops.quantize import Scheme, amax_of, cast, whole_cast_why_not
 from megalight.ops.quantize.formats import to_fp8
 from megalight.ops.quantize.triton import (
-    codes_arguments,
-    codes_constants,
-    empty_codes,
+    empty_quantized,
+    quantize_arguments,
+    quantize_constants,
     rounded,
     whole_factor,
-    write_codes,
+    write_quantized,
 )
 from megalight.registry import Backend, BackendRegistry, remembered
 
@@ -49,10 +49,10 @@ def _largest(x: Value) -> Value:
 @jit
 def _forward(
     x: Value,
-    row_codes: Value,
+    row_data: Value,
     row_scale: Value,
     row_amax: Value,
-    column_codes: Value,
+    column_data: Value,
     column_scale: Value,
     column_amax: Value,
     parts: Value,
@@ -93,8 +93,8 @@ def _forward(
     if not FULL:
         out = tl.where(inside, out, 0.0)  # the activation of zero is not always zero
     tl.store(parts + down * tl.num_programs(0) + across, _largest(out))
-    write_codes(
-        out, row_codes, row_factor, column_codes, column_factor,
+    write_quantized(
+        out, row_data, row_factor, column_data, column_factor,
         token, feature, tokens, padded, size, size,
         ROWS, COLUMNS, FULL, TOKENS, FEATURES,
     )  # fmt: skip
@@ -104,10 +104,10 @@ def _forward(
 def _backward(
     x: Value,
     grad_y: Value,
-    row_codes: Value,
+    row_data: Value,
     row_scale: Value,
     row_amax: Value,
-    column_codes: Value,
+    column_data: Value,
     column_scale: Value,
     column_amax: Value,
     parts: Value,
@@ -144,15 +144,15 @@ def _backward(
         gate = _load(place, inside, FULL)
         out = rounded(grad * _load(place + size, inside, FULL) * _slope(gate, KIND), x, HARDWARE)
         largest = _largest(out)
-        write_codes(
-            out, row_codes, row_factor, column_codes, column_factor,
+        write_quantized(
+            out, row_data, row_factor, column_data, column_factor,
             token, feature, tokens, padded, size, 2 * size,
             ROWS, COLUMNS, FULL, TOKENS, FEATURES,
         )  # fmt: skip
         out = rounded(grad * activated(gate, KIND), x, HARDWARE)
         largest = tl.maximum(largest, _largest(out))
-        write_codes(
-            out, row_codes, row_factor, column_codes, column_factor,
+        write_quantized(
+            out, row_data, row_factor, column_data, column_factor,
             token, feature + size, tokens, padded, 2 * size, 2 * size,
             ROWS, COLUMNS, FULL, TOKENS, FEATURES,
         )  # fmt: skip
@@ -160,8 +160,8 @@ def _backward(
         value = _load(x + corner + (t * size + f), inside, FULL)
         out = rounded(grad * _slope(value, KIND), x, HARDWARE)
         largest = _largest(out)
-        write_codes(
-            out, row_codes, row_factor, column_codes, column_factor,
+        write_quantized(
+            out, row_data, row_factor, column_data, column_factor,
             token, feature, tokens, padded, size, size,
             ROWS, COLUMNS, FULL, TOKENS, FEATURES,
         )  # fmt: skip
@@ -196,26 +196,26 @@ def _run(
     columns: Scheme | None,
     amax: Tensor,
 ) -> QuantizedCasts:
-    """Run a kernel over ``size`` features of all tokens; it writes codes of ``features`` features."""
+    """Run a kernel over ``size`` features of all tokens; it writes quantized values of ``features`` features."""
     x = inputs[0]
     tokens = len(x)
     padded = tokens if columns is None else tokens + -tokens % columns.multiple
-    whole = None if rows is None else empty_codes(x, rows, tokens, features)
-    transposed = None if columns is None else empty_codes(x, columns, features, padded)
+    whole = None if rows is None else empty_quantized(x, rows, tokens, features)
+    transposed = None if columns is None else empty_quantized(x, columns, features, padded)
     grid = cdiv(size, tile["FEATURES"]), cdiv(padded, tile["TOKENS"])
     parts = torch.empty(grid[0] * grid[1], device=x.device)
     if tokens and size:
         kernel[grid](
             *inputs,
-            *codes_arguments(x, whole, amax),
-            *codes_arguments(x, transposed, amax),
+            *quantize_arguments(x, whole, amax),
+            *quantize_arguments(x, transposed, amax),
             parts,
             tokens,
             padded,
             size,
             KIND=kind,
             GATED=gates,
-            **codes_constants(rows, columns),
+            **quantize_constants(rows, columns),
             FULL=not (padded % tile["TOKENS"] or size % tile["FEATURES"] or padded - tokens),
             HARDWARE=x.is_cuda,
             **tile,
@@ -364,8 +364,8 @@ class _Stored(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        codes, weights = ctx.saved_tensors
-        x = codes.to(ctx.dtype).requires_grad_()
+        quantized, weights = ctx.saved_tensors
+        x = quantized.to(ctx.dtype).requires_grad_()
         weights = None if weights is None else weights.detach().requires_grad_()
         inputs = [x] if weights is None else [x, weights]
         with torch.enable_grad():

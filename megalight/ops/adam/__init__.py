@@ -21,20 +21,20 @@ MOMENT_BLOCK = 64
 MULTIPLIER, STEPS = -1640531535, -2048144789
 """Odd numbers, as int32, that spread bits of values and of steps over the high bits of a product."""
 
-HALF_BITS, CODE_BITS = 16, 20
-"""Bits of a float32 that bfloat16 and codes leave out."""
+HALF_BITS, QUANTIZED_BITS = 16, 20
+"""Bits of a float32 that bfloat16 and moments in 8 bits leave out."""
 LOWEST = 32
-"""Codes go no further down than 32 octaves, so exponents are at least this: a smaller code would have none."""
+"""Moments in 8 bits span at most 32 octaves, so exponents are at least this: a smaller one would have none."""
 
 MAGNITUDE = (1 << 31) - 1
 """All bits but the sign."""
 
 
-def exponents_like(codes: Tensor) -> Tensor:
-    """Make room for the exponents of codes: uint8, ``[ceil(n / MOMENT_BLOCK)]``, zero as all codes are at first.
+def exponents_like(data: Tensor) -> Tensor:
+    """Make room for the exponents of a quantized moment: uint8, ``[ceil(n / MOMENT_BLOCK)]``, zero at first as it is.
 
     A moment in 16 bits is bfloat16. One in 8 bits is a float of three mantissa bits, and blocks of
-    :data:`MOMENT_BLOCK` elements share the highest exponent that their codes reach. A first moment has a sign, and
+    :data:`MOMENT_BLOCK` elements share the highest exponent that they reach. A first moment has a sign, and
     four bits for 16 octaves below that exponent. A second moment has none: its root is stored, in 32 octaves, and
     is never rounded to 0, so that no update is divided by 0.
 
@@ -44,7 +44,7 @@ def exponents_like(codes: Tensor) -> Tensor:
 
     All formats hold their values exactly in bfloat16, which is how checkpoints and other formats read them.
     """
-    return torch.zeros(-(-codes.numel() // MOMENT_BLOCK), dtype=torch.uint8, device=codes.device)
+    return torch.zeros(-(-data.numel() // MOMENT_BLOCK), dtype=torch.uint8, device=data.device)
 
 
 def half_moment(values: Tensor, step: float | Tensor | None) -> Tensor:
@@ -56,22 +56,22 @@ def half_moment(values: Tensor, step: float | Tensor | None) -> Tensor:
     return kept.view(torch.float32).to(torch.bfloat16)
 
 
-def encode_moment(values: Tensor, codes: Tensor, exponents: Tensor, second: bool, step: float | Tensor | None) -> None:
-    """Round values to codes: at random if there is a step, else to the nearest ones.
+def encode_moment(values: Tensor, data: Tensor, exponents: Tensor, second: bool, step: float | Tensor | None) -> None:
+    """Round values to 8 bits: at random if there is a step, else to the nearest ones.
 
     Args:
         values: floating point, contiguous.
-        codes: uint8, as many; written.
+        data: uint8, as many; written.
         exponents: those of its blocks (:func:`exponents_like`); written.
         second: a second moment, which is not negative.
     """
     values = values.reshape(-1).float()
     bits = values.view(torch.int32)
     # From the bits before the root, whose last one differs between libraries.
-    rounding = 1 << (CODE_BITS - 1) if step is None else _noise(bits, step, CODE_BITS)
+    rounding = 1 << (QUANTIZED_BITS - 1) if step is None else _noise(bits, step, QUANTIZED_BITS)
     size = values.sqrt().view(torch.int32) if second else bits & MAGNITUDE
     # Sign and mantissa aside, these are the three highest bits of the mantissa under the exponent.
-    steps = (size + rounding) >> CODE_BITS
+    steps = (size + rounding) >> QUANTIZED_BITS
     blocks = torch.nn.functional.pad(steps, (0, -len(steps) % MOMENT_BLOCK)).view(-1, MOMENT_BLOCK)
     highest = (blocks.amax(1) >> 3).clamp_(LOWEST, 255)
     exponents.copy_(highest)
@@ -81,22 +81,22 @@ def encode_moment(values: Tensor, codes: Tensor, exponents: Tensor, second: bool
         found = found.clamp_(min=1).mul_(size > 0)
     else:
         found |= (bits < 0).int() << 7
-    codes.view(-1).copy_(found)
+    data.view(-1).copy_(found)
 
 
-def decode_moment(codes: Tensor, exponents: Tensor, second: bool) -> Tensor:
-    """Return the values of codes, float32, in their shape."""
+def decode_moment(data: Tensor, exponents: Tensor, second: bool) -> Tensor:
+    """Return the values, float32, in their shape."""
     limit = 255 if second else 127
-    found = codes.view(-1).int()
+    found = data.view(-1).int()
     size = found & limit
     highest = exponents.int().repeat_interleave(MOMENT_BLOCK)[: len(found)]
-    values = torch.where(size > 0, (size + (highest * 8 + 7 - limit)) << CODE_BITS, 0).view(torch.float32)
+    values = torch.where(size > 0, (size + (highest * 8 + 7 - limit)) << QUANTIZED_BITS, 0).view(torch.float32)
     values = values.square() if second else torch.where(found > 127, -values, values)
-    return values.view(codes.shape)
+    return values.view(data.shape)
 
 
 def read_moment(moment: Tensor, exponents: Tensor | None, second: bool) -> Tensor:
-    """Return a moment's values: floating-point ones as they are, those of codes in float32."""
+    """Return a moment's values: floating-point ones as they are, those of quantized values in float32."""
     return moment if exponents is None else decode_moment(moment, exponents, second)
 
 
@@ -259,8 +259,8 @@ def chunked_adam_step(
 
 
 @dataclass(frozen=True)
-class Coded:
-    """Where the codes of some parameters go, and how they are made: as :func:`megalight.ops.cast_flat.cast_flat` does.
+class QuantizedOutput:
+    """Where quantized parameters go, and how they are made: as :func:`megalight.ops.cast_flat.cast_flat` does.
 
     Attributes:
         out: ``[n]``, bytes or of the scheme's 8-bit dtype.
@@ -277,12 +277,12 @@ class Coded:
     largest: Tensor | None = None
 
     @property
-    def codes(self) -> Tensor:
+    def data(self) -> Tensor:
         """``out`` in the scheme's 8-bit dtype."""
         return self.out.view(DTYPES[self.scheme.format])
 
     def cast(self, values: Tensor) -> None:
-        """Write the codes of ``values [n]``."""
+        """Quantize ``values [n]`` into it."""
         cast_flat(self.out, values, self.scheme, self.amax, self.rounded, largest=self.largest)
 
 
@@ -293,7 +293,7 @@ class AdamSpec(NamedTuple):
         device: device type.
         dtype: dtype of the (master) parameters.
         grad_dtype: dtype of the gradients.
-        state_dtypes: dtypes of the two moments; uint8 ones are codes with exponents.
+        state_dtypes: dtypes of the two moments; uint8 ones are quantized with exponents.
         out_dtype: dtype of the low-precision copy, or None if there is no copy.
         contiguous: whether all tensors are contiguous.
     """
@@ -346,7 +346,7 @@ def _choose(spec: AdamSpec, backend: str) -> Callable[..., None]:
 
 @remembered
 def _with_quantized(spec: AdamSpec, backend: str) -> bool:
-    """Whether the chosen kernel also writes codes."""
+    """Whether the chosen kernel also writes quantized values."""
     return spec.dtype == torch.float32 and ADAM.select(spec, backend).name == "triton"
 
 
@@ -367,7 +367,7 @@ def adam_step(
     grad_scale: Tensor | None = None,
     out: Tensor | None = None,
     exponents: tuple[Tensor | None, Tensor | None] = (None, None),
-    coded: Coded | None = None,
+    quantized_out: QuantizedOutput | None = None,
     backend: str = "auto",
 ) -> None:
     """Update ``param`` and both moments in place.
@@ -380,7 +380,7 @@ def adam_step(
     Args:
         param: ``[n]``: the (master) parameters.
         grad: ``[n]``: the gradient; it is not written.
-        exp_avg: ``[n]``: the first moment, in any floating-point dtype, or codes of 8 bits (uint8).
+        exp_avg: ``[n]``: the first moment, in any floating-point dtype, or 8-bit values (uint8).
         exp_avg_sq: ``[n]``: the second moment, likewise. :mod:`megalight.ops.adam` says how
             moments of fewer than 32 bits are rounded.
         lr: learning rate. Use a 0-dim device tensor if a CUDA graph captures the step.
@@ -392,16 +392,16 @@ def adam_step(
         decoupled: whether the decay scales the parameter (AdamW). If not, it is added to the gradient (Adam).
         grad_scale: 0-dim device tensor that multiplies the gradient.
         out: ``[n]``: receives a copy of the new parameters in its own dtype.
-        exponents: ``[ceil(n / 64)]``, uint8: those of the codes of each moment; None: it is no code.
-        coded: receives codes of the new parameters, instead of ``out``. Triton's kernel writes them itself. Beside
+        exponents: ``[ceil(n / 64)]``, uint8: those of each moment; None: it is not quantized.
+        quantized_out: the new parameters quantized, instead of ``out``. Triton's kernel writes them itself. Beside
             others, and for float64, they are cast afterwards.
         backend: name of a backend.
 
     Raises:
-        ConfigurationError: both ``out`` and ``coded`` are given.
+        ConfigurationError: both ``out`` and ``quantized_out`` are given.
     """
-    if coded is not None and out is not None:
-        raise ConfigurationError("adam_step writes out or coded: a copy of the new parameters, or quantized. Give one.")
+    if quantized_out is not None and out is not None:
+        raise ConfigurationError("adam_step writes a copy of the new parameters to out or to quantized_out. Give one.")
     tensors = (param, grad, exp_avg, exp_avg_sq) if out is None else (param, grad, exp_avg, exp_avg_sq, out)
     spec = AdamSpec(
         param.device.type,
@@ -411,11 +411,11 @@ def adam_step(
         None if out is None else out.dtype,
         all(t.is_contiguous() for t in tensors),
     )
-    # Only where there are codes: backends that serve none need not know of exponents.
-    codes: dict[str, Any] = {} if exponents == (None, None) else {"exponents": exponents}
-    written = coded is not None and _with_quantized(spec, backend)
+    # Only where moments are quantized: backends that serve none need not know of exponents.
+    optional: dict[str, Any] = {} if exponents == (None, None) else {"exponents": exponents}
+    written = quantized_out is not None and _with_quantized(spec, backend)
     if written:
-        codes["coded"] = coded
+        optional["quantized_out"] = quantized_out
     _choose(spec, backend)(
         param,
         grad,
@@ -430,7 +430,7 @@ def adam_step(
         decoupled=decoupled,
         grad_scale=grad_scale,
         out=out,
-        **codes,
+        **optional,
     )
-    if coded is not None and not written:
-        coded.cast(param)
+    if quantized_out is not None and not written:
+        quantized_out.cast(param)

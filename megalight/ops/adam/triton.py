@@ -1,4 +1,4 @@
-"""One Adam step in a single pass over memory: moments, parameters, and the low-precision copy or the codes."""
+"""One Adam step in a single pass over memory: moments, parameters, and the low-precision copy or the quantized one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megalight.ops import adam
-from megalight.ops.adam import STEPS, Coded, wrapped
+from megalight.ops.adam import STEPS, QuantizedOutput, wrapped
 from megalight.ops.cast_flat import TYPES, scaled
 from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
 from megalight.ops.quantize import TINY
@@ -16,13 +16,13 @@ from megalight.ops.quantize.formats import LARGEST
 BLOCK = 1024
 
 
-FLOATS, ROUNDED, CODES = constexpr(0), constexpr(1), constexpr(2)
+FLOATS, ROUNDED, QUANTIZED = constexpr(0), constexpr(1), constexpr(2)
 """How moments are stored: floats, bfloat16 rounded at random, or 8 bits (:mod:`megalight.ops.adam`)."""
 SHARING = constexpr(adam.MOMENT_BLOCK)
-HALF_BITS, CODE_BITS = constexpr(adam.HALF_BITS), constexpr(adam.CODE_BITS)
-HALF_MASK, CODE_MASK = (
+HALF_BITS, QUANTIZED_BITS = constexpr(adam.HALF_BITS), constexpr(adam.QUANTIZED_BITS)
+HALF_MASK, QUANTIZED_MASK = (
     constexpr((1 << adam.HALF_BITS) - 1),
-    constexpr((1 << adam.CODE_BITS) - 1),
+    constexpr((1 << adam.QUANTIZED_BITS) - 1),
 )
 MULTIPLIER, LOWEST = constexpr(adam.MULTIPLIER), constexpr(adam.LOWEST)
 
@@ -36,11 +36,11 @@ def _noise(bits: Value, shift: Value, WIDTH: constexpr, MASK: constexpr) -> Valu
 def _read(
     moment: Value, exponents: Value, index: Value, inside: Value, SECOND: constexpr, LIMIT: constexpr, FORM: constexpr
 ) -> Value:
-    if FORM == CODES:
+    if FORM == QUANTIZED:
         found = tl.load(moment + index, mask=inside, other=0).to(tl.int32)
         size = found & LIMIT
         highest = tl.load(exponents + index // SHARING, mask=inside, other=0).to(tl.int32)
-        bits = tl.where(size > 0, (size + (highest * 8 + 7 - LIMIT)) << CODE_BITS, 0)
+        bits = tl.where(size > 0, (size + (highest * 8 + 7 - LIMIT)) << QUANTIZED_BITS, 0)
         value = bits.to(tl.float32, bitcast=True)
         value = value * value if SECOND else tl.where(found > 127, -value, value)
     else:
@@ -63,11 +63,11 @@ def _write(
 ) -> None:
     index = start + tl.arange(0, BLOCK)
     inside = index < n
-    if FORM == CODES:
+    if FORM == QUANTIZED:
         value = tl.where(inside, value, 0.0)
         bits = value.to(tl.int32, bitcast=True)
         size = (tl.sqrt(value) if SECOND else tl.abs(value)).to(tl.int32, bitcast=True)
-        steps = (size + _noise(bits, shift, CODE_BITS, CODE_MASK)) >> CODE_BITS
+        steps = (size + _noise(bits, shift, QUANTIZED_BITS, QUANTIZED_MASK)) >> QUANTIZED_BITS
         blocks = tl.reshape(steps, [BLOCK // SHARING, SHARING])
         highest = tl.minimum(tl.maximum(tl.max(blocks, axis=1) >> 3, LOWEST), 255)
         place = start // SHARING + tl.arange(0, BLOCK // SHARING)
@@ -113,7 +113,7 @@ def _step(
     DECOUPLED: constexpr,
     SCALED: constexpr,
     COPY: constexpr,
-    CODED: constexpr,
+    QUANTIZE_OUT: constexpr,
     TELL: constexpr,
     BEFORE: constexpr,
     TOP: constexpr,
@@ -152,7 +152,7 @@ def _step(
     if COPY:
         # From the float32 `p`, not from what was stored: a low-precision copy is rounded once.
         tl.store(out + index, p.to(out.dtype.element_ty), mask=inside)
-    if CODED:
+    if QUANTIZE_OUT:
         # As :mod:`megalight.ops.cast_flat` casts what was stored, bit by bit.
         value = tl.where(inside, p, 0.0).to(BEFORE).to(tl.float32)
         if TELL:
@@ -181,7 +181,7 @@ def adam_step(
     grad_scale: Tensor | None = None,
     out: Tensor | None = None,
     exponents: tuple[Tensor | None, Tensor | None] = (None, None),
-    coded: Coded | None = None,
+    quantized_out: QuantizedOutput | None = None,
 ) -> None:
     """Run the whole step in one kernel, without making the host wait for the device."""
     on_device = isinstance(lr, Tensor) or isinstance(step, Tensor)
@@ -204,9 +204,9 @@ def adam_step(
         exp_avg,
         exp_avg_sq,
         *exponents,
-        out if coded is None else coded.codes,
-        None if coded is None else coded.amax,
-        None if coded is None or coded.largest is None else coded.largest.view(torch.int32),
+        out if quantized_out is None else quantized_out.data,
+        None if quantized_out is None else quantized_out.amax,
+        None if quantized_out is None or quantized_out.largest is None else quantized_out.largest.view(torch.int32),
         None if grad_scale is None else grad_scale.float(),
         scalars,
         param.numel(),
@@ -226,12 +226,12 @@ def adam_step(
         DECOUPLED=decoupled,
         SCALED=grad_scale is not None,
         COPY=out is not None,
-        CODED=coded is not None,
-        TELL=coded is not None and coded.largest is not None,
-        BEFORE=TYPES[torch.float32 if coded is None else coded.rounded],
-        TOP=1.0 if coded is None else LARGEST[coded.scheme.format],
+        QUANTIZE_OUT=quantized_out is not None,
+        TELL=quantized_out is not None and quantized_out.largest is not None,
+        BEFORE=TYPES[torch.float32 if quantized_out is None else quantized_out.rounded],
+        TOP=1.0 if quantized_out is None else LARGEST[quantized_out.scheme.format],
         SMALLEST=TINY,
-        POWER=coded is not None and coded.scheme.scale == "power",
+        POWER=quantized_out is not None and quantized_out.scheme.scale == "power",
         ON_DEVICE=on_device,
         BLOCK=BLOCK,
         num_warps=4,
@@ -241,5 +241,5 @@ def adam_step(
 def _form(moment: Tensor, exponents: Tensor | None) -> int:
     """Return how a moment is stored."""
     if exponents is not None:
-        return int(CODES.value)
+        return int(QUANTIZED.value)
     return int((ROUNDED if moment.dtype == torch.bfloat16 else FLOATS).value)

@@ -189,7 +189,7 @@ class _LowPrecisionGroupedLinear(torch.autograd.Function):
             sizes = tuple(offsets.diff(prepend=offsets.new_zeros(1)).tolist())
         ctx.weight, ctx.precision, ctx.offsets, ctx.sizes = weight, precision, offsets, sizes
         needed = ctx.needs_input_grad[1]
-        # As for dense layers: a recipe takes less memory than codes, and is cast again in the backward.
+        # As for dense layers: a recipe takes less memory than quantized values, and is cast again in the backward.
         keep = needed and recipe_of(x) is None
         y, kept = precision.product(x, weight, offsets, sizes, keep)
         if kept is None:

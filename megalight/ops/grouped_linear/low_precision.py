@@ -145,7 +145,7 @@ class OneByOne(StackPrecision):
             precision.refresh(matrix)
 
     def release(self) -> None:
-        """Free the codes of each expert."""
+        """Free the quantized values of each expert."""
         for precision in self.experts:
             precision.release()
 

@@ -72,7 +72,7 @@ class Gradients(NamedTuple):
 
 
 class StackCasts(LowPrecision):
-    """Casts of a stack ``[E, out, in]`` and of the rows of its experts. All codes have a scale per row of a group.
+    """Casts of a stack ``[E, out, in]`` and of the rows of its experts. All have a scale per row of a group.
 
     It has the arguments of its base class, and
 
@@ -194,10 +194,10 @@ def _largest(x: Tensor, dim: int) -> Tensor:
 
 
 class Apart(StackPrecision):
-    """Multiplies large experts one by one, with codes that were cast all at once.
+    """Multiplies large experts one by one, with quantized values that were cast all at once.
 
     Args:
-        casts: makes the codes.
+        casts: makes the quantized values.
     """
 
     needs_sizes = True

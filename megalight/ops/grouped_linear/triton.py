@@ -100,7 +100,7 @@ def _product(
         rows = row + tl.arange(0, ROWS)
         place = column + tl.arange(0, COLUMNS)
         if SCALED:
-            # Codes of 8 bits: scales per row and per column factor out of the sum.
+            # 8-bit values: scales per row and per column factor out of the sum.
             left = tl.load(row_scale + rows, mask=rows < end, other=0.0)
             right = tl.load(column_scale + expert * columns + place, mask=place < columns, other=0.0)
             total = total * left[:, None] * right[None, :]
@@ -196,7 +196,7 @@ def launch_product(
         offsets: ``[E]``: the end of each group.
         transposed: whether each weight is transposed.
         tile: the kernel's tile.
-        scales: scales of each row of ``x`` and ``weight``, if they are codes of 8 bits.
+        scales: scales of each row of ``x`` and ``weight``, if they are 8-bit values.
         fast: whether sums of 8 bits may be shorter than float32 over the whole depth, and not only over one step.
     """
     (rows, columns), depth, num_experts = y.shape, x.shape[1], offsets.shape[0]

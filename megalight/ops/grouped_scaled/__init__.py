@@ -1,4 +1,4 @@
-"""Grouped GEMMs of 8-bit codes: the products of all experts of a stack at once, with a scale per row and column.
+"""Grouped GEMMs of 8-bit values: the products of all experts of a stack at once, with a scale per row and column.
 
 One scale per matrix is a scale per row whose values repeat. So these products serve both kinds of scales.
 """
@@ -33,9 +33,9 @@ def columns(x: Tensor, scheme: Scheme, offsets: Tensor | None, amax: Tensor | No
         part = quantize(F.pad(x[rows].t(), (0, -(rows.stop - rows.start) % GROUP)), scheme, largest)
         scale[group] = part.scale[:, 0]
         parts.append(part.data.view(torch.uint8))
-    codes = torch.cat(parts, 1)
-    missing = most_columns(len(x), len(offsets)) - codes.shape[1]
-    return Quantized(F.pad(codes, (0, missing)).view(part.data.dtype), scale, scheme)
+    data = torch.cat(parts, 1)
+    missing = most_columns(len(x), len(offsets)) - data.shape[1]
+    return Quantized(F.pad(data, (0, missing)).view(part.data.dtype), scale, scheme)
 
 
 def reference_product(x: Quantized, weight: Quantized, offsets: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
@@ -59,13 +59,13 @@ def accumulate(main_grad: Tensor, grad: Quantized, x: Quantized, offsets: Tensor
 
 
 LINE = (1, 0)
-"""The tile of all codes here: a scale for each row of what is contracted."""
+"""The tile of all quantized values here: a scale for each row of what is contracted."""
 
 
 class GroupedScaledSpec(NamedTuple):
     """A request: device type, schemes of both factors, and dtype of the activations.
 
-    For a cast, both schemes are that of the codes.
+    For a cast, both schemes are that of the quantized values.
     """
 
     device: str
@@ -93,8 +93,9 @@ def columns_of_groups(
         amax: ``[E, F]``: the largest magnitudes that the scales must cover. None: those of the values.
 
     Returns:
-        codes ``[F, L]`` with scales ``[E, F]``. Each group begins at a multiple of :data:`GROUP` columns, and is filled
-        up with zeros to the next. ``L`` is the most that can be needed; the columns after the last group are not set.
+        quantized values ``[F, L]`` with scales ``[E, F]``. Each group begins at a multiple of :data:`GROUP` columns,
+        and is filled up with zeros to the next. ``L`` is the most that can be needed; the columns after the last group
+        are not set.
     """
     cast: Quantized = _choose(COLUMNS, GroupedScaledSpec(x.device.type, scheme, scheme, x.dtype), backend)(
         x, scheme, offsets, amax
@@ -108,7 +109,7 @@ def columns_of_stack(weight: Tensor, scheme: Scheme, amax: Tensor | None = None,
     ``scheme`` and ``amax [E, in]`` are those of :func:`columns_of_groups`.
 
     Returns:
-        codes ``[E * in, out]`` with scales ``[E * in, 1]``.
+        quantized values ``[E * in, out]`` with scales ``[E * in, 1]``.
     """
     spec = GroupedScaledSpec(weight.device.type, scheme, scheme, weight.dtype)
     cast: Quantized = _choose(COLUMNS, spec, backend)(weight, scheme, None, amax)
@@ -129,8 +130,8 @@ def product(
     Rows after the last group get any values.
 
     Args:
-        x: codes with scales ``[R, 1]``.
-        weight: codes with scales ``[E * N, 1]``.
+        x: quantized values with scales ``[R, 1]``.
+        weight: quantized values with scales ``[E * N, 1]``.
         offsets: ``[E]`` int32 on the device: the end of each group.
         dtype: dtype of the result.
         fast: whether sums may have fewer bits than float32.
@@ -177,7 +178,7 @@ def _choose(
 
 
 def scheme_why_not(scheme: Scheme) -> str | None:
-    """Return why codes of a scheme cannot be grouped, or None."""
+    """Return why quantized values of a scheme cannot be grouped, or None."""
     if scheme.tile in ((0, 0), LINE) and scheme.scale in ("fp32", "power") and scheme.format != "e2m1":
         return None
     return "serves 8 bits with one scale per matrix, row or column: smaller tiles must be scaled inside the sum"

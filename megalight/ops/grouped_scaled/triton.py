@@ -1,4 +1,4 @@
-"""Grouped GEMMs of 8-bit codes on tensor cores. All tiles are found from the offsets on the device."""
+"""Grouped GEMMs of 8-bit values on tensor cores. All tiles are found from the offsets on the device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CAST = {"TOKENS": 128, "FEATURES": 64, "num_warps": 4}
 @jit
 def _columns(
     x: Value,
-    codes: Value,
+    data: Value,
     scale: Value,
     amax: Value,
     offsets: Value,
@@ -51,7 +51,7 @@ def _columns(
     known = f < features
     if STACK:
         start, size, stop = expert * length, length, length
-        target = codes + expert.to(tl.int64) * features * length
+        target = data + expert.to(tl.int64) * features * length
     else:
         experts = tl.arange(0, EXPERTS)
         ends = tl.load(offsets + experts, mask=experts < num_experts, other=0)
@@ -60,7 +60,7 @@ def _columns(
         start = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
         size = tl.load(offsets + expert) - start
         stop = tl.cdiv(size, PAD) * PAD
-        target = codes + tl.sum(tl.where(experts < expert, tl.cdiv(sizes, PAD) * PAD, 0), 0)
+        target = data + tl.sum(tl.where(experts < expert, tl.cdiv(sizes, PAD) * PAD, 0), 0)
     if GIVEN:
         largest = tl.load(amax + expert * amax_of_expert + f * amax_of_feature, mask=known, other=1.0)
     else:
@@ -70,7 +70,7 @@ def _columns(
             place = x + (start + t).to(tl.int64)[:, None] * features + f[None, :]
             tile = tl.load(place, mask=(t < size)[:, None] & known[None, :], other=0.0).to(tl.float32)
             largest = tl.maximum(largest, tl.max(tl.abs(tile), 0))
-    # Correctly rounded, as in `megalight.ops.quantize.triton`: the reference gives the same codes.
+    # Correctly rounded, as in `megalight.ops.quantize.triton`: the reference gives the same quantized values.
     factor = tl.div_rn(LARGEST, tl.maximum(largest, SMALLEST))
     if POWER:
         factor = (factor.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -81,8 +81,8 @@ def _columns(
         tile = tl.load(place, mask=(t < size)[:, None] & known[None, :], other=0.0).to(tl.float32)
         y = tile * factor[None, :]
         y = tl.where(y > LARGEST, LARGEST, y)  # unlike minimum and maximum, comparisons keep NaN
-        y = tl.where(y < -LARGEST, -LARGEST, y).to(codes.dtype.element_ty)
-        # Rows from `size` to `stop` get codes of zero, so that a weight gradient needs no mask.
+        y = tl.where(y < -LARGEST, -LARGEST, y).to(data.dtype.element_ty)
+        # Rows from `size` to `stop` get quantized values of zero, so that a weight gradient needs no mask.
         place = target + f.to(tl.int64)[:, None] * length + t[None, :]
         tl.store(place, tl.trans(y), mask=known[:, None] & (t < stop)[None, :])
 
@@ -120,7 +120,7 @@ def _weight_gradient(
         row, column = down * ROWS, across * COLUMNS
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         for token in range(start, stop, DEPTH):
-            # Codes lie along the tokens: tensor cores read 8 bits only if the contracted dim is contiguous.
+            # Quantized values lie along the tokens: tensor cores read 8 bits only if the contracted dim is contiguous.
             total = tl.dot(grad.load([row, token]), x.load([column, token]).T, total, max_num_imprecise_acc=DEPTH)
         rows = row + tl.arange(0, ROWS)
         place = column + tl.arange(0, COLUMNS)
@@ -145,12 +145,12 @@ def columns(x: Tensor, scheme: Scheme, offsets: Tensor | None, amax: Tensor | No
         num_experts = offsets.shape[0]
         length = most_columns(x.shape[0], num_experts)
         shape, scales = (features, length), (num_experts, features)
-    codes = torch.empty(shape, dtype=DTYPES[scheme.format], device=x.device)
+    data = torch.empty(shape, dtype=DTYPES[scheme.format], device=x.device)
     scale = torch.empty(scales, device=x.device)
     if num_experts and features:
         _columns[(num_experts, cdiv(features, CAST["FEATURES"]))](
             x,
-            codes,
+            data,
             scale,
             x if amax is None else amax,
             x if offsets is None else offsets,
@@ -167,7 +167,7 @@ def columns(x: Tensor, scheme: Scheme, offsets: Tensor | None, amax: Tensor | No
             PAD=GROUP,
             **CAST,
         )
-    return Quantized(codes, scale, scheme)
+    return Quantized(data, scale, scheme)
 
 
 def product(x: Quantized, weight: Quantized, offsets: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:

@@ -5,8 +5,8 @@ gradient and weight gradient then use its methods; everything else about the lay
 layers and main gradients keep their dtypes. If an input has no recipe, its cast is saved for the backward.
 
 GEMMs in 8 bits take multiples of 16 (microscaling: 32). Where a side of a weight is none, as the 3,420 features in
-the tower of Qwen2.5-VL, the codes of weight, inputs and gradients get zeros up to the next multiple. Zeros add nothing
-to a sum, and what is computed of them is cut off.
+the tower of Qwen2.5-VL, the quantized values of weight, inputs and gradients get zeros up to the next multiple. Zeros
+add nothing to a sum, and what is computed of them is cut off.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class LowPrecision(WeightCast):
         multiple: what products take.
 
     Raises:
-        ConfigurationError: the recipe needs different codes for a weight and for its transpose.
+        ConfigurationError: the recipe needs different quantized values for a weight and for its transpose.
     """
 
     wants_magnitudes = True
@@ -277,17 +277,17 @@ class LowPrecision(WeightCast):
         With a bias, rows of the result may have gaps between them where features are filled up: a copy without them
         would take half as long as the product, and what follows reads rows.
         """
-        codes = self._held(weight) or self._cast_weight(weight)[0]
+        quantized = self._held(weight) or self._cast_weight(weight)[0]
         # Sums with fewer bits do a forward pass no harm. Gradients get sums in full float32.
-        features, more = weight.shape[0], codes.data.shape[0] - weight.shape[0]
+        features, more = weight.shape[0], quantized.data.shape[0] - weight.shape[0]
         if bias is None:
-            y = scaled_mm(rows, codes, dtype, fast=True, backend=self.backend)
+            y = scaled_mm(rows, quantized, dtype, fast=True, backend=self.backend)
             # Here and below in place: every layer comes here several times.
             return cut(y, features) if more else y
         added = bias.detach().to(dtype)
         if more:
             added = F.pad(added, (0, more))
-        y = scaled_mm(rows, codes, dtype, bias=added, fast=True, backend=self.backend)
+        y = scaled_mm(rows, quantized, dtype, bias=added, fast=True, backend=self.backend)
         return y[:, :features] if more else y
 
     @property
@@ -296,7 +296,7 @@ class LowPrecision(WeightCast):
         return self.recipe.one_scale
 
     def cast_share(self, x: Tensor, role: int, reduce: Reduce) -> Quantized:
-        """Cast a share ``x [..., f]`` of the tokens of a matrix with the scale of all tokens: codes ``[T, f]``.
+        """Cast a share ``x [..., f]`` of the tokens of a matrix with the scale of all tokens: quantized ``[T, f]``.
 
         Args:
             role: :data:`INPUT` or :data:`GRADIENT`.
@@ -311,7 +311,7 @@ class LowPrecision(WeightCast):
         return rows
 
     def for_weight_gradient(self, rows: Quantized) -> Quantized:
-        """Return a factor of the weight gradient, from the codes ``[T, f]`` of a whole input or output gradient."""
+        """Return a factor of the weight gradient, from a whole quantized input or output gradient ``[T, f]``."""
         # Tensor cores contract multiples of 16 tokens. Zeros add nothing; uint8, because 8-bit floats have no padding
         # kernel.
         x_t, missing = transpose(rows), -len(rows.data) % rows.scheme.multiple
@@ -320,10 +320,10 @@ class LowPrecision(WeightCast):
         return replace(x_t, data=F.pad(x_t.data.view(torch.uint8), (0, missing)).view(x_t.data.dtype))
 
     def whole_gradient(self, rows: Quantized, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return an output gradient of which only the codes are there, for :meth:`input_gradient` and the others.
+        """Return an output gradient that is there only quantized, for :meth:`input_gradient` and the others.
 
         Args:
-            rows: codes ``[T, out]`` of all its tokens.
+            rows: quantized values ``[T, out]`` of all its tokens.
             shape: ``[..., out]``.
             like: has its dtype and device.
         """
@@ -391,10 +391,10 @@ class LowPrecision(WeightCast):
             return None
         assert self.scale is not None, "code that stores a quantized weight must set their scale"
         self.met |= self.session.inside
-        codes = weight.detach()
+        quantized = weight.detach()
         if (weight.shape[0] | weight.shape[1]) % self.multiple:
-            codes = filled(codes.view(torch.uint8), rows=True, multiple=self.multiple).view(codes.dtype)
-        return Quantized(codes, self.scale, self.recipe.weight)
+            quantized = filled(quantized.view(torch.uint8), rows=True, multiple=self.multiple).view(quantized.dtype)
+        return Quantized(quantized, self.scale, self.recipe.weight)
 
     def _cast_weight(self, weight: Tensor) -> tuple[Quantized, Quantized]:
         if self._weight is not None:
@@ -447,7 +447,7 @@ class LowPrecision(WeightCast):
                     generator=self.session.generator(flat.device) if scheme.stochastic else None,
                     fill=self.multiple,
                 )
-            # The note makes both products use the same codes, and rounds stochastically only once.
+            # The note makes both products use the same quantized values, and rounds stochastically only once.
             note.casts = Casts(self, rows, columns)
             # What an elided gradient would be made of may be freed.
             note.elided = None

@@ -38,9 +38,9 @@ def reference_paged_append(
             k_pool[write], v_pool[write] = k, v
         else:
             for rows, pool, scale in zip((k, v), (k_pool, v_pool), scales, strict=True):
-                codes, scale[write] = quantize_heads(rows)
+                data, scale[write] = quantize_heads(rows)
                 # As bytes: not all devices index floats of 8 bits.
-                pool.view(torch.uint8)[write] = codes.view(torch.uint8)
+                pool.view(torch.uint8)[write] = data.view(torch.uint8)
     return q
 
 
@@ -52,9 +52,9 @@ def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
     return to_fp8(wide / scale[..., None], "e4m3"), scale
 
 
-def dequantize_heads(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the values ``[..., H, D]`` that codes with scales ``[..., H]`` stand for."""
-    return codes.to(dtype) * scale[..., None].to(dtype)
+def dequantize_heads(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the values ``[..., H, D]`` that quantized values with scales ``[..., H]`` stand for."""
+    return data.to(dtype) * scale[..., None].to(dtype)
 
 
 class PagedAppendSpec(NamedTuple):

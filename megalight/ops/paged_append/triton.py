@@ -85,8 +85,8 @@ def _quantize(
     x = tl.load(rows + token * HEADS * DIM + place, mask=inside, other=0.0).to(tl.float32)
     scale = tl.max(tl.abs(x), 1) / 448.0
     scale = tl.where(scale == 0, 1.0, scale)
-    codes = (x / scale[:, None]).to(pool.dtype.element_ty)
-    tl.store(pool + row * HEADS * DIM + place, codes, mask=inside)
+    data = (x / scale[:, None]).to(pool.dtype.element_ty)
+    tl.store(pool + row * HEADS * DIM + place, data, mask=inside)
     tl.store(scales + row * HEADS + head, scale, mask=head < HEADS)
 
 

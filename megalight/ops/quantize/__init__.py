@@ -13,12 +13,12 @@ from torch import Tensor
 from megalight.ops.common import HALF, lazy, serve_all, triton_why_not
 from megalight.ops.quantize.formats import (
     LARGEST,
-    e2m1_codes,
-    e2m1_codes_stochastic,
     e8m0_value,
     pack_e2m1,
     power_below,
     spread,
+    to_e2m1,
+    to_e2m1_stochastic,
     to_e8m0,
     to_fp8,
 )
@@ -87,7 +87,7 @@ def multiplier(amax: Tensor, largest: float, power: bool) -> Tensor:
 
 
 def scales_of(amax: Tensor, scheme: Scheme) -> Tensor:
-    """Return the scales (value = code * scale) for each ``amax``, as :func:`quantize` computes them."""
+    """Return the scales (value = data * scale) for each ``amax``, as :func:`quantize` computes them."""
     return 1.0 / multiplier(amax, LARGEST[scheme.format], scheme.scale == "power")
 
 
@@ -111,7 +111,7 @@ def quantize(
     if amax is None:
         amax = tile_amax(x, scheme.tile)
     factor = multiplier(amax, LARGEST[scheme.format], scheme.scale == "power").reshape(amax.shape or (1, 1))
-    # The factor is multiplied, not divided by: kernels do the same, so codes are equal bit by bit.
+    # The factor is multiplied, not divided by: kernels do the same, so quantized values are equal bit by bit.
     data = to_fp8(x * spread(factor, scheme.tile, *x.shape), scheme.format)
     return Quantized(data, 1.0 / factor, scheme)
 
@@ -121,7 +121,7 @@ def _microscale(x: Tensor, scheme: Scheme) -> Quantized:
     scale = to_e8m0(tile_amax(x, scheme.tile) / LARGEST[scheme.format])
     # In float64: 2^-127 is subnormal in float32.
     scaled = (x.double() / spread(e8m0_value(scale), scheme.tile, *x.shape)).float()
-    data = pack_e2m1(e2m1_codes(scaled)) if scheme.format == "e2m1" else to_fp8(scaled, scheme.format)
+    data = pack_e2m1(to_e2m1(scaled)) if scheme.format == "e2m1" else to_fp8(scaled, scheme.format)
     return Quantized(data, scale, scheme)
 
 
@@ -138,10 +138,10 @@ def _nvfp4(x: Tensor, scheme: Scheme, generator: torch.Generator | None) -> Quan
     scaled = x * spread(factor, scheme.tile, *x.shape)
     if scheme.stochastic:
         uniform = torch.rand(x.shape, generator=generator, device=x.device)
-        codes = e2m1_codes_stochastic(scaled, uniform)
+        quantized = to_e2m1_stochastic(scaled, uniform)
     else:
-        codes = e2m1_codes(scaled)
-    return Quantized(pack_e2m1(codes), scale, scheme, decode)
+        quantized = to_e2m1(scaled)
+    return Quantized(pack_e2m1(quantized), scale, scheme, decode)
 
 
 class QuantizeSpec(NamedTuple):
@@ -158,7 +158,7 @@ CastFn: TypeAlias = Callable[
     Cast,
 ]
 QUANTIZE: BackendRegistry[QuantizeSpec, CastFn] = BackendRegistry("quantize")
-TRANSPOSE: BackendRegistry[QuantizeSpec, Callable[[Tensor], Tensor]] = BackendRegistry("transpose_codes")
+TRANSPOSE: BackendRegistry[QuantizeSpec, Callable[[Tensor], Tensor]] = BackendRegistry("transpose_quantized")
 REGISTRIES: tuple[BackendRegistry[QuantizeSpec, Any], ...] = (QUANTIZE, TRANSPOSE)
 EXAMPLE = QuantizeSpec("cpu", torch.bfloat16, Scheme("e4m3"), Scheme("e4m3"))
 
@@ -200,10 +200,10 @@ def cast(
     return _choose(spec, backend)(x, rows, columns, amax, amax_t, generator, tell, width)
 
 
-def transpose(codes: Quantized, backend: str = "auto") -> Quantized:
+def transpose(quantized: Quantized, backend: str = "auto") -> Quantized:
     """Transpose a quantized matrix ``[R, K]`` that has one scale. The result is row-major."""
-    spec = QuantizeSpec(codes.data.device.type, codes.data.dtype, codes.scheme, codes.scheme)
-    return Quantized(_choose_transpose(spec, backend)(codes.data), codes.scale, codes.scheme)
+    spec = QuantizeSpec(quantized.data.device.type, quantized.data.dtype, quantized.scheme, quantized.scheme)
+    return Quantized(_choose_transpose(spec, backend)(quantized.data), quantized.scale, quantized.scheme)
 
 
 @remembered
@@ -240,7 +240,7 @@ TILES = ((0, 0), (1, 0), (1, 128), (128, 128))
 
 
 def cast_why_not(dtype: torch.dtype, rows: Scheme | None, columns: Scheme | None) -> str | None:
-    """Return why kernels that write codes with scales in float32 cannot serve a request, or None."""
+    """Return why kernels that write quantized values with scales in float32 cannot serve a request, or None."""
     for scheme in (rows, columns):
         if scheme is not None and (scheme.scale not in ("fp32", "power") or scheme.tile not in TILES):
             return f"serves fp32 scales of tiles {', '.join(map(str, TILES))} (0 means all), not {scheme}"
@@ -265,8 +265,8 @@ QUANTIZE.register(Backend("triton", lazy("megalight.ops.quantize.triton", "cast"
 QUANTIZE.register(Backend("reference", _reference, 0, serve_all))
 
 
-def _transpose_reference(codes: Tensor) -> Tensor:
-    return codes.t().contiguous()
+def _transpose_reference(quantized: Tensor) -> Tensor:
+    return quantized.t().contiguous()
 
 
 TRANSPOSE.register(

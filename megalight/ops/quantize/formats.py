@@ -26,7 +26,7 @@ Format: TypeAlias = Literal["e4m3", "e5m2", "e2m1"]
 LARGEST: dict[str, float] = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m1": torch.float4_e2m1fn_x2}
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""The values of the codes 0 to 7; bit 3 is the sign."""
+"""The values of the bits 0 to 7; bit 3 is the sign."""
 
 
 def to_fp8(x: Tensor, name: Format) -> Tensor:
@@ -36,8 +36,8 @@ def to_fp8(x: Tensor, name: Format) -> Tensor:
     return x.clamp(-largest, largest).to(DTYPES[name])
 
 
-def e2m1_codes(x: Tensor) -> Tensor:
-    """Return ``uint8`` codes 0 to 15 of the nearest values, with ties to even and saturation. NaN becomes 0."""
+def to_e2m1(x: Tensor) -> Tensor:
+    """Round to the nearest e2m1 value, with ties to even and saturation: its bits, ``uint8`` 0 to 15. NaN becomes 0."""
     size = x.abs()
     # The limits are the midpoints between neighboring values. `>` or `>=` sends a tie to the even code.
     steps = (size > 0.25, size >= 0.75, size > 1.25, size >= 1.75, size > 2.5, size >= 3.5, size > 5.0)
@@ -51,8 +51,8 @@ def _e2m1_values(device: torch.device) -> Tensor:
     return torch.tensor(E2M1, dtype=torch.float32, device=device)
 
 
-def e2m1_codes_stochastic(x: Tensor, uniform: Tensor) -> Tensor:
-    """Round to one of the two neighboring values at random, so that the expected value is ``x``. Returns codes.
+def to_e2m1_stochastic(x: Tensor, uniform: Tensor) -> Tensor:
+    """Round to one of the two neighboring values at random, so that the expected value is ``x``. Returns bits.
 
     Args:
         x: any shape.
@@ -68,18 +68,18 @@ def e2m1_codes_stochastic(x: Tensor, uniform: Tensor) -> Tensor:
     return code | (torch.signbit(x).to(torch.uint8) << 3)
 
 
-def pack_e2m1(codes: Tensor) -> Tensor:
-    """Pack codes ``[..., n]`` (even ``n``) to ``float4_e2m1fn_x2 [..., n / 2]``, the first of a pair in low bits."""
-    return (codes[..., 0::2] | (codes[..., 1::2] << 4)).contiguous().view(torch.float4_e2m1fn_x2)
+def pack_e2m1(data: Tensor) -> Tensor:
+    """Pack bits ``[..., n]`` (even ``n``) to ``float4_e2m1fn_x2 [..., n / 2]``, the first of a pair in low bits."""
+    return (data[..., 0::2] | (data[..., 1::2] << 4)).contiguous().view(torch.float4_e2m1fn_x2)
 
 
 def unpack_e2m1(packed: Tensor) -> Tensor:
     """Return the float32 values ``[..., n]`` of ``float4_e2m1fn_x2 [..., n / 2]``."""
     pairs = packed.view(torch.uint8)
-    codes = torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2)
-    values = _e2m1_values(packed.device)[(codes & 7).long()]
-    # Codes with bit 3 set, and -0 for code 8.
-    return torch.where(codes > 7, -values, values)
+    data = torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2)
+    values = _e2m1_values(packed.device)[(data & 7).long()]
+    # Quantized values with bit 3 set, and -0 for code 8.
+    return torch.where(data > 7, -values, values)
 
 
 def power_below(x: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ class Quantized:
     """A quantized matrix ``[R, K]``: ``value = code * scale (* global_scale)``.
 
     Attributes:
-        data: codes ``[R, K]``; ``[R, K / 2]`` for 4 bits, with two codes per byte.
+        data: quantized values ``[R, K]``; ``[R, K / 2]`` for 4 bits, with two values per byte.
         scale: ``[ceil(R / tile rows), ceil(K / tile columns)]``.
         scheme: how the matrix was quantized.
         global_scale: 0-dim float32 (NVFP4 only).
@@ -155,7 +155,7 @@ class Quantized:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Codes, scales and, if there is one, the global scale, for :meth:`of_tensors`."""
+        """Quantized values, scales and, if there is one, the global scale, for :meth:`of_tensors`."""
         return (self.data, self.scale) if self.global_scale is None else (self.data, self.scale, self.global_scale)
 
     @property
@@ -170,19 +170,19 @@ class Quantized:
         return Quantized(data, scale, scheme, *rest)
 
     def copy_(self, other: Quantized) -> Quantized:
-        """Copy codes and scales from another matrix with the same scheme. Returns this matrix."""
+        """Copy quantized values and scales from another matrix with the same scheme. Returns this matrix."""
         for own, new in zip(self.tensors, other.tensors, strict=True):
             own.copy_(new)
         return self
 
     def dequantize(self, dtype: torch.dtype = torch.float64) -> Tensor:
         """Return the values ``[R, K]``, which are exact in float64."""
-        codes = unpack_e2m1(self.data) if self.scheme.format == "e2m1" else self.data
+        data = unpack_e2m1(self.data) if self.scheme.format == "e2m1" else self.data
         scale = e8m0_value(self.scale) if self.scheme.scale == "e8m0" else self.scale.to(torch.float64)
         if self.global_scale is not None:
             scale = scale * self.global_scale
         rows, columns = self.shape
-        return (codes.to(torch.float64) * spread(scale, self.scheme.tile, rows, columns)).to(dtype)
+        return (data.to(torch.float64) * spread(scale, self.scheme.tile, rows, columns)).to(dtype)
 
 
 Cast: TypeAlias = tuple[Quantized | None, Quantized | None]

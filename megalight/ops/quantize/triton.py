@@ -1,4 +1,4 @@
-"""Quantization to 8 bits in one kernel: reads once, writes codes and scales of the matrix and of its transpose."""
+"""Quantization to 8 bits in one kernel: reads once, writes data and scales of the matrix and of its transpose."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ MODES = {(0, 0): "whole", (1, 0): "line", (1, BLOCK): "strip", (BLOCK, BLOCK): "
 @jit
 def _factor(largest: Value, LARGEST: constexpr, SMALLEST: constexpr, POWER: constexpr) -> Value:
     """Return what values are multiplied by, if ``largest`` is to become the largest code."""
-    # Correctly rounded division: the fast one differs by a bit, and codes would differ from the reference and other
-    # ranks.
+    # Correctly rounded division: the fast one differs by a bit, and quantized values would differ from the reference
+    # and other ranks.
     factor = tl.div_rn(LARGEST, tl.maximum(largest, SMALLEST))
     if POWER:
         # Round down to a power of two: only the exponent bits stay.
@@ -40,7 +40,7 @@ def _factor(largest: Value, LARGEST: constexpr, SMALLEST: constexpr, POWER: cons
 
 
 @jit
-def _codes(
+def _quantized(
     x: Value,
     amax: Value,
     scale: Value,
@@ -119,11 +119,11 @@ def rounded(x: Value, like: Value, HARDWARE: constexpr) -> Value:
 
 
 @jit
-def write_codes(
+def write_quantized(
     x: Value,
-    row_codes: Value,
+    row_data: Value,
     row_factor: Value,
-    column_codes: Value,
+    column_data: Value,
     column_factor: Value,
     token: Value,
     feature: Value,
@@ -137,7 +137,7 @@ def write_codes(
     TOKENS: constexpr,
     FEATURES: constexpr,
 ) -> None:
-    """Write a tile of a matrix ``[tokens, features]`` with one scale as codes of the matrix and of its transpose.
+    """Write a tile of a matrix ``[tokens, features]`` with one scale, quantized, and its transpose.
 
     ``x [TOKENS, FEATURES]`` is float32 and begins at ``token`` and ``feature``. Its features before ``end`` exist; it
     is zero from ``tokens`` on, and the transpose has ``padded`` columns. ``FULL``: nothing of it lies beyond these.
@@ -147,18 +147,18 @@ def write_codes(
     # Places are 64 bits wide for the tile, and 32 inside it, which takes half the registers.
     if ROWS != "none":
         # Too large values are left to the conversion to 8 bits, which saturates, and keeps NaN.
-        small = (x * row_factor).to(row_codes.dtype.element_ty)
-        corner = row_codes + token.to(tl.int64) * features + feature
+        small = (x * row_factor).to(row_data.dtype.element_ty)
+        corner = row_data + token.to(tl.int64) * features + feature
         where = corner + (t[:, None] * features + f[None, :])
         if FULL:
             tl.store(where, small)
         else:
             tl.store(where, small, mask=(token + t < tokens)[:, None] & (feature + f < end)[None, :])
     if COLUMNS != "none":
-        # The factors are loaded apart, also where they are equal, so that codes are computed twice: Triton 3.6 for
-        # sm_90 has garbled bytes of codes that were stored both ways.
-        small = tl.trans((x * column_factor).to(column_codes.dtype.element_ty))
-        corner = column_codes + feature.to(tl.int64) * padded + token
+        # The factors are loaded apart, also where they are equal, so that quantized values are computed twice: Triton
+        # 3.6 for sm_90 has garbled bytes of quantized values that were stored both ways.
+        small = tl.trans((x * column_factor).to(column_data.dtype.element_ty))
+        corner = column_data + feature.to(tl.int64) * padded + token
         where = corner + (f[:, None] * padded + t[None, :])
         if FULL:
             tl.store(where, small)
@@ -169,10 +169,10 @@ def write_codes(
 @jit
 def _cast(
     x: Value,
-    row_codes: Value,
+    row_data: Value,
     row_scale: Value,
     row_amax: Value,
-    column_codes: Value,
+    column_data: Value,
     column_scale: Value,
     column_amax: Value,
     parts: Value,
@@ -202,35 +202,36 @@ def _cast(
     if TELL:
         tl.store(parts + down * tl.num_programs(1) + across, tl.max(tl.max(tl.abs(tile), 1), 0))
     if ROWS != "none":
-        codes = _codes(
+        data = _quantized(
             tile, row_amax, row_scale, t, tokens, across, down, tl.cdiv(width, BLOCK),
             1, ROWS, ROW_LARGEST, SMALLEST, ROW_POWER,
         )  # fmt: skip
-        where = row_codes + t.to(tl.int64)[:, None] * width + f[None, :]
-        # Features from `features` to `width` get codes of 0.
-        tl.store(where, codes.to(row_codes.dtype.element_ty), mask=(t < tokens)[:, None] & (f < width)[None, :])
+        where = row_data + t.to(tl.int64)[:, None] * width + f[None, :]
+        # Features from `features` to `width` get quantized values of 0.
+        tl.store(where, data.to(row_data.dtype.element_ty), mask=(t < tokens)[:, None] & (f < width)[None, :])
     if COLUMNS != "none":
         if ROWS == COLUMNS and COLUMNS == "square" and x.dtype.element_ty == tl.float32:
-            # Triton 3.6 for sm_90 garbles bytes of codes that are stored both ways; read again, they are computed twice
+            # Triton 3.6 for sm_90 garbles bytes of quantized values that are stored both ways; read again, they are
+            # computed twice
             tile = tl.load(source, mask=inside, other=0.0)
-        codes = _codes(
+        data = _quantized(
             tile, column_amax, column_scale, f, width, down, across, tl.cdiv(padded, BLOCK),
             0, COLUMNS, COLUMN_LARGEST, SMALLEST, COLUMN_POWER,
         )  # fmt: skip
-        small = codes.to(column_codes.dtype.element_ty)
+        small = data.to(column_data.dtype.element_ty)
         # Written transposed: 8-bit GEMMs need the contracted dim contiguous, and for weight gradients that is the
-        # tokens. Columns from `tokens` to `padded` get codes of 0.
-        where = column_codes + f.to(tl.int64)[:, None] * padded + t[None, :]
+        # tokens. Columns from `tokens` to `padded` get quantized values of 0.
+        where = column_data + f.to(tl.int64)[:, None] * padded + t[None, :]
         tl.store(where, tl.trans(small), mask=(f < width)[:, None] & (t < padded)[None, :])
 
 
 @jit
 def _cast_whole(
     x: Value,
-    row_codes: Value,
+    row_data: Value,
     row_scale: Value,
     row_amax: Value,
-    column_codes: Value,
+    column_data: Value,
     column_scale: Value,
     column_amax: Value,
     parts: Value,
@@ -269,8 +270,8 @@ def _cast_whole(
     first = (across == 0) & (down == 0)
     row_factor = whole_factor(row_amax, row_scale, first, ROWS, ROW_LARGEST, SMALLEST, ROW_POWER)
     column_factor = whole_factor(column_amax, column_scale, first, COLUMNS, COLUMN_LARGEST, SMALLEST, COLUMN_POWER)
-    write_codes(
-        tile, row_codes, row_factor, column_codes, column_factor, token, feature, tokens, padded, width, width,
+    write_quantized(
+        tile, row_data, row_factor, column_data, column_factor, token, feature, tokens, padded, width, width,
         ROWS, COLUMNS, FULL, TOKENS, FEATURES,
     )  # fmt: skip
 
@@ -285,7 +286,7 @@ def cast(
     tell: bool = False,
     width: int | None = None,
 ) -> tuple[Quantized | None, Quantized | None]:
-    """Implement :func:`megalight.ops.quantize.cast`; ``width``: number of features of the codes, if there are more."""
+    """Implement :func:`megalight.ops.quantize.cast`; ``width``: number of features of the results, if more."""
     source = x
     stride, step = x.stride()
     if step != 1:
@@ -294,11 +295,11 @@ def cast(
     tokens, features = x.shape
     width = features if width is None else width
     padded = tokens if columns is None else tokens + -tokens % columns.multiple
-    whole = None if rows is None else empty_codes(x, rows, tokens, width)
+    whole = None if rows is None else empty_quantized(x, rows, tokens, width)
     # Both orientations of one matrix share a magnitude, and so a scale: find it once.
     same = whole is not None and rows == columns and whole.scheme.tile == (0, 0) and amax_t is amax
     shared = whole.scale if whole is not None and same else None
-    transposed = None if columns is None else empty_codes(x, columns, width, padded, shared)
+    transposed = None if columns is None else empty_quantized(x, columns, width, padded, shared)
     # Most sizes are multiples: every layer comes here several times, and a call costs the host more than this.
     unit = UNIT if not (features | stride) % UNIT else math.gcd(features, stride, UNIT)
     given = amax_t is not None
@@ -320,8 +321,8 @@ def cast(
     if tokens and features:
         arguments = (
             x,
-            *codes_arguments(x, whole, amax),
-            *codes_arguments(x, transposed, amax_t),
+            *quantize_arguments(x, whole, amax),
+            *quantize_arguments(x, transposed, amax_t),
             parts,
             tokens,
             padded,
@@ -329,7 +330,7 @@ def cast(
             width,
             stride // unit,
         )
-        constants = codes_constants(rows, columns) | {"TELL": tell, "UNIT": unit}
+        constants = quantize_constants(rows, columns) | {"TELL": tell, "UNIT": unit}
         if one_scale:
             full = not (padded - tokens or tokens % tile["TOKENS"] or features % tile["FEATURES"])
             _cast_whole[across, down](*arguments, **constants, FULL=full, **tile)
@@ -341,8 +342,8 @@ def cast(
 
 
 @lru_cache
-def codes_constants(rows: Scheme | None, columns: Scheme | None) -> dict[str, Any]:
-    """Return what a kernel that writes codes is compiled for."""
+def quantize_constants(rows: Scheme | None, columns: Scheme | None) -> dict[str, Any]:
+    """Return what a kernel that writes quantized values is compiled for."""
     return {
         "ROWS": "none" if rows is None else MODES[rows.tile],
         "COLUMNS": "none" if columns is None else MODES[columns.tile],
@@ -364,13 +365,13 @@ def _transpose(x: Value, y: Value, rows: Value, columns: Value, BLOCK: constexpr
     tl.store(y + c.to(tl.int64)[:, None] * rows + r[None, :], tl.trans(tile), mask=inside)
 
 
-def transpose(codes: Tensor) -> Tensor:
+def transpose(data: Tensor) -> Tensor:
     """Transpose ``[R, K]`` of one byte each to ``[K, R]``, both row-major."""
-    rows, columns = codes.shape
-    out = codes.new_empty(columns, rows)
+    rows, columns = data.shape
+    out = data.new_empty(columns, rows)
     if out.numel():
         grid = cdiv(rows, BLOCK), cdiv(columns, BLOCK)
-        x = codes.contiguous().view(torch.uint8)
+        x = data.contiguous().view(torch.uint8)
         _transpose[grid](x, out.view(torch.uint8), rows, columns, BLOCK=BLOCK, num_warps=8)
     return out
 
@@ -387,8 +388,8 @@ def _lines(rows: Scheme | None, columns: Scheme | None) -> bool:
     return rows is not None and columns is not None and MODES[rows.tile] == MODES[columns.tile] == "line"
 
 
-def empty_codes(x: Tensor, scheme: Scheme, rows: int, columns: int, scale: Tensor | None = None) -> Quantized:
-    """Make room for codes ``[rows, columns]`` and, if there are none yet, their scales, on the device of ``x``."""
+def empty_quantized(x: Tensor, scheme: Scheme, rows: int, columns: int, scale: Tensor | None = None) -> Quantized:
+    """Make room for a quantized ``[rows, columns]`` and, if there are none yet, its scales, on the device of ``x``."""
     device, mode = x.device, MODES[scheme.tile]
     data = torch.empty(rows, columns, dtype=DTYPES[scheme.format], device=device)
     if scale is not None:
@@ -439,8 +440,8 @@ def _line_maxima(x: Tensor, stride: int, unit: int) -> tuple[Tensor, Tensor]:
     return rows.view(torch.float32), columns.view(torch.float32)
 
 
-def codes_arguments(x: Tensor, cast: Quantized | None, amax: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes, scales and amax for the kernel; ``x`` stands in for what is not needed."""
+def quantize_arguments(x: Tensor, cast: Quantized | None, amax: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return quantized values, scales and amax for the kernel; ``x`` stands in for what is not needed."""
     if cast is None:
         return x, x, x
     return cast.data, cast.scale, x if amax is None else amax.contiguous()

@@ -14,12 +14,12 @@ from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
 from megalight.ops.note import QuantizedCasts, elided_output
 from megalight.ops.quantize import Scheme, amax_of, cast, whole_cast_why_not
 from megalight.ops.quantize.triton import (
-    codes_arguments,
-    codes_constants,
-    empty_codes,
+    empty_quantized,
+    quantize_arguments,
+    quantize_constants,
     rounded,
     whole_factor,
-    write_codes,
+    write_quantized,
 )
 from megalight.ops.rotary import rotate_qkv
 from megalight.registry import Backend, BackendRegistry, remembered
@@ -38,10 +38,10 @@ def _backward(
     v: Value,
     cos: Value,
     sin: Value,
-    row_codes: Value,
+    row_data: Value,
     row_scale: Value,
     row_amax: Value,
-    column_codes: Value,
+    column_data: Value,
     column_scale: Value,
     column_amax: Value,
     parts: Value,
@@ -109,13 +109,13 @@ def _backward(
         two = rounded(tl.where(turned, a * -s + b * c, b), q, HARDWARE)
         largest = tl.maximum(largest, tl.max(tl.max(tl.maximum(tl.abs(one), tl.abs(two)), 1), 0))
         feature = (first + head) * 2 * HALF
-        write_codes(
-            one, row_codes, row_factor, column_codes, column_factor,
+        write_quantized(
+            one, row_data, row_factor, column_data, column_factor,
             token, feature, tokens, padded, features, features,
             ROWS, COLUMNS, FULL, TOKENS, HALF,
         )  # fmt: skip
-        write_codes(
-            two, row_codes, row_factor, column_codes, column_factor,
+        write_quantized(
+            two, row_data, row_factor, column_data, column_factor,
             token, feature + HALF, tokens, padded, features, features,
             ROWS, COLUMNS, FULL, TOKENS, HALF,
         )  # fmt: skip
@@ -147,8 +147,8 @@ def triton_cast_qkv_gradient(
     kv_heads = k.shape[1]
     features = (heads + 2 * kv_heads) * head_dim
     padded = tokens if columns is None else tokens + -tokens % columns.multiple
-    whole = None if rows is None else empty_codes(q, rows, tokens, features)
-    transposed = None if columns is None else empty_codes(q, columns, features, padded)
+    whole = None if rows is None else empty_quantized(q, rows, tokens, features)
+    transposed = None if columns is None else empty_quantized(q, columns, features, padded)
     group = _together(heads, kv_heads)
     grid = (heads + 2 * kv_heads) // group, cdiv(padded, TOKENS)
     parts = torch.empty(grid[0] * grid[1], device=q.device)
@@ -159,8 +159,8 @@ def triton_cast_qkv_gradient(
             v,
             cos.contiguous(),
             sin.contiguous(),
-            *codes_arguments(q, whole, amax),
-            *codes_arguments(q, transposed, amax),
+            *quantize_arguments(q, whole, amax),
+            *quantize_arguments(q, transposed, amax),
             parts,
             tokens,
             padded,
@@ -171,7 +171,7 @@ def triton_cast_qkv_gradient(
             KV_HEADS=kv_heads,
             HALF=head_dim // 2,
             GROUP=group,
-            **codes_constants(rows, columns),
+            **quantize_constants(rows, columns),
             FULL=tokens % TOKENS == 0,
             HARDWARE=q.is_cuda,
             TOKENS=TOKENS,

@@ -213,11 +213,11 @@ def accumulate_groups(
     start = 0
     for group, size in enumerate(sizes):
         if size:
-            # Tensor cores contract multiples of 16 tokens. The codes after the last token are zeros.
+            # Tensor cores contract multiples of 16 tokens. The quantized values after the last token are zeros.
             columns = slice(start, start + -(-size // 16) * 16)
             left, right = (
-                Quantized(codes.data[:, columns], _own(codes.scale[group], scheme), scheme)
-                for codes, scheme in zip((a, b), schemes, strict=True)
+                Quantized(quantized.data[:, columns], _own(quantized.scale[group], scheme), scheme)
+                for quantized, scheme in zip((a, b), schemes, strict=True)
             )
             add(out[group], left, right, write)
         elif write:

@@ -185,8 +185,8 @@ class _Products:
 
     Args:
         out: ``[rows, columns]``, one of the matrices.
-        a: codes ``[rows, L]``.
-        b: codes ``[columns, L]``.
+        a: quantized ``[rows, L]``.
+        b: quantized ``[columns, L]``.
         write: overwrite instead.
     """
 

@@ -59,7 +59,7 @@ class FlatParameters:
         replica_group: ranks that hold the same masters, if these are divided; None for a single rank.
         state_groups: groups over which masters are divided, one after the other: first the shards among ranks, then,
             if that is wanted, a shard among its replicas.
-        params: ``[numel]`` flat parameters, or their 8-bit codes; the parameters are views of it.
+        params: ``[numel]`` flat parameters, or their 8-bit values; the parameters are views of it.
         own_params: the interval of the parameters that this rank keeps: a view of :attr:`params`, or memory of its own
             if the whole parameters come and go.
         kept: ``(start, stop)``, the elements that :attr:`own_params` holds.
@@ -67,7 +67,7 @@ class FlatParameters:
         shards_params: whether this rank keeps only its interval of them.
         shown: ``[numel]`` the flat parameters of which the parameters are views now; one NaN if they have no memory.
         shard: this rank's part.
-        is_quantized: whether the parameters are 8-bit codes; the precision of each weight holds its scale.
+        is_quantized: whether the parameters are 8-bit values; the precision of each weight holds its scale.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class FlatParameters:
         allocating: Allocating = nullcontext,
         whole: Tensor | None = None,
     ) -> None:
-        kind, codes, stored = layout.kind, layout.kind.codes, layout.kind.stored_dtype
+        kind, storage_format, stored = layout.kind, layout.kind.storage_format, layout.kind.stored_dtype
         self.layout = layout
         self.group = groups.data
         # Without divided masters every rank steps all of them: gradients are still
@@ -91,31 +91,32 @@ class FlatParameters:
         self.replica_group = groups.replicas if divided else None
         self.infos = [infos[slot.index] for slot in layout.slots]
         self.shards_params = params is not None
-        self.is_quantized = codes is not None
+        self.is_quantized = storage_format is not None
         device = self.infos[0].parameter.device
         self.divides_replicas = kind.divide_replicas and self.replica_group is not None
         own_groups = (self.shard_group, self.replica_group if self.divides_replicas else None)
         self.state_groups = [group for group in own_groups if group is not None]
         self.kept = layout.interval(kind.place) if divided else (0, layout.numel)
         interval = layout.state_interval() if divided else self.kept
-        # In the parameters' own dtype: they become the parameters, or, with codes, only the source of the masters.
-        if whole is not None and codes is None:
+        # In the parameters' own dtype: they become the parameters, or, with quantized values, only the source of the
+        # masters.
+        if whole is not None and storage_format is None:
             values = whole
         else:
-            with nullcontext() if self.shards_params or codes is not None else allocating():
+            with nullcontext() if self.shards_params or storage_format is not None else allocating():
                 values = torch.zeros(layout.numel, dtype=kind.param_dtype, device=device)
         for parameter, view in self._views(values):
             if is_materialized(parameter):
                 view.copy_(parameter.detach())
-            elif codes is None:
+            elif storage_format is None:
                 view.fill_(torch.nan)  # the values come later; NaN shows parameters that never got any
         own = values[slice(*self.kept)]
         if params is not None:
             # The whole tensor was needed only to cut this rank's interval from it, and is freed here.
-            with allocating() if codes is None else nullcontext():
+            with allocating() if storage_format is None else nullcontext():
                 own = own.clone()
             values = params
-        if codes is None:
+        if storage_format is None:
             self.params, self.own_params = values, own
         else:
             with allocating():
@@ -166,7 +167,7 @@ class FlatParameters:
             nan = self._nowhere[0] if info.parameter.numel() > 1 else self._nowhere[0].clone()  # one element: writable
             # Strides of 0: one element in memory serves the whole shape.
             info.parameter.data = nan.expand(info.parameter.shape)
-            # It keeps casts of the whole weight, or the codes that another unit is about to overwrite.
+            # It keeps casts of the whole weight, or the quantized values that another unit is about to overwrite.
             if (cast := cast_of(info.parameter)) is not None:
                 cast.forget()
 
@@ -251,7 +252,7 @@ class Bucket(FlatParameters):
         self.main_grads = list(self._views(self.grads))
         self.arrived = 0
         self.sent = False
-        own = shard.master  # the values in the parameters' own dtype, also of parameters that are codes
+        own = shard.master  # the values in the parameters' own dtype, also of parameters that are quantized
         self.master_is_own_params = not self.is_quantized and master_dtype == own.dtype and not on_host
         # With equal dtypes the optimizer steps on the parameters' own memory, so no copy must be kept in step with it.
         if self.master_is_own_params:
@@ -266,7 +267,7 @@ class Bucket(FlatParameters):
 
     @torch.no_grad()
     def widen(self, gather: Callable[[Tensor, Tensor], object], params: Tensor | None = None) -> None:
-        """Turn parameters that are codes back into their own dtype, with the values of the masters.
+        """Turn parameters that are quantized back into their own dtype, with the values of the masters.
 
         Args:
             gather: all-gathers every rank's second argument into the first one.
@@ -274,7 +275,7 @@ class Bucket(FlatParameters):
         """
         dtype = self.layout.kind.param_dtype
         if params is not None:
-            self.vacate()  # nothing shows the codes any more, and no cast of them stays
+            self.vacate()  # nothing shows the quantized values any more, and no cast of them stays
             self.params, self.own_params = params, self.shard.master.detach().to(dtype)
             self.updated, self.is_quantized = self.own_params, False
             self._nowhere = self._no_memory()
@@ -315,5 +316,5 @@ class Bucket(FlatParameters):
 
     @property
     def rounds_masters(self) -> bool:
-        """Whether the parameters are the masters rounded to a narrower dtype (and not codes with scales)."""
+        """Whether the parameters are the masters rounded to a narrower dtype (and not quantized values with scales)."""
         return not (self.master_is_own_params or self.is_quantized)

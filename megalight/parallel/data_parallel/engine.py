@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megalight.errors import ConfigurationError
-from megalight.ops.adam import Coded
+from megalight.ops.adam import QuantizedOutput
 from megalight.parallel.data_parallel.buffers import Bucket, FlatParameters, Groups
 from megalight.parallel.data_parallel.communication import TransportChoice, UserBuffers
 from megalight.parallel.data_parallel.fp8_parameters import storage_format_of
@@ -93,10 +93,10 @@ class BucketKeys:
         )
         if info.parameter.requires_grad and self.may_be_quantized:
             gathered = self.level.state and len(kind.shard_ranks) > 1
-            # Beside wider masters, weights are copies, and codes are smaller ones.
+            # Beside wider masters, weights are copies, and quantized values are smaller ones.
             spared = gathered or masters_of(kind, None) != kind.param_dtype
-            kind = replace(kind, codes=storage_format_of(info.parameter, spared))
-        if kind.codes is not None and self.divide_replicas:
+            kind = replace(kind, storage_format=storage_format_of(info.parameter, spared))
+        if kind.storage_format is not None and self.divide_replicas:
             raise ConfigurationError(
                 f"{info.name} is stored in FP8 (primary_weights), which each group of replicas casts from "
                 "masters of its own; leave primary_weights out, or use advanced.replicate_optimizer=True."
@@ -370,7 +370,7 @@ class DataParallelEngine:
             reducing = {key: groups_of(kind, max_ctas, "whole gradients") for key, kind in ways.items()}
         whole = self._copy_engines.whole(layouts, groups)
         on_host = offloaded(layouts, options.optimizer_offload_fraction)
-        if any(layouts[index].kind.codes is not None for index in on_host):
+        if any(layouts[index].kind.storage_format is not None for index in on_host):
             raise ConfigurationError(
                 f"data_parallel.optimizer_offload_fraction={options.optimizer_offload_fraction} with weights "
                 "stored in FP8 (primary_weights), which are cast from masters on the device; leave one of the "
@@ -398,7 +398,7 @@ class DataParallelEngine:
         return layout.kind.unit is not None and self.unit_memory.reduce_each
 
     def _shard_frozen(self, infos: Sequence[ParamInfo]) -> FrozenShards:
-        """Shard what units hold beside the parameters that are trained. Only plain numbers and codes can be."""
+        """Shard what units hold beside the parameters that are trained. Only plain and quantized weights can be."""
         sharded = [info for info in infos if self.level.parameters and can_be_sharded(info.parameter)]
         kinds = {info: kind for info in sharded if (kind := self._kinds.of(info)).unit is not None}
         turns = self._route.turns(self._units, self.unit_memory.turns) if kinds else ()
@@ -496,13 +496,13 @@ class DataParallelEngine:
         """
         self._parameters.send(bucket)
 
-    def coded(self, bucket: Bucket) -> list[tuple[int, int, Coded]] | None:
-        """Return ``(start, stop, codes)`` for each weight of a bucket of codes, which an optimizer then writes itself.
+    def quantized_out(self, bucket: Bucket) -> list[tuple[int, int, QuantizedOutput]] | None:
+        """Return ``(start, stop, output)`` for each weight of a quantized bucket; an optimizer then writes it itself.
 
         Returns:
-            None if scales follow from the new values; :meth:`publish` then casts the codes.
+            None if scales follow from the new values; :meth:`publish` then casts the quantized values.
         """
-        return self._parameters.coded(bucket)
+        return self._parameters.quantized_out(bucket)
 
     def publish(self) -> None:
         """Copy the updated masters into the parameters of every data-parallel rank, or start to."""
@@ -548,7 +548,7 @@ class DataParallelEngine:
         self._parameters.wait_in(module)
 
     def recast(self) -> None:
-        """Call :meth:`publish` if parameters are codes, after something else than the optimizer wrote the masters."""
+        """Call :meth:`publish` if parameters are quantized, after something else than the optimizer wrote masters."""
         self._parameters.recast()
 
     def widen(self) -> None:
@@ -572,7 +572,7 @@ class DataParallelEngine:
     def refresh_masters(self) -> None:
         """Copy the parameters into the masters, after weights were loaded into the parameters, or into their shards.
 
-        If parameters are codes, weights are loaded into the masters, and the codes are cast from them.
+        If parameters are quantized, weights are loaded into the masters, and the quantized values are cast from them.
         """
         # Loading may have put other tensors into `parameter.data`. The masters
         # must follow these, not the old views.

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megalight.ops.adam import Coded
+from megalight.ops.adam import QuantizedOutput
 from megalight.ops.linear.low_precision import LowPrecision, precision_of
 from megalight.ops.quantize import scales_of
 from megalight.ops.quantize.formats import Format
@@ -26,8 +26,8 @@ def storage_format_of(parameter: Tensor, spared: bool = False) -> Format | None:
     """Return the 8-bit format in which a parameter is stored; None: it keeps its own dtype.
 
     Args:
-        spared: whether codes would spare messages or memory: ranks gather the parameter after each step, or its
-            masters are copies.
+        spared: whether quantized values would spare messages or memory: ranks gather the parameter after each step, or
+            its masters are copies.
     """
     precision = precision_of(parameter)
     if precision is None:
@@ -37,13 +37,13 @@ def storage_format_of(parameter: Tensor, spared: bool = False) -> Format | None:
 
 
 class FP8Parameters:
-    """The scales of all weights stored in 8 bits, and the cast from masters to codes.
+    """The scales of all weights stored in 8 bits, and the cast from masters to quantized values.
 
     A scale by past steps is known before the weight is. Such a weight needs no pass over its masters to find its
     magnitude, no reduction over ranks, and may be cast as soon as it is updated. Its magnitude is found by the cast.
 
     Args:
-        buckets: the buckets that hold codes.
+        buckets: the buckets that hold quantized values.
     """
 
     def __init__(self, buckets: Sequence[Bucket], device: torch.device) -> None:
@@ -102,7 +102,7 @@ class FP8Parameters:
 
     @torch.no_grad()
     def cast(self) -> None:
-        """Update this rank's codes, and all scales, from the masters. What :meth:`cast_early` has cast stays.
+        """Quantize this rank's part, and update all scales, from the masters. What :meth:`cast_early` has cast stays.
 
         If a scale is that of the values now, there is one all-reduce per data-parallel group.
         """
@@ -116,15 +116,15 @@ class FP8Parameters:
 
     @torch.no_grad()
     def cast_early(self, bucket: Bucket) -> bool:
-        """Cast the codes of one bucket, whose masters have their new values; False: scales are not known yet."""
+        """Cast one bucket, whose masters have their new values; False: scales are not known yet."""
         if id(bucket) not in self._early and (parts := self.early(bucket)) is not None:
-            for start, stop, coded in parts:
-                coded.cast(bucket.shard.master.detach()[start:stop])
+            for start, stop, quantized_out in parts:
+                quantized_out.cast(bucket.shard.master.detach()[start:stop])
         return id(bucket) in self._early
 
     @torch.no_grad()
-    def early(self, bucket: Bucket) -> list[tuple[int, int, Coded]] | None:
-        """Return how to cast a bucket's masters, ``(start, stop, codes)`` for each weight: its caller does so.
+    def early(self, bucket: Bucket) -> list[tuple[int, int, QuantizedOutput]] | None:
+        """Return how to cast a bucket's masters, ``(start, stop, output)`` for each weight: its caller does so.
 
         Returns:
             None if scales are not known before the values.
@@ -136,7 +136,8 @@ class FP8Parameters:
         self._early.add(id(bucket))
         amax, first, parts = self._amax, bucket.shard.start, self.parts[self._of[id(bucket)]]
         return [
-            (low - first, high - first, self._coded(amax, number, bucket, low, high)) for number, _, low, high in parts
+            (low - first, high - first, self._quantized_out(amax, number, bucket, low, high))
+            for number, _, low, high in parts
         ]
 
     def expire(self) -> None:
@@ -178,33 +179,33 @@ class FP8Parameters:
         return amax * 2.0 ** self.weights[0].margin
 
     def _write(self, amax: Tensor, parts: slice) -> None:
-        """Write the codes of some parts; ``amax``: what the scale of each weight covers."""
+        """Write the quantized values of some parts; ``amax``: what the scale of each weight covers."""
         for number, bucket, low, high in self.parts[parts]:
-            self._coded(amax, number, bucket, low, high).cast(bucket.shard.part(low, high))
+            self._quantized_out(amax, number, bucket, low, high).cast(bucket.shard.part(low, high))
 
-    def _coded(self, amax: Tensor, number: int, bucket: Bucket, low: int, high: int) -> Coded:
+    def _quantized_out(self, amax: Tensor, number: int, bucket: Bucket, low: int, high: int) -> QuantizedOutput:
         precision = self.weights[number]
         # The scale comes from the amax of the whole weight. The part's own one
         # would give each rank another scale.
         own = bucket.own_params[low - bucket.kept[0] : high - bucket.kept[0]]
         told = None if precision.history is None else precision.largest
         rounded = self._rounded.get(number, bucket.shard.master.dtype)
-        return Coded(own, precision.recipe.weight, amax[number], rounded, told)
+        return QuantizedOutput(own, precision.recipe.weight, amax[number], rounded, told)
 
 
 PART_ALIGNMENT = 256
-"""Alignment of codes and of scales in bytes, so that kernels may read any dtype there."""
+"""Alignment of quantized values and of scales in bytes, so that kernels may read any dtype there."""
 
 
 class FlatQuantized:
-    """The codes of one unit's frozen weights, with their scales, end to end as bytes; each rank keeps an interval.
+    """One unit's quantized frozen weights and their scales, packed as bytes; each rank keeps an interval.
 
     It comes and goes as :class:`~megalight.parallel.data_parallel.buffers.FlatParameters` do. While it has no memory,
     reading a weight raises.
 
     Args:
         kind: what the weights have in common; ``param_dtype`` is uint8.
-        infos: the weights, each with codes in memory of its own, which this takes away.
+        infos: the weights, each with quantized values in memory of its own, which this takes away.
         group: the ranks that share them.
 
     Attributes:
@@ -212,7 +213,7 @@ class FlatQuantized:
         params: ``[numel]`` bytes of all ranks, in memory shared with other units; set by :meth:`lend`.
         own_params: ``[numel / ranks]`` bytes that this rank keeps.
         kept: ``(start, stop)``, the bytes that :attr:`own_params` holds.
-        shown: ``[numel]`` the bytes of which codes and scales are views now.
+        shown: ``[numel]`` the bytes of which quantized values and scales are views now.
         is_quantized: False: these have no masters, and what whole memory holds may be kept.
     """
 
@@ -221,24 +222,24 @@ class FlatQuantized:
     def __init__(self, kind: BucketKey, infos: Sequence[ParamInfo], group: ProcessGroup | None) -> None:
         self.infos = list(infos)
         self.unit_group = group
-        self._codes: list[QuantizedWeight] = []
+        self._weights: list[QuantizedWeight] = []
         self._places: list[dict[str, _Place]] = []
         size = 0
         for info in infos:
-            codes = stored_of(info.parameter)
-            assert codes is not None, "these weights are stored quantized"
+            quantized = stored_of(info.parameter)
+            assert quantized is not None, "these weights are stored quantized"
             places = {}
-            for name, part in codes.parts().items():
+            for name, part in quantized.parts().items():
                 start = align(size, PART_ALIGNMENT)
                 size = start + part.nbytes
                 places[name] = _Place(start, size, part.dtype, part.shape)
-            self._codes.append(codes)
+            self._weights.append(quantized)
             self._places.append(places)
         self.layout = BucketLayout(kind, (), align(size, kind.parts * max(SHARD_ALIGNMENT, PART_ALIGNMENT)))
         self.kept = self.layout.interval(kind.place)
         whole = torch.zeros(self.layout.numel, dtype=torch.uint8, device=infos[0].parameter.device)
-        for codes, places in zip(self._codes, self._places, strict=True):
-            for name, part in codes.parts().items():
+        for quantized, places in zip(self._weights, self._places, strict=True):
+            for name, part in quantized.parts().items():
                 # As bytes: in-place copies are not available for all 8-bit dtypes.
                 place = places[name]
                 whole[place.start : place.stop] = part.reshape(-1).view(torch.uint8)
@@ -251,27 +252,27 @@ class FlatQuantized:
         self.params = params
 
     def addresses(self) -> dict[int, int]:
-        """Return where the first codes of each weight, by its id, are."""
+        """Return where the first quantized values of each weight, by its id, are."""
         first = self.params.data_ptr()
         starts = (next(iter(places.values())).start for places in self._places)
         return {id(info.parameter): first + start for info, start in zip(self.infos, starts, strict=True)}
 
     def show(self, flat: Tensor) -> None:
-        """Let codes and scales be views of a flat tensor of bytes."""
+        """Let quantized values and scales be views of a flat tensor of bytes."""
         self.shown = flat
-        for codes, places in zip(self._codes, self._places, strict=True):
-            codes.place({name: place.of(flat) for name, place in places.items()})
+        for quantized, places in zip(self._weights, self._places, strict=True):
+            quantized.place({name: place.of(flat) for name, place in places.items()})
 
     def vacate(self) -> None:
-        """Take the memory of codes and scales away, until :meth:`show`."""
+        """Take the memory of quantized values and scales away, until :meth:`show`."""
         self.shown = self.own_params.new_empty(0)
-        for codes in self._codes:
-            codes.place(None)
+        for quantized in self._weights:
+            quantized.place(None)
 
 
 @dataclass(frozen=True)
 class _Place:
-    """The place of codes or scales: bytes ``[start, stop)``."""
+    """The place of quantized values or scales: bytes ``[start, stop)``."""
 
     start: int
     stop: int

@@ -18,7 +18,7 @@ from megalight.parallel.data_parallel.unit_memory import Room, RotatingBuffers
 from megalight.parallel.data_parallel.unshard import Unsharder
 
 Store: TypeAlias = Callable[[nn.Parameter], None]
-"""Stores a weight that has its values as codes."""
+"""Stores a weight that has its values quantized."""
 
 FROZEN = -1
 """In the place of the optimizer's group, for parameters in none."""
@@ -36,8 +36,8 @@ class FrozenShards:
 
     Attributes:
         buckets: parameters in their own dtype.
-        codes: those that are quantized.
-        addresses: where each parameter, by its id, has its values or its codes.
+        quantized: those that are quantized.
+        addresses: where each parameter, by its id, has its values or its quantized values.
     """
 
     def __init__(
@@ -55,24 +55,24 @@ class FrozenShards:
         layouts, plain = self._layouts([info for info in kinds if stored_of(info.parameter) is None])
         memory = self._memory(layouts, allocating)
         self.buckets = [self._bucket(layout, plain, memory, allocating) for layout in layouts]
-        # A second run over a model whose weights are codes already.
-        self.codes = self._flat_codes([info for info in kinds if stored_of(info.parameter) is not None])
+        # A second run over a model whose weights are quantized already.
+        self.quantized = self._flat_quantized([info for info in kinds if stored_of(info.parameter) is not None])
         self._lend()
 
     @property
     def all(self) -> list[FlatParameters | FlatQuantized]:
         """Everything that is sharded."""
-        return [*self.buckets, *self.codes]
+        return [*self.buckets, *self.quantized]
 
     def store(self, unsharder: Unsharder, wanted: Sequence[nn.Parameter], store: Store) -> None:
-        """Replace weights by codes, one unit after the other, so that only one is whole at a time.
+        """Replace weights by quantized values, one unit after the other, so that only one is whole at a time.
 
         All ranks call this together. The memory of the weights is freed, and that in which they were gathered: what
         stays plain gets other memory, which is as large as the rest of the largest unit.
 
         Args:
             wanted: some of the parameters.
-            store: called with each weight while it has its values; stores it as codes.
+            store: called with each weight while it has its values; stores it quantized.
         """
         assert not unsharder.whole, "units are gathered one after the other"
         weights = {id(weight) for weight in wanted}
@@ -91,12 +91,12 @@ class FrozenShards:
             for info in chosen:
                 store(info.parameter)
             plain = [self._bucket(each, rest, memory, nullcontext) for each in layouts if each.kind.unit == unit]
-            codes = self._flat_codes(chosen)
+            quantized = self._flat_quantized(chosen)
             # Taken out, so that their memory is freed on the way.
             leaving = old.pop(unit)
-            unsharder.exchange(unit, leaving, [*plain, *codes])
+            unsharder.exchange(unit, leaving, [*plain, *quantized])
             self.buckets = [*(bucket for bucket in self.buckets if bucket not in leaving), *plain]
-            self.codes += codes
+            self.quantized += quantized
         self._lend()
         unsharder.guard()
 
@@ -113,7 +113,7 @@ class FrozenShards:
         groups, lent = self._groups[layout.kind.mesh, layout.kind.data], memory.take(layout, layout.kind.param_dtype)
         return FlatParameters(layout, infos, groups, True, lent, allocating=allocating)
 
-    def _flat_codes(self, infos: Sequence[ParamInfo]) -> list[FlatQuantized]:
+    def _flat_quantized(self, infos: Sequence[ParamInfo]) -> list[FlatQuantized]:
         together: dict[BucketKey, list[ParamInfo]] = {}
         for info in infos:
             # Weights of all dtypes are bytes.
@@ -121,19 +121,19 @@ class FrozenShards:
         return [FlatQuantized(kind, each, self._groups[kind.mesh, kind.data].shards) for kind, each in together.items()]
 
     def _lend(self) -> None:
-        """Give codes of units memory in turn, once all sizes are known, and note where everything is."""
-        memory = self._memory([codes.layout for codes in self.codes], nullcontext)
-        for codes in self.codes:
-            lent = memory.take(codes.layout, torch.uint8)
-            assert lent is not None, "codes belong to a unit"
-            codes.lend(lent)
+        """Give quantized values of units memory in turn, once all sizes are known, and note where everything is."""
+        memory = self._memory([quantized.layout for quantized in self.quantized], nullcontext)
+        for quantized in self.quantized:
+            lent = memory.take(quantized.layout, torch.uint8)
+            assert lent is not None, "quantized values belong to a unit"
+            quantized.lend(lent)
         self.addresses = {key: place for held in self.all for key, place in held.addresses().items()}
 
 
 def can_be_sharded(parameter: nn.Parameter) -> bool:
     """Return whether a frozen parameter is plain numbers, or quantized (:mod:`megalight.ops.quantized_weight`).
 
-    Parameters that are codes themselves (``primary_weights``), and types that pack several values, stay whole.
+    Parameters that are quantized themselves (``primary_weights``), and types that pack several values, stay whole.
     """
     if stored_of(parameter) is not None:
         return True

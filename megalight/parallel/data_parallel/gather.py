@@ -167,7 +167,7 @@ def gather_on_current_stream(whole: Tensor, own: Tensor, group: ProcessGroup) ->
 
 
 def _sendable(whole: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-    # 8-bit codes travel as bytes: backends do not know their dtype.
+    # 8-bit values travel as bytes: backends do not know their dtype.
     return (whole, own) if whole.element_size() > 1 else (whole.view(torch.uint8), own.view(torch.uint8))
 
 
@@ -278,7 +278,7 @@ class Gatherer:
         self._waits.clear()
 
     def widen(self, bucket: Bucket, params: Tensor | None) -> None:
-        """Turn a bucket's codes into parameters of their own dtype; see :meth:`Bucket.widen`."""
+        """Turn a bucket's quantized values into parameters of their own dtype; see :meth:`Bucket.widen`."""
         self.wait()
         group = bucket.shard_group
         bucket.widen(lambda whole, own: group is not None and gather(whole, own, group).wait(), params)

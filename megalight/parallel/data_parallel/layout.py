@@ -79,7 +79,7 @@ class BucketKey:
         shared: name of a tensor that other pipeline stages hold as well. It has a bucket of its own, so that its
             intervals are the same on all these stages.
         chunk: index of the model chunk on this rank. The last micro-batch leaves the chunks at different times.
-        codes: the 8-bit format in which parameters are stored, instead of ``param_dtype``.
+        storage_format: the 8-bit format in which parameters are stored, instead of ``param_dtype``.
         mesh: the mesh over which their model is split.
         data: mesh axes over which their gradients are summed and their state is sharded.
         unit: number of the unit to which they belong, in the order of the forward pass; None: they are always resident.
@@ -93,7 +93,7 @@ class BucketKey:
     group: int
     shared: str = ""
     chunk: int = 0
-    codes: Format | None = None
+    storage_format: Format | None = None
     mesh: ParallelMesh = field(default_factory=ParallelMesh)
     data: tuple[str, ...] = TOKEN_AXES
     unit: int | None = None
@@ -102,8 +102,8 @@ class BucketKey:
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """Dtype in which parameters are stored and sent: that of their codes, if they have any."""
-        return self.param_dtype if self.codes is None else DTYPES[self.codes]
+        """Dtype in which parameters are stored and sent: that of their quantized values, if they have any."""
+        return self.param_dtype if self.storage_format is None else DTYPES[self.storage_format]
 
     @property
     def ranks(self) -> tuple[int, ...]:

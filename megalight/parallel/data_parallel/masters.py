@@ -31,12 +31,12 @@ def check_masters(kinds: Sequence[BucketKey], wanted: torch.dtype | None) -> Non
     """Check that some parameters can have the masters that were asked for.
 
     Raises:
-        ConfigurationError: none can, or parameters are codes.
+        ConfigurationError: none can, or parameters are quantized.
     """
     if wanted is None or not kinds:
         return
     name = str(wanted).removeprefix("torch.")
-    if wanted.itemsize < 4 and any(kind.codes is not None for kind in kinds):
+    if wanted.itemsize < 4 and any(kind.storage_format is not None for kind in kinds):
         raise ConfigurationError(
             f"data_parallel.master_dtype={name!r} with weights stored in FP8 (primary_weights), which are cast "
             "from float32 masters; leave one of the two out."

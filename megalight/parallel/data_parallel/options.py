@@ -175,7 +175,7 @@ class DataParallelOptions:
 
     @property
     def may_quantize(self) -> bool:
-        """Whether weights may be stored as codes: casts of masters on the device that hold at least as much."""
+        """Whether weights may be stored quantized: casts of masters on the device that hold at least as much."""
         narrow = self.master_dtype is not None and DTYPES[self.master_dtype].itemsize < 4
         return not (self.divides_optimizer or self.optimizer_offload_fraction or narrow)
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
-from megalight.ops.adam import Coded
+from megalight.ops.adam import QuantizedOutput
 from megalight.parallel.data_parallel.buffers import Bucket, FlatParameters
 from megalight.parallel.data_parallel.fp8_parameters import FP8Parameters
 from megalight.parallel.data_parallel.gather import (
@@ -33,7 +33,7 @@ class HostBackup:
 
     Args:
         buckets: the parameters. Their memory must stay the same.
-        scales: scales of parameters that are codes.
+        scales: scales of parameters that are quantized.
         unsharder: the parameters of units; None: all parameters are always whole.
     """
 
@@ -57,7 +57,7 @@ class HostBackup:
 
 
 class ShardedParameters:
-    """Parameters in the buckets' buffers: copies of masters, or their codes, all-gathered over ranks.
+    """Parameters in the buckets' buffers: copies of masters, or their quantized values, all-gathered over ranks.
 
     Args:
         buckets: last parameters of the model first.
@@ -88,7 +88,7 @@ class ShardedParameters:
         self._device = device
         # Buckets come in the order of the backward pass. The forward pass needs the last one first.
         self._gatherer = Gatherer([bucket for bucket in buckets[::-1] if not bucket.shards_params], device, pushes)
-        self._codes = FP8Parameters(self._quantized(), device)
+        self._fp8 = FP8Parameters(self._quantized(), device)
         self.recast()
 
     @spanned("gather_parameters")
@@ -100,14 +100,14 @@ class ShardedParameters:
         if self.unsharder is not None:
             self.unsharder.settle()
         if not self.written:
-            self._codes.expire()
+            self._fp8.expire()
             masters_to_parameters(self.buckets)
             self.host.send_all()
         self.host.join()  # what comes from the host must be here before it is gathered
         # For one step only: the next values may come from another optimizer, or from a checkpoint.
         self.written = False
-        # Codes need the scale of the whole weight, so ranks agree on scales before any of them sends its codes.
-        self._codes.cast()
+        # Quantization needs the scale of the whole weight, so ranks agree on scales before any of them sends its part.
+        self._fp8.cast()
         join_replicas(self.buckets)
         self._gatherer.start()
         if self.unsharder is not None:
@@ -128,17 +128,17 @@ class ShardedParameters:
     def send(self, bucket: Bucket) -> None:
         """Start to bring the updated parameters of one bucket to every rank, before the others are updated.
 
-        Codes whose scales depend on the new values wait for :meth:`publish`.
+        Quantized values whose scales depend on the new values wait for :meth:`publish`.
         """
         # A graph would hold the message without what waits for it.
-        if self._gatherer.recorded or (bucket.is_quantized and not self._codes.cast_early(bucket)):
+        if self._gatherer.recorded or (bucket.is_quantized and not self._fp8.cast_early(bucket)):
             return
         self._gatherer.send(bucket)
 
-    def coded(self, bucket: Bucket) -> list[tuple[int, int, Coded]] | None:
-        """Return how an optimizer writes the codes of a bucket in its own step; None: :meth:`publish` casts them."""
+    def quantized_out(self, bucket: Bucket) -> list[tuple[int, int, QuantizedOutput]] | None:
+        """Return how an optimizer quantizes a bucket in its own step; None: :meth:`publish` casts them."""
         # A graph would hold the step without what follows from it here.
-        return None if capturing() else self._codes.early(bucket)
+        return None if capturing() else self._fp8.early(bucket)
 
     def sync(self, homes: Sequence[int] | None = None) -> None:
         """Wait until parameters are up to date: all of them, or those of some buckets."""
@@ -170,16 +170,17 @@ class ShardedParameters:
         self.waited_by_modules = False
 
     def recast(self) -> None:
-        """Call :meth:`publish` if parameters are codes, after something else than the optimizer wrote the masters."""
+        """Call :meth:`publish` if parameters are quantized, after something else than the optimizer wrote masters."""
         if self._quantized():
             self.publish()
 
     def widen(self) -> None:
-        """Give parameters that are codes their own dtype again. Those of units stay sharded."""
+        """Give parameters that are quantized their own dtype again. Those of units stay sharded."""
         held = self._quantized()
         sharded = [bucket.layout for bucket in held if bucket.shards_params]
         if sharded and self.unsharder is not None:
-            # What others wrote to whole parameters stays, and codes in flight arrive before their memory is freed.
+            # What others wrote to whole parameters stays, and quantized values in flight arrive before their memory is
+            # freed.
             self.unsharder.write_back()
             self.unsharder.forget()
         turns = () if self.unsharder is None else self.unsharder.turn_of
@@ -189,7 +190,7 @@ class ShardedParameters:
             self._gatherer.widen(bucket, memory.take(bucket.layout, dtype) if bucket.shards_params else None)
         if held:
             self._gatherer.forget()
-        self._codes = FP8Parameters((), self._device)
+        self._fp8 = FP8Parameters((), self._device)
         if sharded and self.unsharder is not None:
             self.unsharder.guard()
             if self.unsharder.whole:
@@ -199,7 +200,7 @@ class ShardedParameters:
         """Return what gives the parameters the values that they have now, without other ranks."""
         self.sync()
         if any(bucket.state_groups for bucket in self.buckets):
-            return HostBackup(self.buckets, self._codes.scales, self.unsharder).put_back
+            return HostBackup(self.buckets, self._fp8.scales, self.unsharder).put_back
 
         def from_masters() -> None:
             self.publish()
@@ -208,7 +209,7 @@ class ShardedParameters:
         return from_masters
 
     def refresh_masters(self) -> None:
-        """Copy the parameters into the masters; if parameters are codes, cast the codes from the masters instead."""
+        """Copy the parameters into the masters; if parameters are quantized, cast them from the masters instead."""
         self.sync()
         if self.unsharder is not None:
             # Whole parameters lie in memory of their own while they may be written,

@@ -167,23 +167,23 @@ class Units:
 
     @property
     def buckets(self) -> list[FlatParameters]:
-        """The sharded parameters, without those that are codes."""
+        """The sharded parameters, without those that are quantized."""
         return [*self._trained, *(self._frozen.buckets if self._frozen else ())]
 
     @property
     def sharded(self) -> frozenset[int]:
         """The ids of all parameters of which this rank holds only a shard."""
-        codes = self._frozen.codes if self._frozen else ()
-        return frozenset(id(info.parameter) for held in (*self.buckets, *codes) for info in held.infos)
+        quantized = self._frozen.quantized if self._frozen else ()
+        return frozenset(id(info.parameter) for held in (*self.buckets, *quantized) for info in held.infos)
 
     def store(self, weights: Sequence[nn.Parameter], store: Store) -> None:
-        """Replace frozen weights that are sharded by codes; see :meth:`.frozen.FrozenShards.store`."""
+        """Replace frozen weights that are sharded by quantized values; see :meth:`.frozen.FrozenShards.store`."""
         assert self._frozen is not None and self.unsharder is not None, "sharded weights are in a unit"
         # Values may be on their way to whole parameters, and the shards may be newer than what is there.
         self.sync()
         self._frozen.store(self.unsharder, weights, store)
         if self.unsharder.pushes is not None:
-            # The buffers of the weights that were replaced: codes have others.
+            # The buffers of the weights that were replaced: quantized values have others.
             self.unsharder.pushes.keep([*self._trained, *self._frozen.all])
 
     def expire(self) -> None:

@@ -337,7 +337,7 @@ class _WeightCasts:
         self._checked: set[tuple[torch.device, torch.dtype]] = set()
         self._primary = options.primary_weights
         if self._primary is None and not (kind.reads_quantized and schemes.one_scale):
-            self._primary = False  # of two sets of codes, neither could be kept or sent alone
+            self._primary = False  # of two sets of quantized values, neither could be kept or sent alone
 
     def give(self, each: Weight, holders: tuple[str, ...]) -> None:
         """Let a weight be cast from now on.
@@ -431,7 +431,7 @@ def _measure(
 
 
 def _join(layer: nn.Module) -> None:
-    """Tell activations which linear layers are beside them: where both cast, codes may be all that is written."""
+    """Tell activations which linear layers are beside them: where both cast, they may write quantized values only."""
     for module in layer.modules():
         if isinstance(module, MLP):
             module.act.fusion = Fusion(module.gate_up if module.act.gated else module.up, module.down)

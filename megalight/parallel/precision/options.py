@@ -39,12 +39,13 @@ class LowPrecisionOptions:
             This costs one small all-reduce per cast. For ``tensorwise`` and ``rowwise``; ``delayed`` always agrees: in
             the first step per cast (experts: in every step), later once a step over all ranks that hold the weight or a
             part of it.
-        primary_weights: store weights of these layers as 8-bit codes during training. The optimizer's masters are cast
-            with the scale of the whole weight, the codes are sent to the data-parallel ranks, and no rank holds the
-            weights in their own dtype. For ``tensorwise`` and ``delayed``. Not for experts. None: with these recipes of
-            our own products, codes where they spare messages or memory: ranks gather weights, or masters are wider
-            copies. Masters are then rounded to the dtype of the weights first, so that no value differs from False.
-            Experts keep their dtype, and so do all weights where hooks may read them. False: weights keep their dtype.
+        primary_weights: store weights of these layers as 8-bit values during training. The optimizer's masters are cast
+            with the scale of the whole weight, the quantized values are sent to the data-parallel ranks, and no rank
+            holds the weights in their own dtype. For ``tensorwise`` and ``delayed``. Not for experts. None: with these
+            recipes of our own products, quantized values where they spare messages or memory: ranks gather weights, or
+            masters are wider copies. Masters are then rounded to the dtype of the weights first, so that no value
+            differs from False. Experts keep their dtype, and so do all weights where hooks may read them. False:
+            weights keep their dtype.
         experts_together: run all experts of a stack in one product, also large ones, which are faster one by one. The
             host then never waits for their numbers of rows: so recorded steps need it. For ``tensorwise``, ``delayed``
             and ``rowwise``.

@@ -25,7 +25,7 @@ from megalight.parallel.tensor.overlap.spec import Overlap, Product
 def casts_shards(x: Tensor, weight: Tensor) -> bool:
     """Whether each rank can cast its share of ``x`` exactly as the whole ``x`` would be cast for ``weight``."""
     precision = precision_of(weight)
-    # With a recipe, the input is not kept but computed again: there is no share of codes to save.
+    # With a recipe, the input is not kept but computed again: there is no share of quantized values to save.
     return precision is not None and precision.casts_shards and recipe_of(x) is None
 
 
@@ -34,7 +34,7 @@ class ShardedQuantized:
     """This rank's share of the tokens of a matrix, cast with the scale of all tokens.
 
     Attributes:
-        rows: codes ``[T/tp, f]``.
+        rows: quantized values ``[T/tp, f]``.
         shape: shape of the share before the cast.
         group: the ranks that hold the other shares.
         dim: the dim of ``shape`` that counts tokens.
@@ -52,11 +52,12 @@ class ShardedQuantized:
         def largest(amax: Tensor) -> None:
             dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
 
-        # The scale must cover the tokens of all ranks: gathered codes with different scales would be no matrix.
+        # The scale must cover the tokens of all ranks: gathered quantized values with different scales would be no
+        # matrix.
         return cls(precision.cast_share(x, role, largest), x.shape, group, dim)
 
     def start(self) -> Callable[[], Quantized]:
-        """Start the gather; the returned function waits, and returns the codes ``[T, f]`` of the whole matrix."""
+        """Start the gather; the returned function waits, and returns the whole matrix ``[T, f]``, quantized."""
         data = self.rows.data
         # As bytes: NCCL and gloo do not know all 8-bit float types, and a gather need not.
         shares = data.view(torch.uint8).view(*self.shape[:-1], -1)
@@ -70,7 +71,7 @@ class ShardedQuantized:
 
 
 def gather_gradient(grad_y: Tensor, weight: Tensor, group: ProcessGroup, dim: int) -> Tensor | None:
-    """Gather an output gradient ``[..., out]`` over the tokens as codes, which both products of a backward pass read.
+    """Gather an output gradient ``[..., out]`` over the tokens quantized, which both products of a backward pass read.
 
     Returns:
         the gradient of all tokens, without values; None: the weight multiplies otherwise, or its recipe has scales for
@@ -85,9 +86,9 @@ def gather_gradient(grad_y: Tensor, weight: Tensor, group: ProcessGroup, dim: in
 
 
 class GatheredQuantized(torch.autograd.Function):
-    """``y = x W^T + b`` for an input ``[T/tp, in]``. Codes are gathered; this rank's codes, or all of them, are saved.
+    """``y = x W^T + b`` for an input ``[T/tp, in]``. Quantized, it is gathered; this rank's part or all is saved.
 
-    Backward: the codes are gathered again during the input-gradient GEMM. The reduce-scatter of the input gradient runs
+    Backward: it is gathered again during the input-gradient GEMM. The reduce-scatter of the input gradient runs
     during the weight-gradient GEMM.
     """
 
@@ -108,7 +109,7 @@ class GatheredQuantized(torch.autograd.Function):
         ctx.shape, ctx.kept = x.shape, keep
         precision = precision_of(weight)
         assert precision is not None
-        # Cast first: codes are a half or a quarter of the bytes.
+        # Cast first: quantized values are a half or a quarter of the bytes.
         share = ShardedQuantized.of(x, INPUT, precision, group, dim)
         whole = share.start()()
         if ctx.needs_input_grad[1]:
@@ -133,7 +134,7 @@ class GatheredQuantized(torch.autograd.Function):
             scattering = ctx.overlap.start_product_scatter(grad_y, product, ctx.dim, covered=covered)
         if finish is not None:
             grad_weight = accumulate_weight_gradient(grad_y, finish(), ctx.weight)
-        elif begin is not None and later is not None:  # only the saved codes wait in the queue; the gather runs later
+        elif begin is not None and later is not None:  # only what is saved waits in the queue; the gather runs later
             later.put(ctx.weight, grad_y, begin)
         # Before the wait, so that this sum is covered too.
         grad_bias = accumulate_bias_gradient(grad_y, ctx.bias) if need_bias else None

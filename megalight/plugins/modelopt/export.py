@@ -95,7 +95,7 @@ def _pack(
     """Round all quantized matrices, those of stacked experts before the others.
 
     Args:
-        plain: canonical tensors of the model; those of stacks are replaced by codes.
+        plain: canonical tensors of the model; those of stacks are replaced by quantized values.
 
     Returns:
         tensors as files hold them; what ModelOpt describes layers by; the number of quantized matrices.
@@ -168,7 +168,7 @@ def _write(
 def _put(
     tensors: dict[str, Tensor], layers: dict[str, Any], table: WeightMap, matrix: Matrix, root: torch.nn.Module
 ) -> int:
-    """Replace a matrix, which may be several fused ones, by codes and scales; return their number."""
+    """Replace a matrix, which may be several fused ones, by quantized ones and scales; return their number."""
     utils = modelopt("torch.export.quant_utils")
     holder: Any = root.get_submodule(matrix.path)
     layer = _layer(matrix)
@@ -201,10 +201,10 @@ def _put(
         if scale.ndim and len(scale) * height == len(layer.weight):
             own = scale[rows.start // height : rows.stop // height]
         try:
-            codes = utils.to_quantized_weight(layer.weight.detach()[rows], own, form, second, block)
+            data = utils.to_quantized_weight(layer.weight.detach()[rows], own, form, second, block)
         except (AssertionError, NotImplementedError, ValueError) as error:
             raise ConfigurationError(f"{name} cannot be packed as {form}: {error}") from error
-        tensors[f"{module}.weight"] = codes
+        tensors[f"{module}.weight"] = data
         # One number has no dims in these files, and squares of a weight have four.
         written = own[:, None, :, None] if height > 1 else own if block else own.squeeze()
         tensors[f"{module}.weight_scale"] = written.clone()
@@ -261,7 +261,7 @@ def _stacks(table: WeightMap, root: torch.nn.Module) -> dict[tuple[str, str], li
 def _put_stack(
     plain: dict[str, Tensor], layers: dict[str, Any], table: WeightMap, stack: list[Matrix], root: torch.nn.Module
 ) -> dict[str, Tensor]:
-    """Replace the matrices of a stack by codes, before they are stacked; return their scales, one for all experts.
+    """Quantize the matrices of a stack, before they are stacked; return their scales, one for all experts.
 
     Raises:
         ConfigurationError: the format is another than FP8 with one scale.
@@ -353,7 +353,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def plain_weights(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Return the weights of a folder, multiplied out: float32 where they are codes.
+    """Return the weights of a folder, multiplied out: float32 where they are quantized.
 
     A model with these weights computes what the quantized one does, but for the rounding of inputs, keys and values.
 
@@ -383,29 +383,29 @@ def plain_weights(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
     return found
 
 
-def decode(codes: Tensor, scale: Tensor, second: Tensor | None = None) -> Tensor:
-    """Return a weight ``[out, in]`` in float32. Dtypes of codes and scales tell the format.
+def decode(data: Tensor, scale: Tensor, second: Tensor | None = None) -> Tensor:
+    """Return a weight ``[out, in]`` in float32. Dtypes of quantized values and scales tell the format.
 
     Args:
-        codes: FP8 or INT8 ``[out, in]``; INT4 ``[out / 2, in]``, FP4 ``[out, in / 2]``, two in a byte, the first in its
+        data: FP8 or INT8 ``[out, in]``; INT4 ``[out / 2, in]``, FP4 ``[out, in / 2]``, two in a byte, the first in its
             low half.
         scale: of the layer, of each row, of each block of a row, or of each square. MX formats have exponents of two,
             plus 127.
         second: for NVFP4, what multiplies the scales of blocks; for W4A8, the step of the rounding to FP8.
     """
-    narrow = codes.dtype == torch.uint8
+    narrow = data.dtype == torch.uint8
     if scale.dtype == torch.uint8:
         steps = torch.exp2(scale.float() - 127)
-        values = _fp4(codes) if narrow else codes.float()
+        values = _fp4(data) if narrow else data.float()
     elif scale.dtype == torch.float8_e4m3fn:
         assert second is not None
-        steps, values = scale.float() * second, _fp4(codes)
+        steps, values = scale.float() * second, _fp4(data)
     elif narrow:
         # The sign is the highest of four bits.
-        signed = codes.view(torch.int8)
+        signed = data.view(torch.int8)
         steps, values = scale.float(), torch.stack([signed << 4 >> 4, signed >> 4], 1).flatten(0, 1).float()
     else:
-        steps, values = scale.float(), codes.float()
+        steps, values = scale.float(), data.float()
     if steps.ndim == 4:
         # squares: [out / b, 1, in / b, 1]
         steps = steps.flatten(1).repeat_interleave(len(values) // len(steps), 0)
@@ -419,7 +419,7 @@ def decode(codes: Tensor, scale: Tensor, second: Tensor | None = None) -> Tensor
     return weight
 
 
-def _fp4(codes: Tensor) -> Tensor:
-    """Return the numbers of two codes in a byte, ``[out, in / 2] -> [out, in]``."""
-    table = torch.tensor([*E2M1, *(-each for each in E2M1)], device=codes.device)
-    return table[torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()]
+def _fp4(data: Tensor) -> Tensor:
+    """Return the numbers of two quantized values in a byte, ``[out, in / 2] -> [out, in]``."""
+    table = torch.tensor([*E2M1, *(-each for each in E2M1)], device=data.device)
+    return table[torch.stack([data & 15, data >> 4], -1).flatten(-2).long()]

@@ -103,7 +103,7 @@ class MegatronLowPrecision(MegatronPrecision):
         )
 
     def keep_weights(self) -> None:
-        """Leave weights in their own dtype between steps, where nobody asked for codes: somebody may read them."""
+        """Leave weights in their own dtype between steps unless someone asked to quantize them: hooks may read them."""
         assert self.session is not None, "the strategy calls prepare in setup"
         for layer in self.session.layers:
             layer.primary = layer.primary or False

@@ -179,7 +179,7 @@ class MegatronPrecision(Precision):
         remove_low_precision(model.root)
 
     def keep_weights(self) -> None:
-        """Leave weights in their own dtype between steps, where nobody asked for codes: somebody may read them."""
+        """Leave weights in their own dtype between steps unless someone asked to quantize them: hooks may read them."""
 
     def begin(self, number: int) -> None:
         """Begin training step ``number``: work on the host that must not be recorded in a CUDA graph."""

@@ -107,7 +107,7 @@ class TransformerEngineProducts(LowPrecision):
                 )
         super().__init__(recipe, session, **options)
         self._quantizers: list[Any] = []
-        self._codes: Any = None
+        self._quantized: Any = None
         self._fixed: Any = None
 
     @staticmethod
@@ -120,7 +120,7 @@ class TransformerEngineProducts(LowPrecision):
 
     @property
     def casts_shards(self) -> bool:
-        """False: codes stay on the rank that made them."""
+        """False: quantized values stay on the rank that made them."""
         return False
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -128,17 +128,18 @@ class TransformerEngineProducts(LowPrecision):
         return self._forward(self._cast(x, INPUT, columns=False), x, weight, bias)
 
     def product_and_cast(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, SavedInput]:
-        """Return ``x W^T + b``, and the column-wise codes of the input for the weight gradient."""
-        codes = self._cast(x, INPUT)
-        y = self._forward(codes, x, weight, bias)
-        # Frees the row-wise codes: the weight gradient contracts tokens, and reads the column-wise ones only.
-        codes.update_usage(rowwise_usage=False, columnwise_usage=True)
-        return y, SavedInput(codes)
+        """Return ``x W^T + b``, and the column-wise quantized values of the input for the weight gradient."""
+        quantized = self._cast(x, INPUT)
+        y = self._forward(quantized, x, weight, bias)
+        # Frees the row-wise quantized values: the weight gradient contracts tokens, and reads the column-wise ones
+        # only.
+        quantized.update_usage(rowwise_usage=False, columnwise_usage=True)
+        return y, SavedInput(quantized)
 
     def input_gradient(self, grad_y: Tensor, weight: Tensor) -> Tensor:
         """Return ``grad_y W``."""
         # cuBLAS is column-major: our `grad_y W` is its `W^T grad_y^T`, so the weight comes first.
-        out = self._gemm(self._weight_codes(weight), self._gradient(grad_y), "NN", grad_y.dtype, grad=True)
+        out = self._gemm(self._quantized_weight(weight), self._gradient(grad_y), "NN", grad_y.dtype, grad=True)
         # The tokens were padded to a multiple: the rows of padding are cut off.
         return out[: grad_y.numel() // grad_y.shape[-1]].view(*grad_y.shape[:-1], -1)
 
@@ -159,21 +160,21 @@ class TransformerEngineProducts(LowPrecision):
         )
 
     def forget(self) -> None:
-        """Drop the codes of the weight, which may change now."""
+        """Drop the quantized values of the weight, which may change now."""
         super().forget()
-        self._codes = None
+        self._quantized = None
 
     def refresh(self, weight: Tensor) -> None:
         """Cast the weight, once a step, into fixed memory, where recorded graphs read it."""
-        codes = self._weight_codes(weight)
-        self._fixed = codes if self._fixed is None else self._fixed
+        quantized = self._quantized_weight(weight)
+        self._fixed = quantized if self._fixed is None else self._fixed
 
     def release(self) -> None:
         """Free that memory."""
         self._fixed = None
 
-    def _forward(self, codes: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        y = self._gemm(self._weight_codes(weight), codes, "TN", x.dtype)[: x.numel() // x.shape[-1]]
+    def _forward(self, quantized: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        y = self._gemm(self._quantized_weight(weight), quantized, "TN", x.dtype)[: x.numel() // x.shape[-1]]
         y = y if bias is None else y + bias.to(y.dtype)
         return y.view(*x.shape[:-1], -1)
 
@@ -186,16 +187,16 @@ class TransformerEngineProducts(LowPrecision):
         out: Tensor = gemm(a, b, out_dtype=dtype, layout=layout, grad=grad, use_split_accumulator=grad, **options)[0]
         return out
 
-    def _weight_codes(self, weight: Tensor) -> Any:
-        if self._codes is not None:
-            return self._codes
-        codes = self._cast(weight.detach(), WEIGHT)
+    def _quantized_weight(self, weight: Tensor) -> Any:
+        if self._quantized is not None:
+            return self._quantized
+        quantized = self._cast(weight.detach(), WEIGHT)
         if self._fixed is not None:
-            codes = _overwrite(self._fixed, codes)
+            quantized = _overwrite(self._fixed, quantized)
         # Kept within a step only: weights change between steps.
         if self.session.inside:
-            self._codes = codes
-        return codes
+            self._quantized = quantized
+        return quantized
 
     def _input(self, x: Any) -> Any:
         return self._cast(x, INPUT, rows=False) if isinstance(x, Tensor) else x
@@ -205,8 +206,8 @@ class TransformerEngineProducts(LowPrecision):
         # Noted on the gradient itself: both products of the backward get this very tensor.
         note = annotate(grad_y)
         if note.casts is None or note.casts.owner is not self:
-            codes = self._cast(grad_y, GRADIENT)
-            note.casts = Casts(self, codes, codes)
+            quantized = self._cast(grad_y, GRADIENT)
+            note.casts = Casts(self, quantized, quantized)
         return note.casts.rows
 
     @torch.no_grad()
@@ -225,13 +226,13 @@ class TransformerEngineProducts(LowPrecision):
         # its products need a multiple of tokens; the callers cut off the rows of padding
         if role != WEIGHT and (missing := -len(flat) % KINDS[self.recipe.name][3]):
             flat = F.pad(flat, (0, 0, 0, missing))
-        # With one scale, the column-wise codes are made by transposing the row-wise ones.
+        # With one scale, the column-wise quantized values are made by transposing the row-wise ones.
         quantizer.set_usage(rowwise=rows or self.recipe.one_scale, columnwise=columns)
-        codes = quantizer(flat)
+        quantized = quantizer(flat)
         # Not outside of a step: evaluation must not change the history.
         if past is not None and self.session.inside:
             past.record(role, quantizer.amax.reshape(()))
-        return codes
+        return quantized
 
     @staticmethod
     def _scale(quantizer: Any, scheme: Scheme, amax: Tensor) -> None:
@@ -249,15 +250,15 @@ class TransformerEngineProducts(LowPrecision):
 
 
 @torch.no_grad()
-def _overwrite(codes: Any, new: Any) -> Any:
-    """Copy new codes of the same form into ``codes``, whose tensors keep their addresses; return ``codes``."""
+def _overwrite(quantized: Any, new: Any) -> Any:
+    """Copy new quantized values of the same form into ``quantized``, whose tensors keep their addresses; return it."""
     # A quantizer could write there itself, but only into the tensor subclass, not into plain storage.
-    (into, _), (values, _) = codes.prepare_for_saving(), new.prepare_for_saving()
+    (into, _), (values, _) = quantized.prepare_for_saving(), new.prepare_for_saving()
     for target, value in zip(into, values, strict=True):
         if target is not None:
             target.copy_(value)
-    codes.restore_from_saved(into)
-    return codes
+    quantized.restore_from_saved(into)
+    return quantized
 
 
 def _recipe(name: str, hybrid: bool) -> Any:

@@ -156,7 +156,7 @@ def test_inputs_of_activations_are_kept_in_8_bits(activation: str, moe: dict[str
     plain, small = (build(activation, fp8_input_store=stored, **moe).experts for stored in (False, True))
     _, expected, _ = kept(plain, torch.bfloat16)
     used, found, gradients = kept(small, torch.bfloat16)
-    assert used == 40 * 12 + 40 * 4  # codes and weights
+    assert used == 40 * 12 + 40 * 4  # quantized values and weights
     assert torch.equal(found, expected)
     # gradients are those at the rounded input
     act, draws = plain.act, torch.Generator().manual_seed(1)

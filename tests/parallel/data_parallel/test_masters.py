@@ -113,7 +113,7 @@ def test_masters_that_cannot_hold_the_weights_are_refused() -> None:
         with pytest.raises(ConfigurationError, match=f"master_dtype='bfloat16' and weights in {name}, whose values"):
             check_masters([BucketKey(dtype, torch.float32, 0)], torch.bfloat16)
     with pytest.raises(ConfigurationError, match="weights stored in FP8"):
-        check_masters([BucketKey(torch.bfloat16, torch.float32, 0, codes="e4m3")], torch.bfloat16)
+        check_masters([BucketKey(torch.bfloat16, torch.float32, 0, storage_format="e4m3")], torch.bfloat16)
     with pytest.raises(ConfigurationError, match="master_dtype='float16'; it must be one of float32, bfloat16"):
         DataParallelOptions(master_dtype="float16")  # type: ignore[arg-type]
 

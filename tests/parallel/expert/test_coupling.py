@@ -62,7 +62,7 @@ def expected(replicas: int) -> dict[str, Any]:
     losses = [task.loss_step(task.forward_step(model, batch), batch) for batch in every]
     tokens = sum(float(task.loss_tokens(batch)) for batch in every)
     loss = torch.stack([loss.sum for loss in losses]).sum() / tokens
-    mean = torch.stack([loss.auxiliary["mean"] for loss in losses]).mean()
+    mean = torch.stack([loss.aux_losses["mean"] for loss in losses]).mean()
     (loss + mean).backward()
     norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
     squares = torch.stack([loss.metrics["squares"][0] for loss in losses]).sum() / tokens

@@ -1,4 +1,4 @@
-"""Weights that live as codes in the buffers of one process; whole runs, on several ranks, are tests of strategies."""
+"""Weights that live quantized in the buffers of one process; whole runs, on several ranks, are tests of strategies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megalight.ops import adam as coded
+from megalight.ops import adam as quantized_out
 from megalight.ops.linear import linear
 from megalight.ops.linear.low_precision import LowPrecision, Session, precision_of
 from megalight.ops.parameter import state_of
@@ -64,7 +64,7 @@ def masters(engine: DataParallelEngine) -> dict[str, Tensor]:
 
 
 def check(parameters: dict[str, nn.Parameter], engine: DataParallelEngine) -> None:
-    """Codes and scales are those of the masters."""
+    """Quantized values and scales are those of the masters."""
     values = masters(engine)
     for name in ("up", "down"):
         expected, found = quantize(values[name], recipe("tensorwise").weight), held(parameters[name])
@@ -78,7 +78,7 @@ def test_scales_begin_where_cublas_reads_them() -> None:
 
 
 @pytest.mark.parametrize("bucket_size", [1, 1 << 20])
-def test_codes_follow_the_masters(bucket_size: int) -> None:
+def test_quantized_values_follow_the_masters(bucket_size: int) -> None:
     parameters, engine, session = build(bucket_size)
     before = {name: value.clone() for name, value in masters(engine).items()}
     check(parameters, engine)
@@ -101,7 +101,7 @@ def test_codes_follow_the_masters(bucket_size: int) -> None:
 @pytest.mark.parametrize("name", ["tensorwise", "delayed"])
 @pytest.mark.parametrize(("primary", "each"), [(None, 2), (False, 4)])
 def test_a_step_keeps_two_bytes_of_each_weight(name: str, primary: bool | None, each: int) -> None:
-    """Codes and their transposes; without codes in place of weights, these come on top of bf16."""
+    """Quantized weights and their transposes; without them in place of weights, these come on top of bf16."""
     parameters, _, session = build(primary=primary, name=name)
     up, down = parameters["up"], parameters["down"]
     with session.step(0):
@@ -111,7 +111,7 @@ def test_a_step_keeps_two_bytes_of_each_weight(name: str, primary: bool | None, 
             precision = precision_of(parameter)
             assert precision is not None
             assert precision._weight is not None
-            for tensor in (parameter, *(codes.data for codes in precision._weight)):
+            for tensor in (parameter, *(quantized.data for quantized in precision._weight)):
                 held[tensor.data_ptr()] = tensor.nbytes
     assert sum(held.values()) == each * (up.numel() + down.numel())
 
@@ -119,7 +119,7 @@ def test_a_step_keeps_two_bytes_of_each_weight(name: str, primary: bool | None, 
 @pytest.mark.parametrize("bucket_size", [1, 1 << 20])
 @pytest.mark.parametrize("moments", ["float32", "float8"])
 def test_scales_of_past_steps_are_those_of_weights_that_are_cast(moments: MomentDtype, bucket_size: int) -> None:
-    """They are known before the update: codes are cast as soon as their masters have changed, and only once."""
+    """They are known before the update: weights are cast as soon as their masters have changed, and only once."""
     kept: dict[bool | None, list[tuple[Tensor, Tensor]]] = {None: [], False: []}
     for primary, found in kept.items():
         parameters, engine, session = build(bucket_size, primary=primary, name="delayed")
@@ -131,7 +131,7 @@ def test_scales_of_past_steps_are_those_of_weights_that_are_cast(moments: Moment
                 x = torch.randn(16, 16, generator=torch.Generator().manual_seed(number)).bfloat16()
                 linear(linear(x, parameters["up"]), parameters["down"]).sum().backward()
                 rows = [precision_of(parameters[name])._cast_weight(parameters[name])[0] for name in ("up", "down")]  # type: ignore[union-attr]
-                found += [(codes.data.view(torch.uint8).clone(), codes.scale.clone()) for codes in rows]
+                found += [(quantized.data.view(torch.uint8).clone(), quantized.scale.clone()) for quantized in rows]
             engine.finish_grad_sync()
             optimizer.step()
             engine.publish()
@@ -146,14 +146,14 @@ def _casts() -> tuple[list[int], list[list[str]]]:
     """Elements that casts of each publication write, and what came before it, of three steps on two ranks."""
     order: list[list[str]] = []
     sizes: list[int] = []
-    write = coded.cast_flat
+    write = quantized_out.cast_flat
 
     def cast(out: Tensor, *args: Any, **more: Any) -> None:
         order[-1].append("cast")
         sizes[-1] += out.numel()
         write(out, *args, **more)
 
-    coded.cast_flat = cast  # type: ignore[assignment]
+    quantized_out.cast_flat = cast  # type: ignore[assignment]
     try:
         order.append([])
         sizes.append(0)
@@ -171,11 +171,11 @@ def _casts() -> tuple[list[int], list[list[str]]]:
             engine.publish()
         engine.sync_parameters()
     finally:
-        coded.cast_flat = write
+        quantized_out.cast_flat = write
     return sizes, order
 
 
-def test_codes_leave_under_the_update() -> None:
+def test_quantized_values_leave_under_the_update() -> None:
     for sizes, order in run(_casts, 2):
         assert sizes == [48 * 16] * 4  # half of two weights
         assert order[0].count("cast") == 2
@@ -210,7 +210,7 @@ def test_weights_are_widened_at_the_end() -> None:
 
 
 def test_loaded_masters_stay() -> None:
-    """Where parameters are codes, weights are loaded into the masters; those are not taken from the codes."""
+    """Where parameters are quantized, weights are loaded into the masters; those are not taken from the parameters."""
     parameters, engine, _ = build()
     for bucket in engine.buckets:
         bucket.shard.master.data.fill_(1 / 3)
@@ -223,7 +223,7 @@ def test_loaded_masters_stay() -> None:
 
 
 class Layer(nn.Module):
-    """Two weights stored as codes, which the backward pass needs again after other layers have used their memory."""
+    """Two weights stored quantized, which the backward pass needs again after other layers have used their memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ class Layer(nn.Module):
 
 
 def _sharded(level: str, primary: bool, replicate: int) -> tuple[list[float], list[Tensor], int, int]:
-    """Losses, weights at the end, and bytes of parameters while they are codes and after."""
+    """Losses, weights at the end, and bytes of parameters while they are quantized and after."""
     torch.manual_seed(5)
     model = nn.ModuleDict({"layers": nn.ModuleList(Layer() for _ in range(4))})
     session, units = Session(), units_of(model)
@@ -277,7 +277,7 @@ def _sharded(level: str, primary: bool, replicate: int) -> tuple[list[float], li
 
 
 @pytest.mark.parametrize(("ranks", "replicate"), [pytest.param(2, 1, marks=pytest.mark.full), (4, 2)])
-def test_sharded_weights_are_gathered_as_codes(ranks: int, replicate: int) -> None:
+def test_sharded_weights_are_gathered_quantized(ranks: int, replicate: int) -> None:
     """Bit for bit what casts of gathered float32 weights give, and a quarter of the bytes but for biases."""
     found = run(_sharded, ranks, "optim_grads_params", True, replicate)
     expected = run(_sharded, ranks, "optim_grads_params", False, replicate)

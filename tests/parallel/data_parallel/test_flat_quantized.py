@@ -1,4 +1,4 @@
-"""Codes of a unit as bytes: each rank keeps an interval, and all intervals together are the codes."""
+"""Quantized weights of a unit as bytes: each rank keeps an interval, and all intervals together are the weights."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def stored_weights(form: str) -> list[ParamInfo]:
     return infos
 
 
-def codes_of(info: ParamInfo) -> QuantizedWeight:
+def quantized_of(info: ParamInfo) -> QuantizedWeight:
     found = stored_of(info.parameter)
     assert found is not None
     return found
 
 
 @pytest.mark.parametrize("form", ["int8", "nf4", "nvfp4"])
-def test_intervals_of_all_ranks_are_the_codes(form: str) -> None:
-    wanted = [codes_of(info).values() for info in stored_weights(form)]
-    size = sum(codes_of(info).nbytes for info in stored_weights(form))
+def test_intervals_of_all_ranks_are_the_quantized_values(form: str) -> None:
+    wanted = [quantized_of(info).values() for info in stored_weights(form)]
+    size = sum(quantized_of(info).nbytes for info in stored_weights(form))
     kept = []
     for rank in range(2):
         infos = stored_weights(form)
@@ -44,11 +44,11 @@ def test_intervals_of_all_ranks_are_the_codes(form: str) -> None:
         kept.append(flat.own_params)
         assert flat.own_params.numel() * 2 == flat.layout.numel >= size
         for info in infos:
-            assert codes_of(info).nbytes == 0
+            assert quantized_of(info).nbytes == 0
             with pytest.raises(MegalightError, match=rf"stored quantized \({form}\) was read while only shards"):
-                codes_of(info).values()
+                quantized_of(info).values()
     flat.show(torch.cat(kept))
     for info, values in zip(infos, wanted, strict=True):
-        assert torch.equal(codes_of(info).values(), values)
+        assert torch.equal(quantized_of(info).values(), values)
     flat.vacate()
-    assert all(codes_of(info).away for info in infos)
+    assert all(quantized_of(info).away for info in infos)

@@ -1,4 +1,4 @@
-"""Inputs and gradients gathered as codes give, bit for bit, what gathering them first gives."""
+"""Inputs and gradients gathered quantized give, bit for bit, what gathering them first gives."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _compare(name: str, dim: int, shape: tuple[int, ...], wait: bool, kept: bool
     ("dim", "shape", "wait", "kept"),
     [(0, (22, IN), False, False), (1, (3, 10, IN), True, False), (0, (22, IN), False, True)],
 )
-def test_codes_of_shares_are_shares_of_the_codes(
+def test_quantized_values_of_shares_are_shares_of_the_quantized_values(
     name: str, dim: int, shape: tuple[int, ...], wait: bool, kept: bool
 ) -> None:
     for found in run(_compare, 2, name, dim, shape, wait, kept):
@@ -112,7 +112,7 @@ def test_other_recipes_gather_the_input() -> None:
 
 
 def _gradients(name: str, dim: int, shape: tuple[int, ...], wait: bool) -> dict[str, Any]:
-    """A layer that sums over ranks, with its gradient gathered as codes, and gathered before it is cast."""
+    """A layer that sums over ranks, with its gradient gathered quantized, and gathered before it is cast."""
     rank, size = dist.get_rank(), dist.get_world_size()
     shared = Shared(ParallelMesh(size, rank, tp=size), True, dim)
     tokens = tuple(n // size if d == dim else n for d, n in enumerate(shape[:-1]))
@@ -160,7 +160,7 @@ def _gradients(name: str, dim: int, shape: tuple[int, ...], wait: bool) -> dict[
     ("ranks", "dim", "shape", "wait"),
     [(2, 0, (22, IN), False), (4, 1, (3, 20, IN), True)],
 )
-def test_gradients_travel_as_codes(name: str, ranks: int, dim: int, shape: tuple[int, ...], wait: bool) -> None:
+def test_gradients_travel_quantized(name: str, ranks: int, dim: int, shape: tuple[int, ...], wait: bool) -> None:
     for found in run(_gradients, ranks, name, dim, shape, wait):
         assert found["there"]
         assert all(found["equal"]), found["equal"]
