@@ -268,7 +268,7 @@ def models(arguments: argparse.Namespace) -> Row:
     out |= {"steps": len(spans), "steps_above_20_ms": len(slow), "seconds_of_these": sum(slow), "slowest": max(spans)}
     out["engine_64_mixed"] = sum(len(each.tokens) for each in found.values()) / seconds
     out["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    out["uses"] = {str(key): value for key, value in getattr(engine, "graph_uses", {}).items()}
+    out["uses"] = {str(key): value for key, value in engine.step_log.graph_uses.items()}
     out |= steady(engine, asked[0], greedy, 64)
     print(out, flush=True)
     return out
@@ -276,7 +276,7 @@ def models(arguments: argparse.Namespace) -> Row:
 
 def steady(engine: Any, prompt: list[int], greedy: Any, count: int = 1) -> Row:
     """Check that decode steps wait for nothing, and time a step beside the replay of its graph alone."""
-    if not getattr(engine, "graph_uses", None):
+    if not engine.step_log.graphed:
         return {}
     for _ in range(count):
         engine.add(prompt, max_new_tokens=96, sampling_params=greedy)
@@ -368,7 +368,7 @@ def graphs(arguments: argparse.Namespace) -> Row:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             span, _ = clock(lambda engine=engine: arrive(engine, 24, 3))
         found["gpu_idle_share"] = 1 - busy(profile) / span
-        found["uses"] = {str(key): value for key, value in engine.graph_uses.items()}
+        found["uses"] = {str(key): value for key, value in engine.step_log.graph_uses.items()}
         print(name, found, flush=True)
         out[name] = found
         del engine
@@ -482,7 +482,7 @@ def modules(arguments: argparse.Namespace) -> Row:
             same = torch.tensor(found) == torch.tensor(texts[batch])
             out[f"{name}_same_{batch}"] = float(same.double().mean())
             print(out, flush=True)
-        out[f"{name}_graph_uses"] = {str(key): value for key, value in engine.graph_uses.items()}
+        out[f"{name}_graph_uses"] = {str(key): value for key, value in engine.step_log.graph_uses.items()}
         del engine
     return out
 
@@ -522,7 +522,7 @@ def divided(arguments: argparse.Namespace) -> Row:
                 seconds, found = clock(engine.run)
             row[f"tokens_per_s_{len(prompts)}"] = sum(len(each.tokens) for each in found.values()) / seconds
         row["of_roofline_1"] = row["tokens_per_s_1"] * size / bandwidth
-        row["uses"] = {str(key): value for key, value in engine.graph_uses.items()}
+        row["uses"] = {str(key): value for key, value in engine.step_log.graph_uses.items()}
         out[name] = row
         if dist.get_rank() == 0:
             print(name, row, flush=True)

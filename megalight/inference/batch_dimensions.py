@@ -61,6 +61,10 @@ class InferenceBatchDimensions:
 class CUDAGraphBatchDimensionBuilder:
     """Makes the list of the dimensions of graphs.
 
+    Numbers of tokens are those of Megatron, whose smallest is 8, and for steps that decode also 1, 2 and 4. One token
+    has matmuls of its own (:mod:`megalight.ops.linear.gemv`), and tokens of padding go to experts, too, whose weights
+    a step would read for nothing.
+
     Attributes:
         num_cuda_graphs: about how many numbers of tokens there are.
         max_requests: largest number of sequences of a step.
@@ -84,7 +88,6 @@ class CUDAGraphBatchDimensionBuilder:
         """Return the dimensions in the order of recording: the largest first, so that others fit into their memory."""
         requests, mixed = self.max_requests, self.cuda_graph_mixed_prefill_count
         found = {InferenceBatchDimensions(count, 0, count) for count in self.token_counts(requests)}
-        # Megatron's list ends with 8.
         found |= {InferenceBatchDimensions(count, 0, count) for count in (1, 2, 4) if count < requests}
         for size in self.token_counts(self.cuda_graph_max_tokens) if mixed and self.cuda_graph_max_tokens else ():
             few, most = min(mixed, requests), min(size, requests)

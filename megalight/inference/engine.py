@@ -20,12 +20,11 @@ import torch
 from torch import Generator, nn
 
 from megalight.errors import ConfigurationError, DataError, integer
-from megalight.inference.batch_dimensions import InferenceBatchDimensions
 from megalight.inference.blocks import BlockPool, span_counts
 from megalight.inference.cache import Cache
 from megalight.inference.engine_memory import CacheForms, HostWeights, ManagedPages, Memory, check_memory, layers_of
 from megalight.inference.grammar import Grammar
-from megalight.inference.parallel import GenerativeModel, ParallelGPT, device_of, evaluating, generative
+from megalight.inference.parallel import GenerativeModel, ParallelGPT, device_of, generative
 from megalight.inference.passes import NOT_FINITE, EngineStep, OpenStep, PassesInFlight
 from megalight.inference.prompts import check_prompts, end_ids, new_seed
 from megalight.inference.request_record import (
@@ -461,7 +460,7 @@ class DynamicEngine:
         if self._open is None and not kept:
             self._open = self._pass()
         elif self._shares_experts:
-            self._accompany()
+            self._passes.accompany()
         if self._open is None:
             return None
         step = self._open.close()
@@ -532,12 +531,6 @@ class DynamicEngine:
             calls, self._calls = self._calls, []
             self._parallel.call(calls)
 
-    def _accompany(self) -> None:
-        """Take part in a pass of another replica, which needs the experts that this one holds."""
-        assert self._parallel is not None
-        with evaluating(self._parallel):
-            self._parallel.accompany()
-
     def _pass(self) -> OpenStep:
         """Let passes begin, as many as may be in flight; return what the first of them gave."""
         passes, shares = self._passes, self._shares_experts
@@ -545,7 +538,7 @@ class DynamicEngine:
             # Replicas that share experts begin one pass in each step.
             begun = passes.begin(one=shares)
             if shares and not begun:
-                self._accompany()
+                passes.accompany()
             if shares and begun and len(passes.flights) < passes.depth:
                 return OpenStep(EngineStep({}, {}, [], {}), deque())
             return passes.collect()
@@ -640,6 +633,8 @@ class DynamicEngine:
         """Record all steps now. Otherwise decode steps are recorded when they are first needed, and steps with prompts
         are not. After a suspend, each is recorded again when it is needed.
 
+        Replicas that share experts call it together.
+
         Args:
             reset_context: whether running requests start again, and no prefix is found. Recording needs neither.
         """
@@ -665,11 +660,6 @@ class DynamicEngine:
     def draft_rounds(self) -> DraftRounds:
         """What became of the guesses of the speculator."""
         return self._passes.rounds
-
-    @property
-    def graph_uses(self) -> dict[InferenceBatchDimensions, int]:
-        """How often the graph of each dimensions was used."""
-        return dict(self.step_log.graph_uses)
 
     def _new_seed(self) -> int:
         if self._seeds is None:

@@ -170,7 +170,10 @@ def _steps(
     left = max_new_tokens
     newest = torch.zeros(cache.dummy_slot + 1, dtype=torch.int64, device=device_of(model))
     # To record a step takes as long as a few of them.
-    graphs = StepGraphs.of(model, cache, newest, 1) if max_new_tokens >= RECORDED and axis_positions is None else None
+    # Replicas that share experts may have prompts of other numbers and lengths, and so other graphs.
+    shares = isinstance(model, ParallelGPT) and model.shares_experts
+    recorded = max_new_tokens >= RECORDED and axis_positions is None and not shares
+    graphs = StepGraphs.of(model, cache, newest, 1) if recorded else None
     prefilled = False
     while another(model, bool(active)):
         # This replica has finished, but holds experts that others still need: their forward passes need its

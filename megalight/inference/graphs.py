@@ -91,13 +91,17 @@ class StepGraphs:
         self._model, self._cache, self._newest, self._recorder = model, cache, newest, recorder
         self._dtype = next(model.parameters()).dtype
         self._all_rows, self._eagle = all_rows, eagle
-        self._experts = [module for module in model.modules() if isinstance(module, MoE)]
+        self._parallel = model if isinstance(model, ParallelGPT) else None
+        self._shares_experts = self._parallel is not None and self._parallel.shares_experts
+        self._experts = [module.experts for module in model.modules() if isinstance(module, MoE)]
         # Recurrent layers read the numbers of new tokens on the host, unless all are 1.
         self.dimensions = [each for each in dimensions if cache.reversible or not each.prefill_req_count]
         self.last: InferenceBatchDimensions | None = None
         self._steps: dict[InferenceBatchDimensions, _Step] = {}
         # Whether all steps were asked for; after :meth:`drop` each is recorded again when it is needed.
         self._created = False
+        # How often graphs were dropped, on the replica where that was most often.
+        self._drops = 0
         # Whether steps with prefill, or without, cannot be recorded.
         self._failed: set[bool] = set()
         # Shared by all graphs: logits, samples, and the draft's outputs.
@@ -118,9 +122,9 @@ class StepGraphs:
         """Return the graphs of a model; None: its steps are not recorded.
 
         Recorded are models of text on a GPU in half precision: otherwise attention reads all that a cache has room for.
-        They may be divided over tensor-parallel ranks, which record and replay equal steps. Experts that drop tokens
-        are left out, as padding would take the place of tokens, and so are experts of several ranks, whose messages
-        have sizes that the host reads.
+        They may be divided over ranks, but not into stages, which record and replay equal steps. Replicas that share
+        experts agree on each step, and need equal engines. Experts that drop tokens are left out, as padding would take
+        the place of tokens.
 
         Args:
             model: a model.
@@ -139,9 +143,12 @@ class StepGraphs:
             return None
         eagle = speculator if isinstance(speculator, EagleSpeculator) else None
         # A draft reads states inside of the model, which a divided one gives outside of recordings alone.
-        if isinstance(model, ParallelGPT) and (model.stages > 1 or model.mesh.ep > 1 or eagle is not None):
+        if isinstance(model, ParallelGPT) and (model.stages > 1 or eagle is not None):
             return None
         config: object = model.config
+        # The code of transformers calls dispatchers with sizes that the host reads.
+        if isinstance(model, ParallelGPT) and isinstance(config, HFConfig) and model.mesh.ep * model.mesh.etp > 1:
+            return None
         # Steps of a model of transformers whose code waits for the device (experts) fail to record, and run without.
         if not isinstance(config, HFConfig | GPTConfig) or next(model.parameters()).dtype not in HALF:
             return None
@@ -170,7 +177,11 @@ class StepGraphs:
             self._step(dimensions)
 
     def drop(self) -> None:
-        """Free the graphs, whose pools are given back."""
+        """Free the graphs, whose pools are given back. Replicas that share experts then record theirs again, too."""
+        self._drops += 1
+        self._free()
+
+    def _free(self) -> None:
         for step in self._steps.values():
             step.recording.drop()
         self._steps.clear()
@@ -183,6 +194,7 @@ class StepGraphs:
         sampling: PassSampling,
         rows: Sequence[int] | None = None,
         following: Sequence[int] = (),
+        recordable: bool = True,
     ) -> Tensor | None:
         """Run the new tokens of each slot, and sample; return the results until the next step.
 
@@ -192,6 +204,7 @@ class StepGraphs:
             sampling: how tokens are sampled.
             rows: which of the tokens are sampled. None: the last one of each sequence that ``sampling`` names.
             following: for a draft, the token after each, or :data:`PENDING` where the step samples it.
+            recordable: False: this step does what no graph does.
 
         Returns:
             the results; None: there is no graph for it.
@@ -200,16 +213,8 @@ class StepGraphs:
             DataError: see :meth:`Cache.extend`.
         """
         self.last = self.hidden = None
-        real = dimensions_of(fresh)
         # A draft reads what is sampled, within the step.
-        if self._eagle is not None and not sampling.recordable:
-            return None
-        dimensions = match_graph_config(real, self.dimensions)
-        if dimensions is None:
-            return None
-        if dimensions.prefill_req_count and not (self._all_rows or self._created):
-            return None
-        step = self._step(dimensions)
+        step = self._agreed(dimensions_of(fresh), recordable and (self._eagle is None or sampling.recordable))
         if step is None or self._outputs is None:
             return None
         totals = self._cache.reserve(slots, [*map(len, fresh)])
@@ -220,7 +225,7 @@ class StepGraphs:
         places = [sequences[place] for place in sampling.places] if rows is None else rows
         step.fill(self._cache, slots, totals, fresh, places, sampling.host_rows() if recorded else None, following)
         step.recording.replay()
-        self.last = dimensions
+        self.last = step.dimensions
         logits, samples, *hidden = self._outputs
         if not recorded:
             results = sampling(_rows_of(logits, sequences if rows is None else rows))
@@ -231,34 +236,73 @@ class StepGraphs:
         self.hidden = _rows_of(hidden[0], places).clone() if hidden else None
         return _rows_of(samples, places)
 
+    def accompany(self) -> bool:
+        """Replay the step of replicas that need the experts here, with padding alone; return whether it is a graph."""
+        step = self._agreed(InferenceBatchDimensions(0, 0, 0), True)
+        if step is None:
+            return False
+        step.fill(self._cache, [], [], [], [], None, [])
+        step.recording.replay()
+        return True
+
+    def _agreed(self, real: InferenceBatchDimensions, recordable: bool) -> _Step | None:
+        """Return the recorded step that has room for this one, on all replicas that share experts."""
+        if self._shares_experts:
+            assert self._parallel is not None
+            own = [real.token_count, real.prefill_req_count, real.decode_req_count]
+            eager, drops, *most = self._parallel.most_of_replicas([int(not recordable), self._drops, *own])
+            recordable, real = not eager, InferenceBatchDimensions(*most)
+            if drops > self._drops:
+                # To record takes all of them.
+                self._drops = drops
+                self._free()
+        dimensions = match_graph_config(real, self.dimensions) if recordable else None
+        if dimensions is None or (dimensions.prefill_req_count and not (self._all_rows or self._created)):
+            return None
+        return self._step(dimensions)
+
     def _step(self, dimensions: InferenceBatchDimensions) -> _Step | None:
         prefill = dimensions.prefill_req_count > 0
         if dimensions not in self._steps and prefill not in self._failed:
+            kind = "steps with prompts" if prefill else "decode steps"
+            step: _Step | None = None
             self._recorder.enter()
             try:
                 with torch.no_grad(), evaluating(self._model), self._known_sizes(dimensions):
-                    self._steps[dimensions] = self._record(dimensions)
+                    step = self._record(dimensions)
             except Exception:
-                self._failed.add(prefill)
-                kind = "steps with prompts" if prefill else "decode steps"
                 log.warning("%s cannot be recorded and run without graphs (%s)", kind, dimensions, exc_info=True)
             finally:
                 self._recorder.leave()
+            # On all ranks or on none: a graph holds messages that others must send, too.
+            every = step is not None if self._parallel is None else self._parallel.every(step is not None)
+            if step is not None and every:
+                self._steps[dimensions] = step
+            else:
+                self._failed.add(prefill)
+            if step is not None and not every:
+                step.recording.drop()
+                log.warning("%s run without graphs, as another rank cannot record them (%s)", kind, dimensions)
         return self._steps.get(dimensions)
 
     @contextmanager
     def _known_sizes(self, dimensions: InferenceBatchDimensions) -> Iterator[None]:
-        """Let the host know how many rows each expert has, where products need that: as many as there are tokens."""
-        waiting = [each.experts.dispatcher for each in self._experts if each.experts.needs_sizes(self._dtype)]
-        if waiting and dimensions.token_count > BOUNDED:
-            raise MegalightError(f"each expert would get {dimensions.token_count} rows, more than {BOUNDED}.")
-        for dispatcher in waiting:
-            dispatcher.bounded = True
+        """Let no size follow from how tokens choose experts.
+
+        Where products need to know how many rows each expert has, these are as many as there are tokens.
+        """
+        own = [each.dispatcher for each in self._experts]
+        for each in self._experts:
+            waits, each.dispatcher = each.needs_sizes(self._dtype), each.dispatcher.recorded()
+            each.dispatcher.bounded = waits
         try:
+            if dimensions.token_count > BOUNDED and any(each.dispatcher.bounded for each in self._experts):
+                raise MegalightError(f"each expert would get {dimensions.token_count} rows, more than {BOUNDED}.")
             yield
         finally:
-            for dispatcher in waiting:
-                dispatcher.bounded = False
+            for each, dispatcher in zip(self._experts, own, strict=True):
+                each.dispatcher.bounded = False
+                each.dispatcher = dispatcher
 
     def _record(self, dimensions: InferenceBatchDimensions) -> _Step:
         step, eagle = _Step(self._cache, self._newest, dimensions, self._all_rows, self._eagle is not None), self._eagle
@@ -306,6 +350,7 @@ class _Step:
     """The buffer of the inputs of a recorded step: integers of 64 bits, then of 32.
 
     Attributes:
+        dimensions: its dimensions.
         all_rows: whether all tokens of sequences with several are sampled, ``N = T``; otherwise ``N = R``.
         slots: ``[R]``, the slot of each sequence.
         draws: ``[6 N]``, how each is sampled; see :meth:`PassSampling.host_rows`.
@@ -320,7 +365,7 @@ class _Step:
         self, cache: Cache, newest: Tensor, dimensions: InferenceBatchDimensions, all_rows: bool, drafted: bool
     ) -> None:
         tokens, decodes = dimensions.token_count, dimensions.decode_req_count
-        self._dimensions, self._cache, self._newest = dimensions, cache, newest
+        self.dimensions, self._cache, self._newest = dimensions, cache, newest
         requests = dimensions.req_count
         # With prefill, padding is a sequence of its own, without stored tokens; otherwise there is one for each token.
         prefills = dimensions.prefill_req_count
@@ -370,7 +415,7 @@ class _Step:
             for write, table in zip(self._writes, self._tables, strict=True)
         ]
         pages = replace(each[0], spans=dict(zip(self._cache.blocks.spans, each[1:], strict=True)))
-        size = self._dimensions
+        size = self.dimensions
         nominal, uniform = self._most, (size.token_count, 1)
         if not size.prefill_req_count:
             return ids, PackedSequences(nominal, self._offsets, self._positions, uniform, pages=pages)
@@ -399,7 +444,7 @@ class _Step:
             draws: ``[6, n]``, how. None: it does not matter.
             following: the token after each, for a draft.
         """
-        size = self._dimensions
+        size = self.dimensions
         host = torch.empty(self._buffer.shape, dtype=torch.uint8, pin_memory=self._buffer.device.type == "cuda")
         array = host.numpy()
         parts: list[NDArray[Any]] = [

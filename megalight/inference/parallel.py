@@ -366,7 +366,18 @@ class ParallelGPT(nn.Module):
 
     def asking_replicas(self, number: int) -> Callable[[], int]:
         """Ask replicas with which this one shares experts for the largest number; return what waits for the answer."""
-        return (lambda: number) if self._coupling is None else self._coupling.asking(number)
+        if self._coupling is None:
+            return lambda: number
+        answer = self._coupling.asking([number])
+        return lambda: answer()[0]
+
+    def most_of_replicas(self, numbers: Sequence[int]) -> list[int]:
+        """Return the largest of each of some numbers of the replicas with which this one shares experts."""
+        return [*numbers] if self._coupling is None else self._coupling.asking(numbers)()
+
+    def every(self, flag: bool) -> bool:
+        """Return whether a flag is set on all ranks of this replica, and of those with which it shares experts."""
+        return not self.asking_replicas(1 - self.least(int(flag)))()
 
     def accompany(self) -> None:
         """Take part in another replica's forward pass with one dummy token."""

@@ -237,8 +237,9 @@ class PassesInFlight:
         results: Tensor | None = None
         hidden = graph = None
         following = [] if self._eagle is None else _following(counts, schedule)
-        if self.graphs is not None and not (plan.restored or scored):
-            results = self.graphs.run(slots, fresh, sampling, rows, following)
+        if self.graphs is not None:
+            recordable = not (plan.restored or scored)
+            results = self.graphs.run(slots, fresh, sampling, rows, following, recordable)
             hidden, graph = self.graphs.hidden, self.graphs.last
         if results is None and self._eagle is not None:
             results, hidden = self._run_drafted(slots, fresh, sampling, rows, following)
@@ -263,6 +264,13 @@ class PassesInFlight:
         launched = dimensions_of(fresh), graph, begun, perf_counter()
         self.flights.append(_PendingPass(requests, found_results, scored, step, guesses, hidden, launched))
         return True
+
+    def accompany(self) -> None:
+        """Take part in a pass of another replica, which needs the experts that this one holds."""
+        assert self._parallel is not None
+        if self.graphs is None or not self.graphs.accompany():
+            with evaluating(self._parallel):
+                self._parallel.accompany()
 
     def _there(self, places: tuple[list[int], list[int]]) -> tuple[Tensor, Tensor] | None:
         """Copy rows and labels to the device."""

@@ -84,19 +84,20 @@ class Coupling:
 
     def most(self, number: int) -> int:
         """Return the largest of the ranks' numbers."""
-        return self.asking(number)()
+        return self.asking([number])()[0]
 
-    def asking(self, number: int) -> Callable[[], int]:
-        """Ask for the largest of the ranks' numbers; return what waits for it."""
+    def asking(self, numbers: Sequence[int]) -> Callable[[], list[int]]:
+        """Ask for the largest of the ranks' values of each number; return what waits for the answer."""
         if self._group is None:
             # On the host, so that the number is known before any work is queued, and no GPU has to finish first.
             self._group = new_group(self.ranks, "counts", backend="gloo")
-        largest: Tensor = torch.tensor(number)
+        largest: Tensor = torch.tensor(numbers)
         work = dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
-        def answer() -> int:
+        def answer() -> list[int]:
             work.wait()
-            return int(largest)
+            found: list[int] = largest.tolist()
+            return found
 
         return answer
 

@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megalight.errors import ConfigurationError, LayoutError
-from megalight.nn.moe import Dispatcher, Grouped, aligned
+from megalight.nn.moe import Grouped, aligned
 from megalight.ops.common import apply, once_differentiable
 from megalight.ops.permute import Permutation, permutation, permute, unpermute
 from megalight.ops.router import Routes
 from megalight.parallel.expert import DISPATCHERS
 from megalight.parallel.expert.all_to_all import experts_of, spread
-from megalight.parallel.expert.dispatch import largest
+from megalight.parallel.expert.dispatch import ShardedDispatcher, largest
 from megalight.parallel.interleaved_passes import interleaving, pause
 from megalight.plugins.package import Package
 
@@ -36,11 +36,8 @@ if TYPE_CHECKING:
 PACKAGE = Package("deep_ep", "deep_ep", "build https://github.com/deepseek-ai/DeepEP for your torch and CUDA")
 
 
-class PackageDispatcher(Dispatcher):
+class PackageDispatcher(ShardedDispatcher):
     """A dispatcher that calls the package.
-
-    Args:
-        shared: the state that all parallel layers share.
 
     Attributes:
         name: the name of the dispatcher.
@@ -57,8 +54,7 @@ class PackageDispatcher(Dispatcher):
     pads = False
 
     def __init__(self, shared: Shared) -> None:
-        super().__init__()
-        self.shared = shared
+        super().__init__(shared)
         if (reason := self.why_not(len(shared.mesh.ranks("ep", "etp")))) is not None:
             raise LayoutError(
                 f"ExpertOptions: dispatcher={self.name!r} cannot serve: {reason}. Or set "

@@ -268,7 +268,7 @@ class EngineLoop:
             blocks=blocks.count,
             blocks_free=blocks.free,
             steps=self._steps,
-            graphed=sum(self.engine.graph_uses.values()),
+            graphed=self.engine.step_log.graphed,
             preempted=self._preempted,
             drafted=tuple(rounds.drafted),
             accepted=tuple(rounds.accepted),

@@ -73,7 +73,7 @@ def test_recorded_steps_read_the_tables_of_each_span(name: str, poison: None) ->
     for prompt in prompts:
         engine.add(prompt, max_new_tokens=20, sampling_params=GREEDY)
     found = engine.run()
-    assert sum(engine.graph_uses.values()) > 10
+    assert engine.step_log.graphed > 10
     expected = [generate(model, [prompt], max_new_tokens=20, temperature=0)[0] for prompt in prompts]
     assert [each.tokens for each in found.values()] == expected
 

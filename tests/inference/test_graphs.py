@@ -60,11 +60,11 @@ def test_completions_are_those_of_each_prompt_alone(name: str, dimensions: list[
         assert not tape.tapes
         engine.resume()
     assert graphs.dimensions == [each for each in dimensions if name not in RECURRENT or not each.prefill_req_count]
-    assert {*engine.graph_uses} <= {*graphs.dimensions}
-    prompts = sum(count for used, count in engine.graph_uses.items() if used.prefill_req_count)
+    assert {*engine.step_log.graph_uses} <= {*graphs.dimensions}
+    prompts = sum(count for used, count in engine.step_log.graph_uses.items() if used.prefill_req_count)
     assert prompts > 3 if name not in RECURRENT else not prompts
     if len(dimensions) > 2:
-        assert engine.graph_uses[D(5, 0, 5)] > 8
+        assert engine.step_log.graph_uses[D(5, 0, 5)] > 8
     assert engine.blocks.free == 20
 
 
@@ -121,7 +121,7 @@ def test_steps_with_guesses_are_recorded(name: str, eagle: bool, poison: None) -
             if turn == 12:
                 engine.suspend(keep_cache=True)
                 engine.resume()
-        return tokens_of(dict(sorted(found.items()))), watched.found, engine.graph_uses
+        return tokens_of(dict(sorted(found.items()))), watched.found, engine.step_log.graph_uses
 
     plain, guessed, _ = run(False)
     assert plain[:4] == expected
@@ -140,7 +140,7 @@ def test_a_step_that_cannot_be_recorded_runs_without(caplog: pytest.LogCaptureFi
         engine.add(prompt, max_new_tokens=9, sampling_params=SAMPLED, seed=11)
     assert all(len(tokens) == 9 for tokens in tokens_of(engine.run()))
     assert "cannot be recorded" in caplog.text
-    assert engine.graph_uses == {}
+    assert engine.step_log.graph_uses == {}
 
 
 def test_a_number_of_graphs_is_checked() -> None:
@@ -162,8 +162,8 @@ def test_steps_are_logged_with_their_dimensions_and_graphs(tmp_path: Path) -> No
     assert (first, second) == (vars(D(6, 3, 0)), vars(D(6, 1, 2)))
     assert sum(line["token_count"] for line in lines) == sum(map(len, PROMPTS)) + 4 * len(PROMPTS)
     graphs = [line["graph"] for line in lines if line["graph"] is not None]
-    assert graphs[-1] == {**vars(D(4, 0, 4)), "uses": engine.graph_uses[D(4, 0, 4)]}
-    assert len(graphs) == engine.step_log.graphed == sum(engine.graph_uses.values())
+    assert graphs[-1] == {**vars(D(4, 0, 4)), "uses": engine.step_log.graph_uses[D(4, 0, 4)]}
+    assert len(graphs) == engine.step_log.graphed
     assert all(line["seconds"] >= line["wait_seconds"] >= 0 for line in lines)
     assert engine.step_log.last is not None
     assert engine.step_log.last.seconds == pytest.approx(lines[-1]["seconds"], abs=1e-6)

@@ -57,7 +57,12 @@ TEMPERATURE, TOP_K = 0.7, 40
 
 
 def texts(
-    model: GPT | ParallelGPT, graphs: int, mixed: int, create: bool, speculator: Speculator | None = None
+    model: GPT | ParallelGPT,
+    graphs: int,
+    mixed: int,
+    create: bool,
+    speculator: Speculator | None = None,
+    count: int = len(PROMPTS),
 ) -> tuple[list[list[int]], dict[Any, int]]:
     engine = DynamicEngine(
         model,
@@ -70,11 +75,11 @@ def texts(
     )
     if create:
         engine.create_cuda_graphs()
-    for number, prompt in enumerate(PROMPTS):
+    for number, prompt in enumerate(PROMPTS[:count]):
         params = SamplingParams(temperature=0 if number % 2 else TEMPERATURE, top_k=TOP_K)
         engine.add(prompt, max_new_tokens=24, sampling_params=params, seed=number)
         engine.step()
-    return [each.tokens for each in engine.run().values()], engine.graph_uses
+    return [each.tokens for each in engine.run().values()], engine.step_log.graph_uses
 
 
 @torch.no_grad()
@@ -145,7 +150,8 @@ def test_steady_decode_with_sampling_is_one_replay(name: str) -> None:
         engine.add([5, 6, 7 + number], max_new_tokens=80, sampling_params=params, seed=number)
     for _ in range(4):
         engine.step()
-    before = engine.graph_uses
+    dimensions = InferenceBatchDimensions(16, 0, 16)
+    before = engine.step_log.graph_uses[dimensions]
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(20):
@@ -156,8 +162,7 @@ def test_steady_decode_with_sampling_is_one_replay(name: str) -> None:
     with torch.profiler.profile(activities=activities) as profile:
         for _ in range(20):
             engine.step()
-    dimensions = InferenceBatchDimensions(16, 0, 16)
-    assert engine.graph_uses == {**before, dimensions: before.get(dimensions, 0) + 40}
+    assert engine.step_log.graph_uses[dimensions] == before + 40
     launches = {event.key: event.count for event in profile.key_averages() if event.key.startswith("cuda")}
     assert launches["cudaGraphLaunch"] == 20
     # inputs to the device, and ids to the host
@@ -185,20 +190,50 @@ def test_garbage_is_collected_before_captures_where_asked(monkeypatch: pytest.Mo
     assert before < made <= collections[0] - before
 
 
-def _divided(graphs: int) -> Any:
-    model = megalight.parallelize(
-        build("llama").to("meta"), megalight.Layout(tensor_parallel=2), seed=3, fill=True, dtype=torch.bfloat16
-    )
-    return texts(ParallelGPT(model), graphs, 4, create=graphs > 0)
+LAYOUTS = {"tensor_parallel": "llama", "expert_parallel": "experts"}
+
+
+def _part(axis: str) -> ParallelGPT:
+    root, layout = build(LAYOUTS[axis]).to("meta"), megalight.Layout(**{axis: 2})
+    return ParallelGPT(megalight.parallelize(root, layout, seed=3, fill=True, dtype=torch.bfloat16))
+
+
+def _divided(axis: str, graphs: int) -> Any:
+    model = _part(axis)
+    # A replica that shares experts has fewer requests, and then takes part in the steps of the other.
+    count = 4 if model.mesh.rank("dp") else len(PROMPTS)
+    return texts(model, graphs, 4, create=graphs > 0, count=count)
+
+
+def _steady(axis: str) -> int:
+    engine = DynamicEngine(_part(axis), num_blocks=100, max_sequences=8)
+    engine.create_cuda_graphs()
+    for number in range(8):
+        engine.add([5, 6, 7 + number], max_new_tokens=60, sampling_params=SamplingParams(temperature=0.7), seed=number)
+    for _ in range(4):
+        engine.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(20):
+            engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    engine.run()
+    return engine.step_log.graph_uses[InferenceBatchDimensions(8, 0, 8)]
 
 
 def jobs(world: int) -> list[tuple[Any, tuple[Any, ...]]]:
-    return [(_divided, (graphs,)) for graphs in (0, 16)]
+    return [(_divided, (axis, graphs)) for axis in LAYOUTS for graphs in (0, 16)] + [
+        (_steady, (axis,)) for axis in LAYOUTS
+    ]
 
 
-def test_tensor_parallel_ranks_replay_together() -> None:
-    plain, uses = runs_of(jobs, 2).outcome((0,))
-    assert not uses
-    found, uses = runs_of(jobs, 2).outcome((16,))
-    assert sum(uses.values()) > 20
-    assert sum(each == other for each, other in zip(found, plain, strict=True)) >= 9
+@pytest.mark.parametrize("axis", list(LAYOUTS))
+def test_ranks_replay_together(axis: str) -> None:
+    model = build(LAYOUTS[axis])
+    initialize(model, 3, "model.")
+    for graphs in (0, 16):
+        found, uses = runs_of(jobs, 2).outcome((axis, graphs))
+        assert (sum(uses.values()) > 20) == (graphs > 0)
+        check_up_to_rounding(model, found)
+    assert runs_of(jobs, 2).outcome((axis,)) > 50

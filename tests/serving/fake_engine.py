@@ -29,7 +29,7 @@ class FakeEngine:
         self.blocks, self.draft_rounds = SimpleNamespace(count=0, free=0), DraftRounds()
         self._seconds = seconds
         self._running: dict[int, dict[str, Any]] = {}
-        self.graph_uses: dict[Any, int] = {}
+        self.step_log = SimpleNamespace(graphed=0)
 
     @property
     def running(self) -> int:

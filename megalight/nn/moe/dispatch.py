@@ -75,6 +75,10 @@ class Dispatcher(nn.Module, ABC):
     def connect(self) -> None:
         """Prepare before the first pass, and raise now if something is missing that shows only when processes run."""
 
+    def recorded(self) -> Dispatcher:
+        """Return a dispatcher for passes of few tokens that are recorded: no size follows from the routes."""
+        return self
+
     @abstractmethod
     def dispatch(
         self, hidden: Tensor, routes: Routes, num_experts: int, capacity: int | None = None

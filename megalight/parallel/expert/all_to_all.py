@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -14,16 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megalight.nn.moe import Dispatcher, Grouped, aligned
+from megalight.nn.moe import Grouped, aligned
 from megalight.nn.moe.dispatch import HostCounts
 from megalight.ops.common import apply, once_differentiable
 from megalight.ops.permute import Permutation, permutation, permute, unpermute
 from megalight.ops.router import Routes
-from megalight.parallel.expert.dispatch import DISPATCHERS
+from megalight.parallel.expert.dispatch import DISPATCHERS, ShardedDispatcher
 from megalight.parallel.interleaved_passes import interleaving, pause
-
-if TYPE_CHECKING:
-    from megalight.parallel.tensor.shared import Shared
 
 
 @dataclass(frozen=True)
@@ -159,19 +156,12 @@ class _Sent:
 
 
 @DISPATCHERS.register("all_to_all")
-class AllToAllDispatcher(Dispatcher):
+class AllToAllDispatcher(ShardedDispatcher):
     """Sends copies to the ranks along ``ep`` that hold their experts. Along ``etp`` all get the same copies.
 
     Each rank along ``etp`` returns its term of the output, and :meth:`combine` adds them up. Ranks may have different
     numbers of tokens, also none, but all must call it at the same time.
-
-    Args:
-        shared: the state that all parallel layers share.
     """
-
-    def __init__(self, shared: Shared) -> None:
-        super().__init__()
-        self.shared = shared
 
     def dispatch(
         self, hidden: Tensor, routes: Routes, num_experts: int, capacity: int | None = None

@@ -80,12 +80,8 @@ class ExpertOptions:
             raise LayoutError(f"ExpertOptions: num_sms={count}; it must be even, and at least 2.")
 
 
-@DISPATCHERS.register("all_gather")
-class AllGatherDispatcher(Dispatcher):
-    """Gathers tokens and routes over ``ep`` and ``etp``, and reduce-scatters the outputs of this rank's experts.
-
-    Ranks may have different numbers of tokens, also none, but all must call it at the same time. Memory and bytes grow
-    with the size of the group.
+class ShardedDispatcher(Dispatcher):
+    """Brings copies of tokens to experts on several ranks.
 
     Args:
         shared: the state that all parallel layers share.
@@ -94,6 +90,19 @@ class AllGatherDispatcher(Dispatcher):
     def __init__(self, shared: Shared) -> None:
         super().__init__()
         self.shared = shared
+
+    def recorded(self) -> Dispatcher:
+        """See :class:`Dispatcher`; all ranks bring the same number of tokens to it."""
+        return RecordedDispatcher(self.shared, self.alignment)
+
+
+@DISPATCHERS.register("all_gather")
+class AllGatherDispatcher(ShardedDispatcher):
+    """Gathers tokens and routes over ``ep`` and ``etp``, and reduce-scatters the outputs of this rank's experts.
+
+    Ranks may have different numbers of tokens, also none, but all must call it at the same time. Memory and bytes grow
+    with the size of the group.
+    """
 
     def dispatch(
         self, hidden: Tensor, routes: Routes, num_experts: int, capacity: int | None = None
@@ -130,6 +139,41 @@ class AllGatherDispatcher(Dispatcher):
         where, own = memo
         # Each rank has the terms of its experts for all tokens; the owner of a token gets their sum.
         return reduce_scatter(unpermute(outputs, where), self.shared.expert_group)[:own]
+
+
+class RecordedDispatcher(ShardedDispatcher):
+    """Gathers tokens and routes in one message, in passes that are recorded.
+
+    All ranks must bring the same number of tokens. Each has rows for all copies that its experts might get, and no
+    token is dropped.
+
+    Args:
+        alignment: see :class:`Dispatcher`.
+    """
+
+    def __init__(self, shared: Shared, alignment: int) -> None:
+        super().__init__(shared)
+        self.alignment = alignment
+
+    def dispatch(
+        self, hidden: Tensor, routes: Routes, num_experts: int, capacity: int | None = None
+    ) -> tuple[Grouped, Permutation]:
+        """Return the copies for this rank's experts. The host waits for nothing."""
+        group, parts = self.shared.expert_group, [routes.experts, routes.probs, hidden]
+        tokens = torch.cat([part.contiguous().view(torch.uint8) for part in parts], 1)
+        gathered = start_all_gather(tokens, group).wait()
+        found = torch.split(gathered, [part.shape[1] * part.itemsize for part in parts], 1)
+        experts, probs, everyone = (x.contiguous().view(part.dtype) for x, part in zip(found, parts, strict=True))
+        experts = torch.where(experts < 0, -1, experts - self.shared.mesh.rank("ep") * num_experts)
+        room = aligned(len(everyone), self.alignment) if self.bounded else None
+        where = permutation(experts, num_experts, alignment=self.alignment, capacity=room)
+        rows, weights = permute(everyone, where, probs)
+        assert weights is not None
+        return Grouped(rows, weights, where.offsets, None if room is None else [room] * num_experts), where
+
+    def combine(self, outputs: Tensor, memo: Permutation) -> Tensor:
+        """Add up the outputs over ranks."""
+        return reduce_scatter(unpermute(outputs, memo), self.shared.expert_group)
 
 
 def largest(group: ProcessGroup, device: torch.device, *numbers: int) -> list[int]:
