@@ -58,6 +58,28 @@ def layers_of(model: nn.Module, needed_by: str | None = None) -> dict[int, nn.Mo
     )
 
 
+PRETRAINED = "transformers.modeling_utils.PreTrainedModel"
+"""The base class of models of ``transformers``, by name: this needs no package."""
+LAYER = "transformers.modeling_layers.GradientCheckpointingLayer"
+"""The base class of their layers."""
+
+
+def stacks_of(model: nn.Module) -> list[dict[str, nn.Module]]:
+    """Return the layers of models of ``transformers`` in a module: for each list of them, name -> layer, in order."""
+    found: dict[str, dict[str, nn.Module]] = {}
+    inside = ""
+    for name, module in model.named_modules():
+        if is_a(module, LAYER) and not (inside and name.startswith(inside)):
+            found.setdefault(name.rpartition(".")[0], {})[name] = module
+            inside = f"{name}."
+    return list(found.values())
+
+
+def is_a(value: object, kind: str) -> bool:
+    """Return whether an object is of a class that is given by its full name."""
+    return any(f"{each.__module__}.{each.__qualname__}" == kind for each in type(value).__mro__)
+
+
 ALIASES = {
     "attn_norm": "attention_norm",
     "attn_proj": "attention.proj",

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from megalight.parallel.declared_plan import declared_rules, declares
+from megalight.parallel.layers import PRETRAINED, is_a
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.sequence_regions import with_sequence_regions
 from megalight.parallel.structural_plan import Rules, structural_rules
@@ -25,8 +26,6 @@ from megalight.registry import Registry
 
 PLANS: Registry[Callable[[Any], ParallelizePlan]] = Registry("parallel plan")
 """Full name of a model type -> the plan of a model of that type."""
-
-PRETRAINED = "transformers.modeling_utils.PreTrainedModel"
 
 
 def plan_for(model: nn.Module) -> ParallelizePlan | None:
@@ -69,9 +68,7 @@ def _registered(model: nn.Module) -> Callable[[Any], ParallelizePlan] | None:
 
 def is_transformers(model: nn.Module) -> bool:
     """Return whether a model is one of ``transformers``."""
-    return any(
-        f"{k.__module__}.{k.__qualname__}" == "transformers.modeling_utils.PreTrainedModel" for k in type(model).__mro__
-    )
+    return is_a(model, PRETRAINED)
 
 
 def transformers_plan(model: nn.Module) -> ParallelizePlan | None:

@@ -180,7 +180,7 @@ def check_lazy(root: nn.Module) -> None:
 
 
 def check_whole_models(root: nn.Module, mesh: ParallelMesh) -> None:
-    """Refuse models of a plain module that no rank can have a part of: compiled ones, and packed weights.
+    """Refuse models of a plain module that no rank can have a part of: compiled ones, packed weights, reentrant layers.
 
     Raises:
         ConfigurationError: names the model.
@@ -199,6 +199,16 @@ def check_whole_models(root: nn.Module, mesh: ParallelMesh) -> None:
             raise ConfigurationError(
                 f"{name} ({kind}) is quantized ({getattr(method, 'value', method)}), and {layout} divides weights, not "
                 "packed ones. Load the model without quantization_config, or set these degrees to 1."
+            )
+        given = getattr(getattr(model, "_gradient_checkpointing_func", None), "keywords", {})
+        if (
+            getattr(model, "gradient_checkpointing", False)
+            and given.get("use_reentrant")
+            and degrees.keys() & {"tp", "pp"}
+        ):
+            raise ConfigurationError(
+                f"{name} ({kind}) recomputes with use_reentrant=True, which {layout} does not serve. Call "
+                "gradient_checkpointing_enable() without it, or leave that out and give recompute to the strategy."
             )
 
 

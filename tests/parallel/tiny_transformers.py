@@ -6,7 +6,8 @@ import copy
 import math
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader
 from megalight.parallel.apply import parallelize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model_plans import plan_for
+from megalight.parallel.recompute import regions
 from megalight.strategies import MegatronStrategy
 from tests.parallel.gathering import gather_canonical, relative_error
 from tests.support.environment import trainer
@@ -101,16 +103,24 @@ class Plain(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def trained(family: str, options: dict[str, Any]) -> dict[str, float]:
+def trained(family: str, options: dict[str, Any], checkpointing: bool = False, **settings: Any) -> dict[str, float]:
     """Train two steps in a layout, as a user would.
+
+    Args:
+        family: name of the family.
+        options: of the strategy.
+        checkpointing: let the layers recompute themselves, as ``transformers`` does.
+        settings: of the model.
 
     Returns:
         how far the changes of the weights, thus gradients, and "loss" are from those of the plain model. Of ranks that
         see different samples, the mean of the losses is compared; stages before the last have none.
     """
     data = torch.randint(3, 96, (4, 8), generator=torch.Generator().manual_seed(1))
-    before = tiny(family)
+    before = tiny(family, **settings)
     whole, module = copy.deepcopy(before), Plain(copy.deepcopy(before))
+    if checkpointing:
+        module.net.gradient_checkpointing_enable(AGAIN)  # type: ignore[operator]
     # The default one ignores soft caps; the eager one of some families (Moshi) is not causal without a mask.
     if getattr(whole.config, "attn_logit_softcapping", None):
         whole.set_attn_implementation("eager")
@@ -119,7 +129,8 @@ def trained(family: str, options: dict[str, Any]) -> dict[str, float]:
     world = dist.get_world_size() if dist.is_initialized() else 1
     degrees = (options.get(f"{each}_parallel", 1) for each in ("tensor", "pipeline", "context"))
     replicas = world // math.prod(degrees)
-    runner.fit(module, DataLoader(data, batch_size=2 // replicas))
+    with mock.patch.object(regions, "checkpoint", partial(regions.checkpoint, context_fn=AGAIN["context_fn"])):
+        runner.fit(module, DataLoader(data, batch_size=2 // replicas))
     assert strategy.parallel_model is not None
     with strategy.parallel_model.full_parameters():
         named = {name: p.detach().clone() for name, p in module.named_parameters()}
@@ -186,6 +197,10 @@ def float64() -> Iterator[None]:
         mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
     ):
         yield
+
+
+AGAIN: dict[str, Any] = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), float64())}
+"""Lets layers that run again in the backward pass compute in float64 there, too."""
 
 
 def errors_of(family: str, sequence_parallel: bool = False, **settings: Any) -> dict[str, float]:

@@ -26,12 +26,11 @@ from megalight.nn import InnerAttention
 from megalight.nn.transformers_attention import Call, MaskPattern, calling, plain, why_not_packed
 from megalight.parallel.context.attention import ContextAttention, ContextOptions
 from megalight.parallel.context.spec import ContextGroups
+from megalight.parallel.layers import PRETRAINED, is_a
 from megalight.types import PackedSequences
 
 IGNORED = -100
 """Label without a loss, unless ``ignore_index`` names another."""
-PRETRAINED = "transformers.modeling_utils.PreTrainedModel"
-"""The base class of models of ``transformers``, by name: this needs no package."""
 REFUSED = ("past_key_values", "output_hidden_states", "output_attentions", "output_router_logits", "inputs_embeds")
 """Arguments of a call for which a share is not enough."""
 
@@ -126,8 +125,7 @@ def interfaces_of(root: nn.Module) -> list[str]:
     """Return the names of the models of ``transformers`` in a module, without those inside of others."""
     found: list[str] = []
     for name, module in root.named_modules():
-        foreign = any(f"{k.__module__}.{k.__name__}" == PRETRAINED for k in type(module).__mro__)
-        if foreign and not any(name.startswith(f"{outer}." if outer else "") for outer in found):
+        if is_a(module, PRETRAINED) and not any(name.startswith(f"{outer}." if outer else "") for outer in found):
             found.append(name)
     return found
 

@@ -16,7 +16,7 @@ from megalight.attachments import GATHER_HOOK
 from megalight.errors import ConfigurationError
 from megalight.ops.note import RecomputeRecipe, attach_recipe, recipe_of
 from megalight.parallel.interleaved_passes import uninterrupted
-from megalight.parallel.layers import Override
+from megalight.parallel.layers import Override, is_a
 from megalight.parallel.recompute.options import Layer
 
 
@@ -29,7 +29,18 @@ class RecomputeRegion(Override):
 
     def recomputed(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output, and keep only the inputs."""
-        return run_region(self.plain, self.draws(), args, kwargs)
+        return run_region(self.plain, self.draws(), *_without_caches(args, kwargs))
+
+
+CACHE = "transformers.cache_utils.Cache"
+
+
+def _without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Leave out caches of ``transformers``, which it fills in training, too: a second run would fill them twice."""
+    return (
+        tuple(None if is_a(arg, CACHE) else arg for arg in args),
+        {name: None if is_a(arg, CACHE) else arg for name, arg in kwargs.items()},
+    )
 
 
 def run_region(function: Callable[..., Any], draws: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -233,7 +244,7 @@ class Member(Override):
         if get_ident() in group.running:
             return self.plain(*args, **kwargs)
         if self.place == 0:
-            result = run_region(group.run, group.draws(), args, kwargs)
+            result = run_region(group.run, group.draws(), *_without_caches(args, kwargs))
             # The other members check that they get just this output: a model that does something between its layers
             # would otherwise skip it unnoticed.
             group.expected = (result, *args[1:]), kwargs

@@ -108,8 +108,13 @@ def _own(module: nn.Module, types: tuple[type[nn.Module], ...]) -> str | None:
         *module._backward_hooks.values(),
         *module._backward_pre_hooks.values(),
     ]
-    hooks += [hook for hook in module._forward_hooks.values() if hook is not adapter.added]
+    hooks += [hook for hook in module._forward_hooks.values() if hook is not adapter.added and not _marks(hook)]
     return "hooks" if hooks else None
+
+
+def _marks(hook: Any) -> bool:
+    """Whether a hook is that of ``transformers`` that reentrant checkpointing alone needs, which is refused."""
+    return getattr(hook, "__name__", "") == "make_inputs_require_grads"
 
 
 STYLES: Registry[type[Style]] = Registry("style")
