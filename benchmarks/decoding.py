@@ -2,6 +2,7 @@
 
     python benchmarks/decoding.py kernels RESULT.json    # checks, then GB/s of decode attention beside a copy
     python benchmarks/decoding.py models RESULT.json     # batch 1, 64 mixed requests, a long prompt
+    python benchmarks/decoding.py fp8 RESULT.json        # weights in bf16 and in FP8, one text and 64; kernels
     python benchmarks/decoding.py graphs RESULT.json     # requests at random with no, decode and all graphs; captures
     python benchmarks/decoding.py peers RESULT.json      # `transformers` on the same shape
     python benchmarks/decoding.py modules RESULT.json    # one of `transformers` (Qwen3-8B shape) on the engine
@@ -304,6 +305,91 @@ def steady(engine: Any, prompt: list[int], greedy: Any, count: int = 1) -> Row:
     return {f"step_ms_{count}": seconds * 1e3, f"replay_ms_{count}": replay * 1e3, f"fill_ms_{count}": host * 1e3}
 
 
+SHAPES_8B = {
+    "qkv": (6144, 4096, ""),
+    "o": (4096, 4096, ""),
+    "gate_up": (28672, 4096, "silu"),
+    "down": (4096, 14336, ""),
+}
+"""Linear layers of the 8B shape: rows and columns of the weight, and the activation at the end."""
+
+
+def weight_gb_per_s(tokens: int, block: int | None) -> Row:
+    """Return GB/s of products that read so many bytes of weights that no cache holds them, recorded as one graph.
+
+    Args:
+        tokens: number of tokens.
+        block: columns with one scale of weights in e4m3 (0: the row); None: bf16.
+    """
+    from megalight.ops.jit import overlapping
+    from megalight.ops.linear import linear, single_product
+    from megalight.ops.quantized_weight import store, stored_of
+
+    found: Row = {}
+    for name, (out, size, gate) in SHAPES_8B.items():
+        weights = []
+        for _ in range(-(-400_000_000 // (out * size * (2 if block is None else 1)))):
+            weight = torch.nn.Parameter(torch.randn(out, size, device="cuda").bfloat16() / 64, requires_grad=False)
+            if block is not None:
+                store(weight, "fp8", block or size)
+            weights.append(weight)
+        codes = stored_of(weights[0])
+        total = len(weights) * (weights[0].nbytes if codes is None else codes.nbytes)
+        x = torch.randn(tokens, size, device="cuda").bfloat16()
+        with torch.no_grad():
+
+            def run(weights: Any = weights, x: Any = x, gate: str = gate) -> None:
+                for weight in weights:
+                    single_product(x, weight, None, gate=gate) if tokens == 1 and gate else linear(x, weight)
+
+            run()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph), overlapping(x.device):
+                run()
+            found[name] = total / median(graph.replay, 10) / 1e9
+        del weights, graph
+        torch.cuda.empty_cache()
+    return found
+
+
+def fp8(arguments: argparse.Namespace) -> Row:
+    """Time one text and 64 with weights in bf16 and in FP8 (a scale for each row), and the kernels that read them."""
+    from megalight.inference import DynamicEngine, SamplingParams
+    from megalight.inference.fp8_weights import quantize_weights
+    from megalight.ops.linear import gemv
+
+    out: Row = {}
+    for tokens, block in ((1, None), (1, 0), (1, 128), (16, None), (16, 0), (64, None), (64, 0), (64, 128)):
+        out[f"gb_per_s {tokens} {'bf16' if block is None else block or 'row'}"] = weight_gb_per_s(tokens, block)
+    print(json.dumps(out, indent=1), flush=True)
+    own, best = (gemv.FP8_ROWS, gemv.FP8_COLUMNS, gemv.FP8_WARPS), {}
+    for form in ((4, (4096, 2048), 4), (4, (2048,), 4), (8, (2048,), 4), (8, (4096, 2048), 8), (2, (4096, 2048), 4)):
+        gemv.FP8_ROWS, gemv.FP8_COLUMNS, gemv.FP8_WARPS = form
+        best[str(form)] = weight_gb_per_s(1, 0)
+        print(form, best[str(form)], flush=True)
+    gemv.FP8_ROWS, gemv.FP8_COLUMNS, gemv.FP8_WARPS = own
+    model, greedy, prompt = llama(), SamplingParams(temperature=0), requests()[0][:128]
+    for name in ("bf16", "fp8"):
+        if name == "fp8":
+            quantize_weights(model)
+            torch.cuda.empty_cache()
+        row: Row = {"gib": torch.cuda.memory_allocated() / 2**30}
+        engine = DynamicEngine(model, num_blocks=2000, block_size=16, max_sequences=64, step_tokens=2048)
+        for count in (1, 64):
+            for turn in range(3):  # the first two compile kernels and record graphs; the second finds its prompts
+                for _ in range(count):
+                    engine.add(prompt, max_new_tokens=256 if turn == 2 else 8, sampling_params=greedy)
+                seconds, found = clock(engine.run)
+            row[f"tokens_per_s_{count}"] = sum(len(each.tokens) for each in found.values()) / seconds
+        del engine
+        out[name] = row
+        print(name, row, flush=True)
+    for count in (1, 64):
+        out[f"ratio_{count}"] = out["fp8"][f"tokens_per_s_{count}"] / out["bf16"][f"tokens_per_s_{count}"]
+    return out | {"forms": best}
+
+
 def arrive(engine: Any, count: int, seed: int) -> list[Any]:
     """Let requests come at random, one in about two steps; return the record of each step."""
     from megalight.inference import SamplingParams
@@ -535,14 +621,14 @@ def divided(arguments: argparse.Namespace) -> Row:
 def main() -> None:
     """Run a part and write its figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("kernels", "models", "graphs", "peers", "modules", "divided"))
+    parser.add_argument("part", choices=("kernels", "models", "fp8", "graphs", "peers", "modules", "divided"))
     parser.add_argument("result", type=Path)
     parser.add_argument("--package", type=Path, default=Path(__file__).resolve().parents[1])
     arguments = parser.parse_args()
     sys.path.insert(0, str(arguments.package))
     torch.manual_seed(0)
     parts = {"kernels": kernels, "models": models, "graphs": graphs, "peers": peers, "modules": modules}
-    parts["divided"] = divided
+    parts |= {"divided": divided, "fp8": fp8}
     found = parts[arguments.part](arguments)
     found |= {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none", "torch": torch.__version__}
     arguments.result.write_text(json.dumps(found, indent=1) + "\n")

@@ -24,6 +24,7 @@ from megalight.inference.passes import run_pass
 from megalight.inference.sampler import PassSampling, TokenCounts
 from megalight.inference.scheduler import Request
 from megalight.inference.speculator import EagleSpeculator
+from megalight.ops.quantized_weight import stored_of
 from megalight.parallel.host_memory import ManagedMemory, host_memory, prefetch
 from megalight.types import AttentionSpan
 
@@ -245,7 +246,12 @@ class ManagedPages:
 
 
 def _weights(model: nn.Module) -> list[Tensor]:
-    return [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.numel()]
+    """Return parameters and buffers; of a weight that is stored quantized, what has its values."""
+    found: list[Tensor] = []
+    for parameter in model.parameters():
+        stored = stored_of(parameter)
+        found += [parameter] if stored is None else stored.parts().values()
+    return [tensor for tensor in (*found, *model.buffers()) if tensor.numel()]
 
 
 def _storages(model: nn.Module) -> list[UntypedStorage]:

@@ -21,6 +21,7 @@ from megalight.data.tokenizer import Tokenizer
 from megalight.errors import CheckpointError, ConfigurationError, DataError, LayoutError, integer
 from megalight.inference.blocks import BLOCK_SIZE, blocks_at_once
 from megalight.inference.engine import DynamicEngine
+from megalight.inference.fp8_weights import check_quantization, quantize_loaded, quantize_weights
 from megalight.inference.generate import generate
 from megalight.inference.images import ImageFile, prepare_images
 from megalight.inference.parallel import GenerativeModel, ParallelGPT
@@ -60,6 +61,7 @@ def load_model(
     base: str | os.PathLike[str] | None = None,
     keys: Keys = "strict",
     adapter: str | None = None,
+    quantization: str = "none",
 ) -> GPT | HFModel:
     """Load the whole model of a checkpoint, saved in any layout, in evaluation mode.
 
@@ -73,6 +75,8 @@ def load_model(
             :func:`megalight.models.saved.whole_source`.
         adapter: name of the adapter that computes; :func:`~megalight.models.transforms.activate` changes it later.
             None: the one that was trained last.
+        quantization: which weights are stored in FP8: ``auto``: those that were published so; ``fp8``: all of linear
+            layers; ``none``: none.
 
     Raises:
         CheckpointError: the checkpoint is missing or incomplete, or does not describe its model.
@@ -81,12 +85,16 @@ def load_model(
     path = latest_checkpoint(path)
     if path.is_file():
         refuse_keys(keys, path)
+        check_quantization(quantization)
         known, model = single_file_model(path, device, dtype)
         _check_generates(known, path)
+        if quantization == "fp8":
+            quantize_weights(model)
         if adapter is not None:
             activate(model, adapter)
         return cast(GPT | HFModel, model.eval())
-    return cast(GPT | HFModel, _found(path, device, dtype, base, None, keys, adapter).root.eval())
+    found = _found(path, device, dtype, base, None, keys, adapter, quantization)
+    return cast(GPT | HFModel, found.root.eval())
 
 
 def load_divided(
@@ -97,13 +105,14 @@ def load_divided(
     base: str | os.PathLike[str] | None = None,
     keys: Keys = "strict",
     adapter: str | None = None,
+    quantization: str = "none",
 ) -> ParallelGPT:
     """Load the model of a checkpoint, divided over ranks, in evaluation mode. All of them call this together.
 
     Args:
         path: the checkpoint, a run's folder (its newest checkpoint), or a ``transformers`` folder.
         mesh: the ranks.
-        device, dtype, base, keys, adapter: see :func:`load_model`.
+        device, dtype, base, keys, adapter, quantization: see :func:`load_model`.
 
     Raises:
         LayoutError: the model cannot be divided so, or is in a single file.
@@ -112,7 +121,7 @@ def load_divided(
     path = latest_checkpoint(path)
     if path.is_file():
         raise LayoutError(f"{path} is a single file, which one process reads; leave out the layout.")
-    return ParallelGPT(_found(path, device, dtype, base, mesh, keys, adapter).eval())
+    return ParallelGPT(_found(path, device, dtype, base, mesh, keys, adapter, quantization).eval())
 
 
 def _found(
@@ -123,7 +132,9 @@ def _found(
     mesh: ParallelMesh | None,
     keys: Keys,
     adapter: str | None,
+    quantization: str,
 ) -> ParallelModel:
+    check_quantization(quantization)
     opened = None if is_folder(path) else checkpoint.open(path)
     known = family_of_transformers(read_config(path)) if opened is None else family(description(opened)["family"])
     _check_generates(known, path)
@@ -134,6 +145,8 @@ def _found(
         raise ConfigurationError(f"{path} is a folder of transformers, which has no adapter {adapter!r}; leave it out.")
     else:
         found = transformers_model(path, device, dtype, mesh, keys)
+    if quantization != "none":
+        quantize_loaded(found, path if opened is None else None, quantization, mesh is not None)
     if isinstance(found.root, HFModel):
         fuse(found.root)
     return found
@@ -177,6 +190,7 @@ class TextGenerator:
         mesh: ParallelMesh | None = None,
         keys: Keys = "strict",
         adapter: str | None = None,
+        quantization: str = "none",
     ) -> TextGenerator:
         """Load model and tokenizer from one folder.
 
@@ -192,7 +206,7 @@ class TextGenerator:
             base: see :func:`load_model`.
             mesh: the ranks over which the model is divided, which all make the same calls; see :func:`load_divided`.
                 None: this process holds it whole.
-            keys, adapter: see :func:`load_model`.
+            keys, adapter, quantization: see :func:`load_model`.
 
         Raises:
             CheckpointError: the checkpoint is missing or incomplete, or has no model or tokenizer.
@@ -201,7 +215,7 @@ class TextGenerator:
         # Before the weights: a missing tokenizer is then found at once.
         path = latest_checkpoint(path)
         found = Tokenizer.load(tokenizer) if tokenizer else tokenizer_of(path)
-        options = device, dtype, base, keys, adapter
+        options = device, dtype, base, keys, adapter, quantization
         model = load_model(path, *options) if mesh is None else load_divided(path, mesh, *options)
         if found.vocab_size > model.config.vocab_size:
             raise DataError(

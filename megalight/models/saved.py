@@ -26,7 +26,7 @@ from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.config import compare as compare_configs
 from megalight.models.family import Family, WeightConversion, family, family_of_transformers, warn_of_differences
 from megalight.models.gpt.config import GPTConfig, MultiTokenConfig
-from megalight.models.hugging_face.folder import COMPANIONS, LENIENT, UNREAD, companions, unread
+from megalight.models.hugging_face.folder import COMPANIONS, LENIENT, UNREAD, Folder, companions, unread
 from megalight.models.transforms import activate, rebuild
 from megalight.nn.canonical import canonical_tensors, parts
 from megalight.nn.init import Initializer, draw, initializers
@@ -301,6 +301,17 @@ def whole_source(folder: str | os.PathLike[str], known: Family, config: Any, key
     with alone() as group:
         compare(Ranks(group), where, source.tensors, shapes, strict=True, prefix=PREFIX, label=label, lenient=LENIENT)
     return source
+
+
+def fp8_scales(folder: str | os.PathLike[str]) -> Folder:
+    """Return the scales of the weights that a ``transformers`` folder holds in FP8, by canonical name.
+
+    Raises:
+        CheckpointError: a file is missing or incomplete.
+    """
+    known = family_of_transformers(read_config(folder))
+    config = initial_config(folder, known)
+    return _weights(known).source(folder, config, PREFIX, strict=False).scales()
 
 
 def shapes_of(folder: str | os.PathLike[str]) -> Iterator[Sequence[int]]:

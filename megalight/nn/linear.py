@@ -73,7 +73,7 @@ def takes_single(layer: nn.Module, x: Tensor) -> bool:
     if type(layer) is not Linear or layer.adapter is not None or layer._forward_hooks or layer._forward_pre_hooks:
         return False
     state = known_state(layer.weight)
-    plain = state is None or (state.main_grad is None and state.precision is None and state.stored is None)
+    plain = state is None or (state.main_grad is None and state.precision is None)
     return plain and takes_gemv(x, layer.weight)
 
 

@@ -1,16 +1,19 @@
-"""Frozen weights stored quantized: QLoRA (https://arxiv.org/abs/2305.14314).
+"""Frozen weights stored quantized: QLoRA (https://arxiv.org/abs/2305.14314), and generation.
 
 A weight ``[out, in]`` is cut into blocks of features along each row. Each block has one scale, and each element a code:
 
 - ``int8``: ``w = scale * data``, data from -127 to 127, the scale is the block's largest magnitude / 127;
 - ``nf4``: ``w = scale * LEVELS[data]``, two values in a byte, the scale is the block's largest magnitude. The
   levels are quantiles of a normal distribution, as in the paper;
+- ``fp8``: ``w = scale * data``, data in e4m3, float32 scales: the block's largest magnitude / 448, or those that come
+  with published weights. A block may be the whole row;
 - ``nvfp4``: ``w = second * scale * E2M1[data]``, two values in a byte, blocks of 16. Scales are FP8 (E4M3),
   and ``second`` is one float32 for the weight, so that the largest scale is 448. Values are those of ModelOpt's
   ``NVFP4QTensor``.
 
 Other scales have the weight's own dtype, and quantized values are chosen for the rounded scale. Products read the
-decoded weight, which exists for one product at a time. Gradients go through it to the input, and the weight has none.
+decoded weight, which exists for one product at a time; few tokens of inference read ``fp8`` itself
+(:mod:`megalight.ops.linear.weight_only`). Gradients go through it to the input, and the weight has none.
 """
 
 from __future__ import annotations
@@ -23,9 +26,10 @@ import torch
 from torch import Tensor
 
 from megalight.errors import ConfigurationError, MegalightError
-from megalight.ops.common import serve_all, triton_why_not
+from megalight.ops.common import fp8_why_not, serve_all, triton_why_not
 from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
 from megalight.ops.parameter import ParameterState, state_of
+from megalight.ops.quantize.formats import LARGEST, to_fp8
 from megalight.registry import Backend, BackendRegistry, remembered
 
 LEVELS = (
@@ -45,6 +49,8 @@ def reference_decode(data: Tensor, scales: Tensor, form: str, dtype: torch.dtype
     if form == "int8":
         # One pass over memory: the product reads quantized values and writes weights.
         found = torch.mul(data, scales[..., None])
+    elif form == "fp8":
+        found = data.to(scales.dtype) * scales[..., None]
     else:
         # A byte is looked up once, for both of its quantized values.
         found = _pairs(form, scales.dtype, data.device)[data.int()].flatten(-2).mul_(scales[..., None])
@@ -95,7 +101,7 @@ def _decode(
 
 def triton_decode(data: Tensor, scales: Tensor, form: str, dtype: torch.dtype) -> Tensor:
     """See :func:`megalight.ops.quantized_weight.decode`."""
-    halves = form != "int8"
+    halves = form not in WHOLE_BYTES
     features = data.shape[2] * (2 if halves else 1)
     out = torch.empty(data.shape[0], data.shape[1] * features, dtype=dtype, device=data.device)
     _decode[(cdiv(out.numel(), BLOCK),)](
@@ -112,17 +118,20 @@ def triton_decode(data: Tensor, scales: Tensor, form: str, dtype: torch.dtype) -
     return out
 
 
-FORMATS = ("int8", "nf4", "nvfp4")
+FORMATS = ("int8", "nf4", "fp8", "nvfp4")
+WHOLE_BYTES = ("int8", "fp8")
+"""Formats with a byte for each value."""
 NVFP4_BLOCK = 16
 NVFP4_SCALES = 2.0**-9, 448.0
 """Smallest and largest scale of a block in FP8."""
 
 
 class DequantizeSpec(NamedTuple):
-    """A request to decode: device type, dtype of the scales."""
+    """A request to decode: device type, dtype of the scales, and whether values are of e4m3."""
 
     device: str
     dtype: torch.dtype
+    fp8: bool = False
 
 
 Decode: TypeAlias = Callable[[Tensor, Tensor, str, torch.dtype], Tensor]
@@ -132,7 +141,7 @@ EXAMPLE = DequantizeSpec("cpu", torch.bfloat16)
 
 
 def _triton_why_not(spec: DequantizeSpec) -> str | None:
-    return triton_why_not(spec.device, spec.dtype)
+    return triton_why_not(spec.device, spec.dtype) or (fp8_why_not(spec.device) if spec.fp8 else None)
 
 
 DECODE.register(Backend("triton", triton_decode, 20, _triton_why_not))
@@ -148,13 +157,14 @@ def decode(data: Tensor, scales: Tensor, form: str, dtype: torch.dtype | None = 
     """Return the weight ``[out, in]`` of quantized values.
 
     Args:
-        data: ``[out, in / block, block]`` int8 for ``int8``; ``[out, in / block, block / 2]`` uint8 for the others.
+        data: ``[out, in / block, block]`` int8 or e4m3; ``[out, in / block, block / 2]`` uint8 for formats of 4 bits.
         scales: ``[out, in / block]``.
         form: one of the formats.
         dtype: of the weight; None: that of the scales.
         backend: name of a backend.
     """
-    return _choose(DequantizeSpec(data.device.type, scales.dtype), backend)(data, scales, form, dtype or scales.dtype)
+    spec = DequantizeSpec(data.device.type, scales.dtype, form == "fp8")
+    return _choose(spec, backend)(data, scales, form, dtype or scales.dtype)
 
 
 class QuantizedWeight:
@@ -166,6 +176,9 @@ class QuantizedWeight:
         block: number of features with one scale; it divides ``in``.
         largest: for ``nvfp4``: the largest magnitude, 0-dim, or ``[E]`` for a stack, if ranks hold parts of the
             weight; None: that of ``weight``.
+        scales: for ``fp8``: ``[out, in / block]``, of a stack ``[E out, in / block]``, those of weights that were
+            published so; what they multiply comes back unchanged, also from weights that were rounded to bfloat16.
+            None: by the largest magnitudes.
 
     Attributes:
         away: they have no memory now: other units use it, and this rank keeps a shard of them.
@@ -174,7 +187,9 @@ class QuantizedWeight:
         ConfigurationError: the block does not divide the features, or the format is unknown.
     """
 
-    def __init__(self, weight: Tensor, form: str, block: int, largest: Tensor | None = None) -> None:
+    def __init__(
+        self, weight: Tensor, form: str, block: int, largest: Tensor | None = None, scales: Tensor | None = None
+    ) -> None:
         check(weight.shape[-1], form, block)
         self.form, self.shape, self.dtype = form, weight.shape, weight.dtype
         self.second: Tensor | None = None
@@ -184,6 +199,13 @@ class QuantizedWeight:
             return
         # matrices of a stack one below the other
         blocks = weight.detach().reshape(weight.shape[:-1].numel(), -1, block)
+        if form == "fp8":
+            if scales is None:
+                largest = blocks.abs().amax(-1).float()
+                scales = torch.where(largest > 0, largest, torch.ones_like(largest)) / LARGEST["e4m3"]
+            self.scales = scales
+            self.data = to_fp8(blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)[..., None], "e4m3")
+            return
         largest = blocks.abs().amax(-1)
         wide = torch.promote_types(weight.dtype, torch.float32)
         # A block of zeros has any scale: its quantized values are 0.
@@ -283,9 +305,11 @@ def check(features: int, form: str, block: int) -> None:
         )
 
 
-def store(weight: Tensor, form: str, block: int, largest: Tensor | None = None) -> QuantizedWeight:
+def store(
+    weight: Tensor, form: str, block: int, largest: Tensor | None = None, scales: Tensor | None = None
+) -> QuantizedWeight:
     """Store a frozen parameter quantized, and free its own memory; it keeps shape and dtype, and reads NaN."""
-    data = QuantizedWeight(weight, form, block, largest)
+    data = QuantizedWeight(weight, form, block, largest, scales)
     state_of(weight).stored = data
     # Strides of 0: one element serves the whole shape.
     weight.data = weight.new_full((1,) * weight.ndim, torch.nan).expand(weight.shape)

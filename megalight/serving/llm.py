@@ -248,6 +248,8 @@ class LLM:
         device: None: a GPU if there is one.
         dtype: dtype of the weights. None keeps the saved dtype.
         base: the weights that training began with, for a checkpoint of adapters.
+        quantization: ``auto``: weights that were published in FP8 stay so; ``fp8``: those of all linear layers are
+            stored in FP8; ``none``: all are widened.
         cache_tokens, max_sequences, step_tokens, kv_cache_dtype, draft, guesses: see :class:`EngineOptions`.
 
     Raises:
@@ -264,6 +266,7 @@ class LLM:
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
         base: str | os.PathLike[str] | None = None,
+        quantization: str = "auto",
         cache_tokens: int | None = None,
         max_sequences: int = 64,
         step_tokens: int = 512,
@@ -286,6 +289,7 @@ class LLM:
             tokenizer=tokenizer,
             dtype=dtype,
             base=base,
+            quantization=quantization,
         )
         self._trained: InferenceModel | None = None
         self._ids = itertools.count()
@@ -598,6 +602,7 @@ class AsyncLLM(AsyncClient):
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
         base: str | os.PathLike[str] | None = None,
+        quantization: str = "auto",
         cache_tokens: int | None = None,
         max_sequences: int = 64,
         step_tokens: int = 512,
@@ -621,6 +626,7 @@ class AsyncLLM(AsyncClient):
             tokenizer=tokenizer,
             dtype=dtype,
             base=base,
+            quantization=quantization,
         )
         self._serve(served)
 

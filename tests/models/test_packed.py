@@ -159,7 +159,7 @@ def test_a_model_in_fp8_is_read_like_its_widened_one(tmp_path: Path) -> None:
         (
             {"a.weight": torch.zeros(4, 4).to(torch.float8_e4m3fn), "a.weight_scale_inv": torch.zeros(2, 1)},
             {},
-            r"shape \[2, 1\]; \[1, 1\] is expected for \[4, 4\] in blocks of \[128, 128\]",
+            r"float32 \[2, 1\]; float \[1, 1\] is expected for \[4, 4\] in blocks of \[128, 128\]",
         ),
         *(
             (

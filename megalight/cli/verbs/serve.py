@@ -73,6 +73,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--adapter", help="which adapter computes, for a checkpoint of several (default: the last one)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
     parser.add_argument(
+        "--quantization",
+        choices=("auto", "fp8", "none"),
+        default="auto",
+        help="fp8: weights take a byte each; auto: those that were published so (default); none: all are widened",
+    )
+    parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="dtype of the weights (default: as saved)"
     )
 
@@ -139,6 +145,7 @@ def run(arguments: argparse.Namespace) -> int:
         "dtype": getattr(torch, arguments.dtype) if arguments.dtype else None,
         "keys": arguments.weights_keys,
         "adapter": arguments.adapter,
+        "quantization": arguments.quantization,
     }
     llm: AsyncClient
     if coordinated:

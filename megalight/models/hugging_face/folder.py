@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from copy import copy
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -29,7 +30,14 @@ from megalight.checkpoint.foreign.transformers_folder import (
 from megalight.checkpoint.loading import compare
 from megalight.checkpoint.ranks import Ranks
 from megalight.errors import CheckpointError
-from megalight.models.hugging_face.quantized_weights import Open, PlainTensor, StoredTensor, stored
+from megalight.models.hugging_face.quantized_weights import (
+    BlockScaled,
+    Open,
+    PlainTensor,
+    StoredTensor,
+    quantization_of,
+    stored,
+)
 from megalight.models.hugging_face.weights import TensorMapping, WeightMap
 from megalight.parallel.source import FillReport, Target
 
@@ -122,7 +130,7 @@ class Folder:
         self._total = sum(entry.nbytes for _, entry in entries.values())
         self.tensors: dict[str, FolderTensor] = {}
         # Packed weights appear here under the name and the shape of what they stand for.
-        tensors = stored(entries, json_of(self.path / CONFIG) if is_folder(path) else {}, str(self.path))
+        tensors = stored(entries, quantization_of(self.path) if is_folder(path) else {}, str(self.path))
         unknown: list[str] = []
         try:
             places = weights.ours(tensors, None if strict else unknown)
@@ -134,6 +142,17 @@ class Folder:
             self.tensors[prefix + name] = FolderTensor(theirs.shape(found.shape), found.dtype, found, theirs)
         self._check_fused()
         self._check_copies(tensors)
+
+    def scales(self) -> Folder:
+        """Return the scales of weights in FP8 as a source: ``[out, n]`` for a weight with ``n`` of them in each row."""
+        found = copy(self)
+        found.tensors = {
+            name: FolderTensor(kept.place.shape(scales.shape), scales.dtype, scales, kept.place)
+            for name, kept in self.tensors.items()
+            if isinstance(kept.stored, BlockScaled) and not kept.place.transposed
+            if (scales := kept.stored.of_rows) is not None
+        }
+        return found
 
     def fill(
         self,

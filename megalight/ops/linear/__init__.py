@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalight.ops.common import HALF, apply, lazy, once_differentiable, triton_why_not
+from megalight.ops.common import HALF, apply, fp8_why_not, lazy, once_differentiable, triton_why_not
 from megalight.ops.linear import aligned, weight_gradient
 from megalight.ops.linear.low_precision import LowPrecision, precision_of
 from megalight.ops.linear.weight_gradient import queue_for
 from megalight.ops.note import recipe_of, save_cast, save_input, saved_input
 from megalight.ops.parameter import ParameterState, main_grad_of, may_hide, state_of
 from megalight.ops.quantize import Quantized
-from megalight.ops.quantized_weight import readable
+from megalight.ops.quantized_weight import QuantizedWeight, readable, stored_of
 from megalight.ops.sum_rows import sum_rows
 from megalight.registry import BackendRegistry
 
@@ -40,6 +40,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if precision is not None and not torch.is_grad_enabled():
         # No backward will come: cast only what the forward product needs.
         return precision.product(x, weight, bias)
+    if state is not None and state.stored is not None and not torch.is_grad_enabled():
+        return _of_quantized(x, weight, bias, state.stored)
     own = state is not None and (state.main_grad is not None or precision is not None or state.stored is not None)
     # The plain case goes to torch, whose autograd is written in C++ and keeps fewer things on the host.
     if not own and recipe_of(x) is None and main_grad_of(bias) is None:
@@ -54,15 +56,47 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out
 
 
+FEW = 64
+"""Tokens up to which a weight in e4m3 is not decoded before its product."""
+
+
+def _of_quantized(x: Tensor, weight: Tensor, bias: Tensor | None, stored: QuantizedWeight) -> Tensor:
+    """``x [..., in]`` times a quantized weight, without a graph."""
+    if x.numel() <= FEW * x.shape[-1] and x.numel() and _reads_fp8(x, weight, stored):
+        y: Tensor = few_tokens_product(x, weight, bias)
+        return y
+    return product(x, stored.values(), bias)
+
+
+def _reads_fp8(x: Tensor, weight: Tensor, stored: QuantizedWeight) -> bool:
+    """Return whether kernels read these values themselves."""
+    block = stored.data.shape[-1]
+    return (
+        stored.form == "fp8"
+        and not stored.away
+        and weight.shape[1] % 16 == 0  # rows begin at multiples of 16 bytes
+        and (block == weight.shape[1] or block in (32, 64, 128, 256, 512))
+        and _takes_half(x, weight)
+        and fp8_why_not("cuda") is None
+    )
+
+
 def takes_gemv(x: Tensor, weight: Tensor) -> bool:
     """Return whether ``x`` is a single token for which the kernel of ``ops/linear/gemv.py`` is made."""
+    if x.numel() != weight.shape[1]:
+        return False
+    state: ParameterState | None = getattr(weight, "megalight", None)
+    if state is not None and state.stored is not None:
+        return _reads_fp8(x, weight, state.stored)
+    # rows begin at multiples of 16 bytes
+    return weight.is_contiguous() and not weight.shape[1] % 8 and _takes_half(x, weight)
+
+
+def _takes_half(x: Tensor, weight: Tensor) -> bool:
     return (
         x.is_cuda
-        and x.numel() == weight.shape[1]
         and weight.dtype in HALF
         and x.dtype == weight.dtype
-        and weight.is_contiguous()
-        and not weight.shape[1] % 8  # rows begin at multiples of 16 bytes
         and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled("cuda")
         and triton_why_not("cuda") is None
@@ -70,6 +104,7 @@ def takes_gemv(x: Tensor, weight: Tensor) -> bool:
 
 
 single_product = lazy("megalight.ops.linear.gemv", "gemv")
+few_tokens_product = lazy("megalight.ops.linear.weight_only", "weight_only_product")
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -79,7 +114,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None =
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
     if (precision := precision_of(weight)) is not None:
         return precision.product(x, weight, bias)
-    weight = readable(weight)
+    if (stored := stored_of(weight)) is not None:
+        return _of_quantized(x, weight, bias, stored)
     odd = (weight.shape[0] | weight.shape[1]) % aligned.MULTIPLE and aligned.pays(weight, weight.shape)
     return aligned.product(x, weight, bias) if odd else F.linear(x, weight, bias)
 
