@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,11 @@ class Linear(nn.Module):
         y = linear(x, self.weight, self.bias)
         return y if self.adapter is None else self.adapter(x, y, self.weight, self.bias)
 
+    @property
+    def is_product(self) -> bool:
+        """Whether the output is ``x W^T + b``, and not what a subclass makes of it."""
+        return type(self) is Linear
+
     def canonical_parts(self, path: str, local: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the sections; each name replaces the layer's name. See :mod:`megalight.nn.canonical`."""
         return section_parts(self.sections, path, local, tuple(getattr(self, local).shape))
@@ -70,11 +75,14 @@ class Linear(nn.Module):
 
 def takes_single(layer: nn.Module, x: Tensor) -> bool:
     """Return whether a layer is a plain product that the kernel of single tokens computes: see ``takes_gemv``."""
-    if type(layer) is not Linear or layer.adapter is not None or layer._forward_hooks or layer._forward_pre_hooks:
+    found: Any = layer
+    if not getattr(layer, "is_product", False) or found.adapter is not None:
         return False
-    state = known_state(layer.weight)
+    if layer._forward_hooks or layer._forward_pre_hooks:
+        return False
+    state = known_state(found.weight)
     plain = state is None or (state.main_grad is None and state.precision is None)
-    return plain and takes_gemv(x, layer.weight)
+    return plain and takes_gemv(x, found.weight)
 
 
 class Fusion(NamedTuple):

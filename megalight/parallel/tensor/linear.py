@@ -76,6 +76,12 @@ class ColumnLinear(nn.Module):
         y = y if self.adapter is None else self.adapter(x, y, self.weight, self.bias)
         return join(y, self.shared.group, y.dim() - 1) if self.gather_output else y
 
+    @property
+    def is_product(self) -> bool:
+        """Whether the output is ``x W^T + b`` of this rank's weight alone, without a gradient."""
+        whole = self.shared.group is None or self.shared.tokens(self.tokens) != "share"
+        return type(self) is ColumnLinear and whole and not self.gather_output
+
     def extra_repr(self) -> str:
         """Return the local shape and the number of ranks, for printing."""
         return f"{self.in_features} -> {self.out_features} x {self.shared.mesh.tp}, bias={self.bias is not None}"
@@ -86,8 +92,9 @@ def column_linear(
 ) -> Tensor:
     """Apply a column-parallel linear layer, as a function."""
     tokens = shared.tokens(planned)
-    # One rank, or a `Boundary` above has gathered the tokens and sums their gradient: nothing to communicate.
-    if shared.group is None or tokens == "gathered":
+    # One rank, or a `Boundary` above has gathered the tokens and sums their gradient: nothing to communicate. Neither
+    # is there where all ranks hold the tokens and no gradient is due.
+    if shared.group is None or tokens == "gathered" or (tokens == "whole" and not torch.is_grad_enabled()):
         return linear(x, weight, bias)
     overlap, dim, keep = shared.overlap(name, x, weight), shared.sequence_dim, shared.tensor.keep_gathered
     if tokens == "whole":
@@ -227,7 +234,10 @@ class RowLinear(nn.Module):
         shared = self.shared
         if shared.group is None:
             return linear(x, self.weight, self.bias)
-        if self.adapter is None:
+        few = None if self._scatters else shared.of_few(self, x, self.out_features)
+        if few is not None and self.adapter is None:
+            y = few(linear(x, self.weight))
+        elif self.adapter is None:
             y = row_sum(x, self.weight, shared, self.scatter_output, self.name)
         else:
             y = self._adapted_sum(x, self.adapter)
@@ -238,9 +248,13 @@ class RowLinear(nn.Module):
         """Sum layer and adapter with one collective: this rank adds one term to ``x W^T`` and one to ``x A^T B^T``."""
         shared = self.shared
         y = adapter(x, linear(x, self.weight), self.weight)
-        if shared.sequence_parallel and self.scatter_output:
+        if self._scatters:
             return reduce_scatter(y, shared.group, shared.sequence_dim)
         return all_reduce(y, shared.group)
+
+    @property
+    def _scatters(self) -> bool:
+        return self.shared.sequence_parallel and self.scatter_output
 
     def extra_repr(self) -> str:
         """Return the local shape and the number of ranks, for printing."""

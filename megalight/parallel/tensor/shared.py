@@ -23,6 +23,7 @@ from megalight.parallel.expert.dispatch import ExpertOptions
 from megalight.parallel.expert.token_pool import EqualTokens
 from megalight.parallel.groups import check_max_ctas, new_group, shared_group
 from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.peers.one_shot import OneShotAllReduce, one_shot
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.tensor.overlap import spec, symmetric
 from megalight.parallel.tensor.overlap.pipelined import Messages, Pipelined, pieces_why_not
@@ -190,6 +191,20 @@ class Shared:
         share the group; it is made on first use, by all ranks.
         """
         return shared_group(self.mesh.ranks("ep", "etp"), "numbers of rows", max_ctas=COUNTS_MAX_CTAS)
+
+    def of_few(self, layer: nn.Module, x: Tensor, features: int) -> OneShotAllReduce | None:
+        """Return the all-reduce over ``tp`` that a layer may use for so few tokens, each with so many features.
+
+        None in training, for more tokens than it takes, and where the GPUs do not reach each other's memory.
+        """
+        if layer.training or torch.is_grad_enabled() or not x.is_cuda or torch.compiler.is_compiling():
+            return None
+        way = self._one_shot
+        return way if way is not None and way.takes(len(x) * features, x.dtype) else None
+
+    @cached_property
+    def _one_shot(self) -> OneShotAllReduce | None:
+        return one_shot(self.tp_group)
 
     def overlap(self, name: str, x: Tensor, weight: Tensor) -> Overlap:
         """Return the overlap backend for the split layer ``name`` and inputs like ``x``.
