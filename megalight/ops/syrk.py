@@ -52,6 +52,7 @@ def _syrk(
     alpha: Value,
     beta: Value,
     ADD: constexpr,
+    TALL: constexpr,
     ROWS: constexpr,
     COLUMNS: constexpr,
     DEPTH: constexpr,
@@ -68,9 +69,14 @@ def _syrk(
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     # TMA reads zeros beyond the last feature. Rows beyond the matrix are those of the next one: they are not stored.
     for start in range(0, depth, DEPTH):
-        a = rows_of.load([matrix * size + row, start])
-        b = columns_of.load([matrix * size + column, start])
-        total = tl.dot(a, b.T, total)
+        if TALL:
+            a = rows_of.load([matrix * depth + start, row])
+            b = columns_of.load([matrix * depth + start, column])
+            total = tl.dot(a.T, b, total)
+        else:
+            a = rows_of.load([matrix * size + row, start])
+            b = columns_of.load([matrix * size + column, start])
+            total = tl.dot(a, b.T, total)
     total *= alpha
     row_index, column_index = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
     known = (row_index < size)[:, None] & (column_index < size)[None, :]
@@ -95,13 +101,19 @@ def triton_syrk(x: Tensor, c: Tensor | None, alpha: float, beta: float, tile: di
     out = x.new_empty(batch, size, size)
     if not out.numel():
         return out
-    x = functional.pad(x, (0, -depth % ALIGNED)).contiguous()
-    flat, depth = x.view(batch * size, -1), x.shape[2]
     described = require("triton.tools.tensor_descriptor", "a Triton kernel").TensorDescriptor.from_tensor
+    # The transpose of a contiguous matrix is read as it lies, where no block reaches into the next matrix.
+    tall = not x.is_contiguous() and x.mT.is_contiguous() and not depth % tile["DEPTH"] and not size % ALIGNED
+    if tall:
+        flat = x.mT.reshape(batch * depth, size)
+        blocks = [tile["DEPTH"], tile["ROWS"]], [tile["DEPTH"], tile["COLUMNS"]]
+    else:
+        x = functional.pad(x, (0, -depth % ALIGNED)).contiguous()
+        flat, depth = x.view(batch * size, -1), x.shape[2]
+        blocks = [tile["ROWS"], tile["DEPTH"]], [tile["COLUMNS"], tile["DEPTH"]]
     tiles_down, tiles_across = cdiv(size, tile["ROWS"]), cdiv(size, tile["COLUMNS"])
     _syrk[(tiles_down * tiles_across, batch)](
-        described(flat, [tile["ROWS"], tile["DEPTH"]]),
-        described(flat, [tile["COLUMNS"], tile["DEPTH"]]),
+        *(described(flat, block) for block in blocks),
         out if c is None else c.contiguous(),
         out,
         size,
@@ -111,6 +123,7 @@ def triton_syrk(x: Tensor, c: Tensor | None, alpha: float, beta: float, tile: di
         float(alpha),
         float(beta),
         ADD=c is not None,
+        TALL=tall,
         **tile,
     )
     return out

@@ -37,11 +37,13 @@ def newton_schulz(
     coefficients: tuple[float, float, float] = QUINTIC,
     eps: float = 1e-7,
     dtype: torch.dtype = torch.bfloat16,
+    factor: float = 1.0,
     backend: str = "auto",
 ) -> Tensor:
     """Replace the singular values of matrices by values near 1 (Newton-Schulz iteration; Jordan et al. 2024).
 
-    With ``X = G / |G|`` (Frobenius norm), each step computes ``X = a X + (b S + c S^2) X``, where ``S = X X^T``.
+    With ``X = G / |G|`` (Frobenius norm), each step computes ``X = a X + (b S + c S^2) X``, where ``S = X X^T``; for
+    tall matrices ``X = a X + X (b S + c S^2)``, where ``S = X^T X``.
 
     Args:
         matrices: ``[B, m, n]``. A matrix of zeros stays zero.
@@ -49,22 +51,23 @@ def newton_schulz(
         coefficients: ``(a, b, c)``.
         eps: least norm by which a matrix is divided.
         dtype: dtype of the GEMMs.
+        factor: what the result is multiplied with, in the last GEMM.
         backend: backend of the op ``syrk``, which computes ``S`` and ``b S + c S^2``.
 
     Returns:
         ``[B, m, n]`` in ``dtype``.
     """
     a, b, c = coefficients
+    # S is a product over the longer side, so that it is as small as can be.
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.to(dtype)
-    # S is a product over the longer side, so that it is as small as can be.
-    x = x.mT if tall else x
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=eps)
-    for _ in range(steps):
-        square = syrk(x, backend=backend)
+    for step in range(steps):
+        square = syrk(x.mT if tall else x, backend=backend)
         polynomial = syrk(square, square, alpha=c, beta=b, backend=backend)
-        x = torch.baddbmm(x, polynomial, x, beta=a)
-    return x.mT if tall else x
+        by = factor if step == steps - 1 else 1.0
+        x = torch.baddbmm(x, *((x, polynomial) if tall else (polynomial, x)), beta=by * a, alpha=by)
+    return x
 
 
 def newton_schulz_flops(m: int, n: int, steps: int = 5) -> int:
@@ -191,8 +194,13 @@ class Muon(WholeMatrixOptimizer):
         scale = 0.2 * sqrt(max(m, n)) if self.scale == "match_rms_adamw" else sqrt(max(1, m / n))
         a, b, c = self.ns_coefficients
         return newton_schulz(
-            matrices, steps=self.ns_steps, coefficients=(a, b, c), eps=self.ns_eps, dtype=self.dtype
-        ).mul_(scale)
+            matrices,
+            steps=self.ns_steps,
+            coefficients=(a, b, c),
+            eps=self.ns_eps,
+            dtype=self.dtype,
+            factor=scale,
+        )
 
     def flops(self, shape: tuple[int, int]) -> float:
         """Return the floating-point operations of one matrix."""

@@ -318,8 +318,15 @@ class MatrixExchange:
 
     def _whole(self, current: MatrixRound, message: _Message) -> dict[Shape, Tensor]:
         values, first = message.wait(), 0
-        whole = {shape: values.new_zeros(len(names), *shape) for shape, names in current.own.items()}
+        whole: dict[Shape, Tensor] = {}
         for span in chain.from_iterable(current.received):
+            count = len(current.own[span.shape])
+            if span.box is None and span.last - span.first == count:  # all of a batch lies there already
+                whole[span.shape] = values[first : first + span.numel].view(count, *span.shape)
+                first += span.numel
+                continue
+            if span.shape not in whole:
+                whole[span.shape] = values.new_empty(count, *span.shape)
             target = span.of(whole[span.shape])
             target.copy_(values[first : first + span.numel].view(target.shape))
             first += span.numel
@@ -348,7 +355,7 @@ class _Message:
         group: dist.ProcessGroup | None,
     ) -> None:
         flat = [piece for of_rank in pieces for piece in of_rank]
-        self._sent = torch.cat(flat) if flat else like.new_empty(0)
+        self._sent = flat[0] if len(flat) == 1 else torch.cat(flat) if flat else like.new_empty(0)
         self._received, self._work = self._sent, None
         if group is not None:
             sizes = [sum(span.numel for span in of_rank) for of_rank in coming]
@@ -546,18 +553,21 @@ class WholeMatrixOptimizer(Adam):
         exchanges = self.begun()
         devices = {bucket.params.device for bucket in self.buckets.values()}
         yield from ((p, group, None) for p, group in of_adam if p.device in devices)
-        # Parameters without a gradient in this step take part as zeros: all ranks send and receive the same always.
         flats = {
-            index: torch.zeros(bucket.shard.numel, dtype=self.dtype, device=bucket.params.device)
+            index: torch.empty(bucket.shard.numel, dtype=self.dtype, device=bucket.params.device)
             for index, bucket in self.buckets.items()
         }
+        absent = {parameter: place for parameter, place in self.places.items() if place[0] in flats}
         held: dict[int, list[tuple[Tensor, dict[str, Any], Tensor]]] = defaultdict(list)
         # One after the other, so that only one of them is in memory in a wide dtype.
         for parameter, group, gradient, scale in self._gradients():
-            index, start = self.places[parameter]
+            index, start = absent.pop(parameter)
             view = flats[index][start : start + parameter.numel()]
             self.write_direction(view, gradient, scale, self.state[parameter], group)
             held[index].append((parameter, group, view))
+        # Parameters without a gradient in this step take part as zeros: all ranks send and receive the same always.
+        for parameter, (index, start) in absent.items():
+            flats[index][start : start + parameter.numel()] = 0
         for exchange, members in exchanges:
             for index in exchange.update({index: flats[index] for index in members}, self.update):
                 yield from (each for each in held[index] if each[0].device in devices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,17 +14,18 @@ from megalight.imports import has
 from megalight.ops.syrk import triton_syrk
 from megalight.optim.muon import newton_schulz
 
-SHAPES = [(1, 16, 16), (3, 33, 40), (2, 100, 52), (2, 80, 7)]
+SHAPES = [(1, 16, 16), (3, 33, 40), (2, 100, 52), (2, 80, 7), (2, 72, 64)]
 SMALL: dict[str, Any] = {"ROWS": 16, "COLUMNS": 32, "DEPTH": 16, "GROUP": 2, "num_warps": 4, "num_stages": 3}
 TALL = SMALL | {"ROWS": 32, "COLUMNS": 16}
 
 
 def check(shape: tuple[int, int, int], device: str, dtype: torch.dtype, tile: dict[str, Any] | None) -> None:
     torch.manual_seed(0)
-    x = torch.randn(shape, device=device).to(dtype)
+    wide = torch.randn(shape, device=device).to(dtype)
     c = torch.randn(shape[0], shape[1], shape[1], device=device)
     c = (c + c.mT).to(dtype)
-    for added, alpha, beta in ((None, 1.0, 0.0), (c, -0.5, 2.0)):
+    # The second lies in memory as the transpose of a tall matrix.
+    for x, (added, alpha, beta) in product((wide, wide.mT.contiguous().mT), ((None, 1.0, 0.0), (c, -0.5, 2.0))):
         found = triton_syrk(x, added, alpha, beta, tile)
         exact = alpha * (x.double() @ x.double().mT) + (0 if added is None else beta * added.double())
         assert found.dtype == dtype
@@ -51,7 +53,7 @@ def test_on_a_gpu(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(2, 1024, 4096), (1, 2048, 2048), (4, 768, 2048), (2, 4096, 1024)])
+@pytest.mark.parametrize("shape", [(2, 1024, 4096), (1, 2048, 2048), (4, 768, 2048), (2, 4096, 1024), (1, 6144, 2048)])
 def test_newton_schulz_on_a_gpu(shape: tuple[int, int, int]) -> None:
     torch.manual_seed(0)
     matrices = torch.randn(shape, device="cuda")
