@@ -20,7 +20,7 @@ from megalight.ops.quantized_weight import stored_of
 
 ROWS = 4
 """Rows of the weight of a program; of a gated product, half of them are gates."""
-COLUMNS = 2048, 1024
+COLUMNS = 2048, 1024, 512
 """Columns that a program loads at once: the first number that divides those of the weight."""
 WARPS = 4
 FP8_ROWS, FP8_COLUMNS, FP8_WARPS = 4, (4096, 2048, 1024), 4

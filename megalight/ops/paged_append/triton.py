@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megalight.ops.jit import OVERLAP, Value, constexpr, jit, next_power, start_dependents, tl
+from megalight.ops.jit import OVERLAP, Value, constexpr, jit, next_power, start_dependents, tl, triton
 from megalight.ops.rotary.triton import turn
 
 CONTIGUOUS = torch.contiguous_format
 
 
-@jit
+# Rows to write begin anywhere in a buffer of a step's integers.
+@triton.jit(do_not_specialize_on_alignment=["write"])  # type: ignore[untyped-decorator]
 def _append(
     q: Value,
     k: Value,

@@ -36,8 +36,11 @@ LONG = 4096
 """Rows of a sequence from which on blocks are large."""
 
 
-# Numbers that differ from step to step: a kernel compiled for each kind of them would stop a run for seconds.
-@triton.jit(do_not_specialize=["first", "table_row"])  # type: ignore[untyped-decorator]
+# Numbers and addresses that differ from step to step: a kernel compiled for each kind of them would stop a run for
+# half a second.
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["first", "table_row"], do_not_specialize_on_alignment=["table", "lengths", "cu_queries"]
+)
 def _attend(
     q: Value,
     k: Value,
