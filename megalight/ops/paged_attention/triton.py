@@ -298,7 +298,7 @@ def _launch(
     rows, keys, warps, stages = _blocks(queries * group, size, value_size, shared)
     blocks = cdiv(queries * group, rows)
     # Blocks of many latent rows fill the shared memory of an SM; two others run there at once, and more wait.
-    wanted = num_sms(q.device) * (0.9 if shared and rows == 64 else 2.01)
+    wanted = num_sms(q.device) * (0.9 if shared and rows == 64 else 1.9)
     splits = splits_of(blocks * kv_heads * count, wanted) if queries <= FEW else 1
     written, sums = out, out
     if splits > 1:
