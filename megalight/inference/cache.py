@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -348,6 +349,38 @@ ALIGNED = 16
 def places_of(sizes: Sequence[int]) -> list[int]:
     """Return where arrays of so many bytes begin in one buffer, and its size."""
     return [0, *accumulate(-(-size // ALIGNED) * ALIGNED for size in sizes)]
+
+
+class InputBuffer:
+    """Integers on the device at fixed places, which one copy fills: some of 64 bits, then some of 32.
+
+    Args:
+        wide: how many numbers of 64 bits each part has.
+        narrow: likewise of 32 bits.
+        device: the device.
+
+    Attributes:
+        parts: the parts.
+    """
+
+    def __init__(self, wide: Sequence[int], narrow: Sequence[int], device: torch.device) -> None:
+        types = [np.int64] * len(wide) + [np.int32] * len(narrow)
+        sizes = [count * np.dtype(kind).itemsize for count, kind in zip([*wide, *narrow], types, strict=True)]
+        self._slices = [
+            (slice(place, place + size), kind)
+            for place, size, kind in zip(places_of(sizes), sizes, types, strict=False)
+        ]
+        self._there = torch.empty(places_of(sizes)[-1], dtype=torch.uint8, device=device)
+        self.parts = [
+            self._there[part].view(torch.int64 if kind is np.int64 else torch.int32) for part, kind in self._slices
+        ]
+
+    @contextmanager
+    def filled(self) -> Iterator[list[NDArray[Any]]]:
+        """Yield the parts on the host, without values; then copy them, without a wait."""
+        host = torch.empty(self._there.shape, dtype=torch.uint8, pin_memory=self._there.device.type == "cuda")
+        yield [host.numpy()[part].view(kind) for part, kind in self._slices]
+        self._there.copy_(host, non_blocking=True)
 
 
 def to_device_packed(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:

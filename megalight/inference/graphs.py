@@ -26,7 +26,8 @@ from megalight.inference.batch_dimensions import (
     match_graph_config,
     with_guesses,
 )
-from megalight.inference.cache import Cache, places_of
+from megalight.inference.cache import Cache, InputBuffer
+from megalight.inference.draft_loop import DraftLoop
 from megalight.inference.parallel import GenerativeModel, ParallelGPT, evaluating
 from megalight.inference.sampler import PassSampling, rows_of
 from megalight.inference.sampling import ALL
@@ -71,6 +72,7 @@ class StepGraphs:
         recorder: makes the recordings.
         all_rows: whether all tokens of a step are sampled, as guesses need, and not the last one of each sequence.
         eagle: the speculator whose draft reads what each step has read.
+        loop: that of a draft, which is recorded, too.
 
     Attributes:
         dimensions: those of graphs, in the order of recording.
@@ -87,10 +89,13 @@ class StepGraphs:
         recorder: Recorder,
         all_rows: bool = False,
         eagle: EagleSpeculator | None = None,
+        loop: DraftLoop | None = None,
     ) -> None:
         self._model, self._cache, self._newest, self._recorder = model, cache, newest, recorder
         self._dtype = next(model.parameters()).dtype
-        self._all_rows, self._eagle = all_rows, eagle
+        self._all_rows, self._eagle, self._loop = all_rows, eagle, loop
+        if loop is not None:
+            loop.record_with(recorder, [each.req_count for each in dimensions if not each.prefill_req_count])
         self._parallel = model if isinstance(model, ParallelGPT) else None
         self._shares_experts = self._parallel is not None and self._parallel.shares_experts
         self._experts = [module.experts for module in model.modules() if isinstance(module, MoE)]
@@ -164,7 +169,7 @@ class StepGraphs:
             return cls(model, cache, newest, builder.build(), recorder)
         builder = CUDAGraphBatchDimensionBuilder(count, cache.num_slots, cache.capacity)
         dimensions = with_guesses(builder.build(), speculator.guesses, max_tokens)
-        return cls(model, cache, newest, dimensions, recorder, True, eagle)
+        return cls(model, cache, newest, dimensions, recorder, True, eagle, speculator.loop)
 
     def create(self) -> None:
         """Record all steps now.
@@ -175,11 +180,15 @@ class StepGraphs:
         self._created = True
         for dimensions in self.dimensions:
             self._step(dimensions)
+        if self._loop is not None:
+            self._loop.create()
 
     def drop(self) -> None:
         """Free the graphs, whose pools are given back. Replicas that share experts then record theirs again, too."""
         self._drops += 1
         self._free()
+        if self._loop is not None:
+            self._loop.drop()
 
     def _free(self) -> None:
         for step in self._steps.values():
@@ -375,16 +384,10 @@ class _Step:
         # Layers that see a span have rows to write and tables of their own, after those of the others.
         pools = len(cache.blocks.pools)
         draws = 6 * (tokens if self.all_rows else requests)
-        counts = [tokens, tokens, tokens if drafted else 0, requests, requests, draws, *[tokens] * pools]
-        self._wide = len(counts)
-        counts += [self._sequences + 1, self._sequences, *[self._sequences * width] * pools]
-        self._bytes = [count * (8 if place < self._wide else 4) for place, count in enumerate(counts)]
-        self._places = places_of(self._bytes)
-        self._buffer = torch.empty(self._places[-1], dtype=torch.uint8, device=newest.device)
-        parts = [
-            self._buffer[place : place + count].view(torch.int64 if number < self._wide else torch.int32)
-            for number, (place, count) in enumerate(zip(self._places, self._bytes, strict=False))
-        ]
+        wide = [tokens, tokens, tokens if drafted else 0, requests, requests, draws, *[tokens] * pools]
+        narrow = [self._sequences + 1, self._sequences, *[self._sequences * width] * pools]
+        self._wide, self._buffer = len(wide), InputBuffer(wide, narrow, newest.device)
+        parts = self._buffer.parts
         self._positions, self._ids, self.following, self.slots, last, self.draws, *self._writes = parts[: self._wide]
         self._offsets, self._lengths, *self._tables = parts[self._wide :]
         self.rows = last if prefills and not all_rows else None
@@ -444,13 +447,21 @@ class _Step:
             draws: ``[6, n]``, how. None: it does not matter.
             following: the token after each, for a draft.
         """
+        with self._buffer.filled() as parts:
+            self._describe(parts, cache, slots, totals, fresh, places, draws, following)
+
+    def _describe(
+        self,
+        parts: Sequence[NDArray[Any]],
+        cache: Cache,
+        slots: Sequence[int],
+        totals: Sequence[int],
+        fresh: Sequence[Sequence[int]],
+        places: Sequence[int],
+        draws: NDArray[np.int64] | None,
+        following: Sequence[int],
+    ) -> None:
         size = self.dimensions
-        host = torch.empty(self._buffer.shape, dtype=torch.uint8, pin_memory=self._buffer.device.type == "cuda")
-        array = host.numpy()
-        parts: list[NDArray[Any]] = [
-            array[place : place + count].view(np.int64 if number < self._wide else np.int32)
-            for number, (place, count) in enumerate(zip(self._places, self._bytes, strict=False))
-        ]
         positions, ids, after, own, last, own_draws, *writes = parts[: self._wide]
         offsets, lengths, *tables = parts[self._wide :]
         after[: len(following)], after[len(following) :] = following, 0
@@ -493,7 +504,6 @@ class _Step:
         own_draws[:] = PLAIN
         if draws is not None and len(places):
             own_draws[:, [*places]] = draws
-        self._buffer.copy_(host, non_blocking=True)
 
 
 PLAIN = np.array([0, *np.array([1.0]).view(np.int64), 0, ALL, 0, 0], np.int64)[:, None]

@@ -26,6 +26,7 @@ from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError, integer
 from megalight.inference.blocks import BlockPool
 from megalight.inference.cache import Cache
+from megalight.inference.draft_loop import DraftLoop
 from megalight.inference.parallel import GenerativeModel, ParallelGPT, device_of, evaluating
 from megalight.inference.scheduler import Request
 from megalight.models.eagle import DraftModel
@@ -81,9 +82,11 @@ class Speculator(Protocol):
 
     Attributes:
         guesses: the most that it guesses after a token.
+        loop: the loop of its draft; None: it has none.
     """
 
     guesses: int
+    loop: DraftLoop | None
 
     def guess(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
         """Return at most ``counts[i]`` tokens that may follow those of ``requests[i]``, which have a slot."""
@@ -110,6 +113,7 @@ class NGramSpeculator:
         self.guesses = integer("guesses", guesses)
         self.shortest = integer("shortest", shortest)
         self.longest = integer("longest", longest, self.shortest)
+        self.loop: DraftLoop | None = None
         # Of each request: where its last n tokens ended before, by these tokens, and how many tokens are in it.
         self._places: dict[Request, tuple[dict[tuple[int, ...], int], int]] = {}
 
@@ -165,6 +169,8 @@ class DraftSpeculator:
                 "some layers of the small model keep one state for all earlier tokens (Mamba, convolutions), which "
                 "cannot forget a wrong guess; take a model of attention."
             )
+        form = torch.empty(0, dtype=torch.int64, device=next(model.parameters()).device)
+        self.loop = DraftLoop(self._cache, self.guesses, self._chain, form)
         self._owners: dict[int, Request] = {}
 
     def guess(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
@@ -189,26 +195,25 @@ class DraftSpeculator:
         if not wanted:
             return found
         slots, device = [*wanted], next(self._model.parameters()).device
-        known = [cache.lengths[slot] + len(ids) for slot, ids in zip(slots, fresh, strict=True)]
         ids = to_device([token for each in fresh for token in each], torch.int64, device)
-        sizes, steps = [len(each) for each in fresh], []
-        for _ in range(max(wanted.values())):
-            with torch.no_grad(), evaluating(self._model):
-                sequences = cache.extend(slots, sizes, device)
-                last = sequences.cu_seqlens[1:].long() - 1
-                ids = self._model(ids, sequences, states=cache.states, rows=last).logits.argmax(-1)
-            steps.append(ids)
-            sizes = [1] * len(slots)
-            if len(steps) + max(known) > self._capacity:
-                break
-        rows = torch.stack(steps, 1).tolist()
-        for place, slot, length, row in zip(places, slots, known, rows, strict=True):
-            found[place] = row[: wanted[slot]]
-            cache.truncate(slot, length)
+        with torch.no_grad(), evaluating(self._model):
+            sequences = cache.extend(slots, [*map(len, fresh)], device)
+            last = sequences.cu_seqlens[1:].long() - 1
+            first = self._model(ids, sequences, states=cache.states, rows=last).logits.argmax(-1)
+        for place, row in zip(places, self.loop.run(slots, [*wanted.values()], first), strict=True):
+            found[place] = row
+        return found
+
+    def _chain(self, first: Tensor, sequences: Sequence[PackedSequences]) -> list[Tensor]:
+        found = [first]
+        with torch.no_grad(), evaluating(self._model):
+            for each in sequences:
+                found.append(self._model(found[-1], each, states=self._cache.states).logits.argmax(-1))
         return found
 
     def drop(self) -> None:
         """Give the memory of the cache back."""
+        self.loop.drop()
         self._cache.drop()
         self._owners.clear()
 
@@ -246,12 +251,15 @@ class EagleSpeculator:
         self._device = device_of(base)
         self._ids = torch.tensor(draft.config.draft_ids, device=self._device)
         self._cache: Cache | None = None
+        self.loop: DraftLoop | None = None
         # The draft's output ``[h]`` at the last place of each request that the base has read.
         self._hidden: dict[Request, Tensor] = {}
 
     def join(self, cache: Cache) -> None:
         """Keep keys and values in this cache, which has :attr:`layers`."""
         self._cache = cache
+        form = self._draft.fuse.weight.new_empty(0, self._draft.config.hidden_size)
+        self.loop = DraftLoop(cache, self.guesses, self._chain, form)
 
     def probe(self, sequences: PackedSequences) -> None:
         """Run tokens of value 0, which shows what :attr:`layers` keep."""
@@ -306,29 +314,25 @@ class EagleSpeculator:
         found: list[list[int]] = [[] for _ in requests]
         if not wanted:
             return found
-        # Those that need fewer guesses leave the batch first.
-        order = sorted(wanted, key=lambda place: -wanted[place])
-        slots = [slot for place in order if (slot := requests[place].slot) is not None]
-        lengths = [cache.lengths[slot] for slot in slots]
-        hidden, steps = torch.stack([self._hidden[requests[place]] for place in order]), list[Tensor]()
-        with torch.no_grad(), evaluating(self._draft), evaluating(self._base):
-            for step in range(wanted[order[0]]):
-                going = sum(count > step for count in wanted.values())
-                if step:
-                    # Its own output takes the place of the base's hidden states.
-                    sequences = cache.extend(slots[:going], [1] * going, self._device)
-                    hidden = self._follow(hidden[:going], steps[-1][:going], sequences)
-                top = self._draft.head.top(hidden)
-                steps.append(self._ids[top] if len(self._ids) else top)
-        ids = torch.cat(steps).tolist()
-        at = 0
-        for each in steps:
-            for place, token in zip(order, ids[at : at + len(each)], strict=False):
-                found[place].append(token)
-            at += len(each)
-        for slot, length in zip(slots, lengths, strict=True):
-            cache.truncate(slot, length)
+        assert self.loop is not None
+        slots = [slot for place in wanted if (slot := requests[place].slot) is not None]
+        hidden = torch.stack([self._hidden[requests[place]] for place in wanted])
+        for place, row in zip(wanted, self.loop.run(slots, [*wanted.values()], hidden), strict=True):
+            found[place] = row
         return found
+
+    def _chain(self, hidden: Tensor, sequences: Sequence[PackedSequences]) -> list[Tensor]:
+        with torch.no_grad(), evaluating(self._draft), evaluating(self._base):
+            found = [self._top(hidden)]
+            for each in sequences:
+                # Its own output takes the place of the base's hidden states.
+                hidden = self._follow(hidden, found[-1], each)
+                found.append(self._top(hidden))
+        return found
+
+    def _top(self, hidden: Tensor) -> Tensor:
+        top = self._draft.head.top(hidden)
+        return self._ids[top] if len(self._ids) else top
 
     def drop(self) -> None:
         """Forget outputs. Requests are not guessed before the base has read their next token."""

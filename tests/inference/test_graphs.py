@@ -13,7 +13,7 @@ from megalight.inference import Completion, DynamicEngine, SamplingParams
 from megalight.inference.batch_dimensions import InferenceBatchDimensions, with_guesses
 from megalight.inference.graphs import StepGraphs
 from megalight.inference.scheduler import Request
-from megalight.inference.speculator import EagleSpeculator, Speculator
+from megalight.inference.speculator import DraftSpeculator, EagleSpeculator, Speculator
 from tests.inference.test_engine import MODELS, PROMPTS, SAMPLED, alone, tokens_of
 from tests.inference.test_generate import build
 from tests.inference.test_speculator import Told, draft_of
@@ -83,24 +83,28 @@ class Watched:
 
 
 @pytest.mark.parametrize(
-    ("name", "eagle"),
+    ("name", "kind"),
     [
-        ("llama", False),
-        ("llama", True),
+        *[("llama", kind) for kind in ("told", "eagle", "small")],
         *[
-            pytest.param(name, eagle, marks=pytest.mark.full)
+            pytest.param(name, kind, marks=pytest.mark.full)
             for name in ("latent", "experts")
-            for eagle in (False, True)
+            for kind in ("told", "eagle")
         ],
     ],
 )
-def test_steps_with_guesses_are_recorded(name: str, eagle: bool, poison: None) -> None:
+def test_steps_with_guesses_are_recorded(name: str, kind: str, poison: None) -> None:
     """Texts, and what a draft guesses, are those of steps that are not recorded, with whatever settings."""
     model = build(**MODELS[name])
     expected = alone(model, 14, seed=11)
 
     def run(recorded: bool) -> tuple[list[list[int]], list[list[list[int]]], dict[D, int]]:
-        speculator = EagleSpeculator(draft_of(model), model, 3) if eagle else Told([*expected, [], []], 3)
+        speculator: Speculator = Told([*expected, [], []], 3)
+        if kind == "eagle":
+            speculator = EagleSpeculator(draft_of(model), model, 3)
+        elif kind == "small":
+            small = build(**MODELS["windowed"])
+            speculator = DraftSpeculator(small, model, 3, max_sequences=5)
         watched = Watched(speculator)
         engine = DynamicEngine(
             model, num_blocks=20, block_size=3, max_sequences=5, step_tokens=9, speculator=speculator
@@ -109,7 +113,8 @@ def test_steps_with_guesses_are_recorded(name: str, eagle: bool, poison: None) -
             dimensions = with_guesses([D(5, 0, 5), D(2, 0, 2)], speculator.guesses, 99)
             cache, newest = engine._scheduler.cache, engine._passes.newest
             draft = speculator if isinstance(speculator, EagleSpeculator) else None
-            engine._passes.graphs = StepGraphs(model, cache, newest, dimensions, Tape(), True, draft)  # type: ignore[arg-type]
+            loop, tape = speculator.loop, Tape()
+            engine._passes.graphs = StepGraphs(model, cache, newest, dimensions, tape, True, draft, loop)  # type: ignore[arg-type]
         for number, prompt in enumerate(PROMPTS):
             engine.add(prompt, max_new_tokens=14, sampling_params=SAMPLED, seed=11 + number)
         params = SamplingParams(temperature=0.8, presence_penalty=0.5, min_new_tokens=3)
@@ -119,6 +124,9 @@ def test_steps_with_guesses_are_recorded(name: str, eagle: bool, poison: None) -
         for turn, step in enumerate(engine):
             found |= step.finished
             if turn == 12:
+                if recorded and kind != "told":
+                    assert speculator.loop is not None
+                    assert sum(each.recording.replays for each in speculator.loop._graphs.values()) > 5  # type: ignore[attr-defined]
                 engine.suspend(keep_cache=True)
                 engine.resume()
         return tokens_of(dict(sorted(found.items()))), watched.found, engine.step_log.graph_uses

@@ -123,18 +123,44 @@ def test_texts_with_any_number_of_graphs_are_those_without(name: str) -> None:
         check_up_to_rounding(model, found)
 
 
+def speculator_of(kind: str, model: GPT) -> Speculator:
+    if kind == "ngrams":
+        return NGramSpeculator(3, shortest=1)
+    if kind == "small":
+        return DraftSpeculator(model, model, 3, max_sequences=24)
+    draft = DraftModel(EagleConfig(auxiliary_layers=(1,), std=0.3).beside(model.config)).cuda().bfloat16()
+    initialize(draft, 3)
+    return EagleSpeculator(draft, model, 3)
+
+
+@pytest.mark.parametrize("kind", ["ngrams", "small", "eagle"])
+def test_steady_decode_with_guesses_never_waits_for_all_work(kind: str) -> None:
+    """The host waits for guesses and for results, by events. The loop of a draft is one graph."""
+    model = build("llama")
+    speculator = speculator_of(kind, model)
+    engine = DynamicEngine(model, num_blocks=200, max_sequences=16, speculator=speculator)
+    engine.create_cuda_graphs()
+    for number in range(8):
+        engine.add([5, 6, 7 + number], max_new_tokens=80, sampling_params=SamplingParams(temperature=0))
+    for _ in range(8):
+        engine.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(20):
+            engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    if speculator.loop is not None:
+        assert {1, 2, 4, 8, 16} <= {*speculator.loop._graphs}
+    engine.run()
+
+
 @pytest.mark.parametrize("kind", ["ngrams", "small", "eagle"])
 @pytest.mark.parametrize("name", ["llama", "latent"])
 def test_steps_with_guesses_are_replayed(name: str, kind: str) -> None:
     model = build(name)
     for graphs in (0, 16):
-        if kind == "eagle":
-            draft = DraftModel(EagleConfig(auxiliary_layers=(1,), std=0.3).beside(model.config)).cuda().bfloat16()
-            initialize(draft, 3)
-            speculator: Speculator = EagleSpeculator(draft, model, 3)
-        else:
-            small = DraftSpeculator(model, model, 3, max_sequences=24)
-            speculator = small if kind == "small" else NGramSpeculator(3, shortest=1)
+        speculator = speculator_of(kind, model)
         found, uses = texts(model, graphs, 0, create=graphs > 0, speculator=speculator)
         check_up_to_rounding(model, found)
         assert (sum(count for used, count in uses.items() if used.prefill_req_count) > 5) == (graphs > 0)

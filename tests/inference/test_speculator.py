@@ -29,6 +29,7 @@ class Told:
 
     def __init__(self, texts: Sequence[Sequence[int]], wrong: int, vocabulary: int = 61) -> None:
         self.texts, self.wrong, self.vocabulary, self.guesses = texts, wrong, vocabulary, 4
+        self.loop = None
 
     def guess(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
         found = []
