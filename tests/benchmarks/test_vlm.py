@@ -25,7 +25,7 @@ from tests.support.workers import run
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 ONE = [Row(shape, way, "bf16", small=True) for shape in vlm.SHAPES for way in ("megalight", "transformers")]
-CROSSED = (ONE[0], ONE[-1])
+CROSSED = (ONE[0],)
 """Each shape and each way once; whole test runs have the others, too."""
 
 

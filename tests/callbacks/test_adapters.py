@@ -75,10 +75,16 @@ def train(
         (1, "gqa", False, {}),
         pytest.param(2, "gqa", False, {"tensor_parallel": 2}, marks=pytest.mark.full),
         pytest.param(4, "gqa", False, {"tensor_parallel": 2, "sequence_parallel": True}, marks=pytest.mark.full),
-        (4, "mha", False, {"tensor_parallel": 4, "sequence_parallel": True}),
+        pytest.param(4, "mha", False, {"tensor_parallel": 4, "sequence_parallel": True}, marks=pytest.mark.full),
         (2, "tied", False, {"pipeline_parallel": 2}),
         (2, "gqa", True, {"pipeline_parallel": 2}),
-        (4, "gpt2", False, {"tensor_parallel": 2, "pipeline_parallel": 2, "sequence_parallel": True}),
+        pytest.param(
+            4,
+            "gpt2",
+            False,
+            {"tensor_parallel": 2, "pipeline_parallel": 2, "sequence_parallel": True},
+            marks=pytest.mark.full,
+        ),
         (2, "gqa", False, {"context_parallel": 2}),
     ],
 )
@@ -112,7 +118,7 @@ def test_a_layout_trains_the_same_magnitudes(layout: dict[str, Any], level: str)
     assert any("magnitude" in name for name in reference["gradients"])
 
 
-@pytest.mark.parametrize("kind", [LoRA, DoRA])
+@pytest.mark.parametrize("kind", [pytest.param(LoRA, marks=pytest.mark.full), DoRA])
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -183,7 +189,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "step=2.ckpt")
 
 
-@pytest.mark.parametrize(("lora", "layout"), [(LORA, PP), (None, PP), (None, FULL)])
+@pytest.mark.parametrize(("lora", "layout"), [pytest.param(LORA, PP, marks=pytest.mark.full), (None, PP), (None, FULL)])
 def test_a_checkpoint_goes_on_under_another_layout(
     saved: str, tmp_path: Path, lora: dict[str, Any] | None, layout: dict[str, Any]
 ) -> None:
@@ -291,7 +297,11 @@ def test_merged_adapters(saved: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     ("world", "layout"),
     [
         (2, {**SP, "recompute": RecomputeOptions(granularity="full")}),
-        (2, {**SP, "recompute": RecomputeOptions(granularity="selective", modules=["mlp.act", "attention_norm"])}),
+        pytest.param(
+            2,
+            {**SP, "recompute": RecomputeOptions(granularity="selective", modules=["mlp.act", "attention_norm"])},
+            marks=pytest.mark.full,
+        ),
         (2, {"pipeline_parallel": 2, "pipeline": PipelineOptions(schedule="zero_bubble")}),
     ],
 )
@@ -306,7 +316,9 @@ def dropped(layout: dict[str, Any]) -> tuple[list[float], list[float]]:
     return runs[0]["losses"], runs[1]["losses"]
 
 
-@pytest.mark.parametrize(("world", "layout"), [(1, {}), (2, SP), (2, {"tensor_parallel": 2})])
+@pytest.mark.parametrize(
+    ("world", "layout"), [(1, {}), pytest.param(2, SP, marks=pytest.mark.full), (2, {"tensor_parallel": 2})]
+)
 def test_dropout_is_deterministic(world: int, layout: dict[str, Any]) -> None:
     for first, second in run(dropped, world, {**layout, "micro_batch_size": 2}):
         assert first == second

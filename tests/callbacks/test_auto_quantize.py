@@ -86,7 +86,7 @@ def search(name: str, formats: tuple[str, ...], bits: float, output: str, layout
     [
         pytest.param("gqa", 1, {}, marks=pytest.mark.full),
         ("mqa", 2, SP),
-        ("gqa", 2, {"pipeline_parallel": 2}),
+        pytest.param("gqa", 2, {"pipeline_parallel": 2}, marks=pytest.mark.full),
         pytest.param("mqa", 2, {"tensor_parallel": 2}, marks=pytest.mark.full),
         pytest.param("gqa", 2, {"context_parallel": 2}, marks=pytest.mark.full),
         pytest.param("gqa", 2, {}, marks=pytest.mark.full),
@@ -167,7 +167,7 @@ def stack_score_by_hand() -> float:
 @pytest.mark.parametrize(
     ("world", "layout"),
     [
-        (2, {"expert_parallel": 2}),
+        pytest.param(2, {"expert_parallel": 2}, marks=pytest.mark.full),
         (2, SP | {"expert_tensor_parallel": 2}),
         pytest.param(4, SP | {"expert_parallel": 4, "expert_tensor_parallel": 1}, marks=pytest.mark.full),
     ],

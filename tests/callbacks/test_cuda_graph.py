@@ -154,7 +154,8 @@ WHOLE_RUNS = (
     *("dp, all masters", "zero bubble", "recompute", "stochastic rounding", "units, vpp", "sharded gradients"),
     # Others have these features, beside more.
     *("pp", "vpp", "experts, delayed scales", "layer, dp", "layer, tp", "layer, experts"),
-    "layer, vpp, first layer in bf16",
+    *("layer, vpp, first layer in bf16", "experts, forced", "layer, experts, ep", "layer, depths"),
+    *("dp", "cp", "layer, FP8 weights"),
 )
 """Runs, of steps and of parts, that whole test sessions make."""
 
@@ -506,7 +507,10 @@ def _logged(scope: str, warmup: int, options: dict[str, Any]) -> tuple[list[dict
     return [*kept.seen, last], callback.replays
 
 
-@pytest.mark.parametrize(("scope", "options"), [("iteration", {}), ("iteration", PP2), ("layer", {}), ("layer", PP2)])
+@pytest.mark.parametrize(
+    ("scope", "options"),
+    [("iteration", {}), pytest.param("iteration", PP2, marks=pytest.mark.full), ("layer", {}), ("layer", PP2)],
+)
 def test_no_value_that_a_step_logs_is_lost(scope: str, options: dict[str, Any]) -> None:
     ranks = options.get("pipeline_parallel", 1)
     for (found, replays), (expected, _) in zip(

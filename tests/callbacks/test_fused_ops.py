@@ -116,7 +116,8 @@ def _compare(strategy: Any) -> float:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks"), [(MegatronStrategy, 1), (MegatronStrategy, 2), (MegatronFSDPStrategy, 2)]
+    ("strategy", "ranks"),
+    [(MegatronStrategy, 1), (MegatronStrategy, 2), pytest.param(MegatronFSDPStrategy, 2, marks=pytest.mark.full)],
 )
 def test_plain_modules_train_as_without_it(strategy: Any, ranks: int) -> None:
     assert max(run(_compare, ranks, strategy)) < 1e-4

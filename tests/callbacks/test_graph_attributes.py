@@ -104,7 +104,15 @@ def compared(scope: Any, when: dict[int, dict[str, Any]], max_graphs: int | None
 
 @pytest.mark.parametrize("scope", ["iteration", "layer"])
 @pytest.mark.parametrize(
-    "change", [{"factor": 0.5}, {"factor": None}, {"factor": 3}, {"name": "b"}, {"mask": True}], ids=str
+    "change",
+    [
+        {"factor": 0.5},
+        {"factor": None},
+        pytest.param({"factor": 3}, marks=pytest.mark.full),
+        pytest.param({"name": "b"}, marks=pytest.mark.full),
+        {"mask": True},
+    ],
+    ids=str,
 )
 def test_a_change_between_steps_is_recorded_anew(scope: str, change: dict[str, Any]) -> None:
     replays, reasons = compared(scope, {6: change})

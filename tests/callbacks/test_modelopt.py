@@ -153,21 +153,39 @@ def train(name: str, preset: str, head: bool, kv: str | None, layout: dict[str, 
             marks=pytest.mark.full,
         ),
         pytest.param(2, "gqa", "INT8_DEFAULT_CFG", False, None, {"tensor_parallel": 2}, marks=pytest.mark.full),
-        (2, "gpt2", "INT8_DEFAULT_CFG", False, None, {}),
+        pytest.param(2, "gpt2", "INT8_DEFAULT_CFG", False, None, {}, marks=pytest.mark.full),
         pytest.param(4, "gpt2", "INT8_DEFAULT_CFG", False, None, {"tensor_parallel": 2}, marks=pytest.mark.full),
         (2, "moe", "FP8_DEFAULT_CFG", False, None, {"expert_parallel": 2}),
-        (2, "moe", "INT8_DEFAULT_CFG", False, None, SP | {"expert_tensor_parallel": 2}),
+        pytest.param(
+            2, "moe", "INT8_DEFAULT_CFG", False, None, SP | {"expert_tensor_parallel": 2}, marks=pytest.mark.full
+        ),
         pytest.param(
             2, "gqa", "FP8_PER_CHANNEL_PER_TOKEN_CFG", False, KV, {"context_parallel": 2}, marks=pytest.mark.full
         ),
         # one scale for each token, of whose features ranks hold parts
         (2, "gqa", "FP8_PER_CHANNEL_PER_TOKEN_CFG", False, KV, SP),
-        (2, "moe", "FP8_PER_CHANNEL_PER_TOKEN_CFG", False, None, SP | {"expert_tensor_parallel": 2}),
+        pytest.param(
+            2,
+            "moe",
+            "FP8_PER_CHANNEL_PER_TOKEN_CFG",
+            False,
+            None,
+            SP | {"expert_tensor_parallel": 2},
+            marks=pytest.mark.full,
+        ),
         # weights change before training begins
         (2, "gqa", "INT8_SMOOTHQUANT_CFG", False, None, SP),
         pytest.param(2, "gqa", "INT8_SMOOTHQUANT_CFG", False, None, {"pipeline_parallel": 2}, marks=pytest.mark.full),
         # sharded parameters are gathered for calibration
-        (2, "gqa", "INT8_SMOOTHQUANT_CFG", False, KV, {"options": {"level": "optim_grads_params"}}),
+        pytest.param(
+            2,
+            "gqa",
+            "INT8_SMOOTHQUANT_CFG",
+            False,
+            KV,
+            {"options": {"level": "optim_grads_params"}},
+            marks=pytest.mark.full,
+        ),
         pytest.param(
             2,
             "moe",

@@ -95,13 +95,13 @@ def validate(
         pytest.param("mqa", "INT4_AWQ_CFG", 2, {"tensor_parallel": 2}, marks=pytest.mark.full),
         pytest.param("gqa", "INT4_AWQ_CFG", 4, SP | {"pipeline_parallel": 2}, marks=pytest.mark.full),
         pytest.param("gqa", "INT4_AWQ_CFG", 2, {}, marks=pytest.mark.full),
-        ("gqa", "W4A8_AWQ_BETA_CFG", 2, SP),
+        pytest.param("gqa", "W4A8_AWQ_BETA_CFG", 2, SP, marks=pytest.mark.full),
         pytest.param("gqa", "W4A8_AWQ_BETA_CFG", 2, {"pipeline_parallel": 2}, marks=pytest.mark.full),
         ("mqa", "INT8_SMOOTHQUANT_CFG", 2, SP),
         pytest.param("gqa", "INT8_SMOOTHQUANT_CFG", 2, {"context_parallel": 2}, marks=pytest.mark.full),
         ("square", "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG", 2, SP),
         ("gqa", "INT4_BLOCKWISE_WEIGHT_ONLY_CFG", 2, SP),
-        ("gqa", "INT4_AWQ_CFG", 2, FULLY_SHARDED),
+        pytest.param("gqa", "INT4_AWQ_CFG", 2, FULLY_SHARDED, marks=pytest.mark.full),
         pytest.param("gqa", "W4A8_AWQ_BETA_CFG", 4, SP | FULLY_SHARDED, marks=pytest.mark.full),
     ],
 )
@@ -114,7 +114,7 @@ def test_a_preset_finds_what_modelopt_does(
 @pytest.mark.parametrize(
     ("name", "preset", "layout"),
     [
-        ("gqa", "INT4_AWQ_CFG", SP),
+        pytest.param("gqa", "INT4_AWQ_CFG", SP, marks=pytest.mark.full),
         ("gqa", "INT8_SMOOTHQUANT_CFG", {"pipeline_parallel": 2}),
         pytest.param("gqa", "W4A8_AWQ_BETA_CFG", SP | FULLY_SHARDED, marks=pytest.mark.full),
     ],
@@ -203,7 +203,7 @@ def experts_by_hand() -> tuple[dict[str, Tensor], Experts]:
     ("world", "layout"),
     [
         (2, {"expert_parallel": 2}),
-        (2, SP | {"expert_tensor_parallel": 2}),
+        pytest.param(2, SP | {"expert_tensor_parallel": 2}, marks=pytest.mark.full),
         pytest.param(2, {"expert_parallel": 1} | FULLY_SHARDED, marks=pytest.mark.full),
         pytest.param(4, SP | {"expert_parallel": 2, "expert_tensor_parallel": 2}, marks=pytest.mark.full),
         pytest.param(2, SP | {"expert_parallel": 2, "expert_tensor_parallel": 1}, marks=pytest.mark.full),
@@ -228,7 +228,13 @@ def test_experts_share_the_scales_of_one_search(world: int, layout: dict[str, An
     )
 
 
-@pytest.mark.parametrize("preset", ["W4A8_AWQ_BETA_CFG", pytest.param("INT8_SMOOTHQUANT_CFG", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "preset",
+    [
+        pytest.param("W4A8_AWQ_BETA_CFG", marks=pytest.mark.full),
+        pytest.param("INT8_SMOOTHQUANT_CFG", marks=pytest.mark.full),
+    ],
+)
 def test_experts_round_alike_in_every_layout(preset: str, tmp_path: Path) -> None:
     """Two roundings of each weight, and scales of inputs that are rounded too."""
     wanted = run(validate, 1, "moe", preset, {}, None, None, timeout=240)[0]

@@ -110,7 +110,9 @@ def test_each_computes_as_if_it_were_alone(both: tuple[str, str, str], base: str
         activate(load_model(base), "code")
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
+@pytest.mark.parametrize(
+    "layout", ["sp", "sharded", *(pytest.param(name, marks=pytest.mark.full) for name in ("pp", "cp"))]
+)
 def test_one_is_trained_beside_the_other_in_any_layout(
     layout: str, both: tuple[str, str, str], base: str, tmp_path: Path
 ) -> None:

@@ -172,7 +172,7 @@ SHARDED = {"data_parallel": DataParallelOptions(level="optim_grads_params")}
     ("world", "form", "layout", "dora"),
     [
         (2, "nvfp4", {"expert_parallel": 2}, False),
-        (2, "nf4", INSIDE, False),
+        pytest.param(2, "nf4", INSIDE, False, marks=pytest.mark.full),
         pytest.param(2, "nvfp4", INSIDE, False, marks=pytest.mark.full),
         (2, "nvfp4", SHARDED, False),
         pytest.param(2, "int8", {"expert_parallel": 2, **SHARDED}, False, marks=pytest.mark.full),
@@ -204,7 +204,7 @@ def lengths(base: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
 @pytest.mark.parametrize(
     ("world", "layout"),
     [
-        (2, {"tensor_parallel": 2, "sequence_parallel": True}),
+        pytest.param(2, {"tensor_parallel": 2, "sequence_parallel": True}, marks=pytest.mark.full),
         (2, SHARDED),
         pytest.param(2, {"pipeline_parallel": 2}, marks=pytest.mark.full),
         pytest.param(4, {"tensor_parallel": 2, **SHARDED}, marks=pytest.mark.full),
@@ -230,10 +230,12 @@ def test_a_layout_trains_the_same_magnitudes(
     [
         (2, {"tensor_parallel": 2, "sequence_parallel": True}),
         (2, {"pipeline_parallel": 2}),
-        (4, {"tensor_parallel": 2, "data_parallel": DataParallelOptions(level="optim_grads")}),
+        pytest.param(
+            4, {"tensor_parallel": 2, "data_parallel": DataParallelOptions(level="optim_grads")}, marks=pytest.mark.full
+        ),
         (2, SHARDED),
-        (4, {"tensor_parallel": 2, **SHARDED}),
-        (4, {"pipeline_parallel": 2, **SHARDED}),
+        pytest.param(4, {"tensor_parallel": 2, **SHARDED}, marks=pytest.mark.full),
+        pytest.param(4, {"pipeline_parallel": 2, **SHARDED}, marks=pytest.mark.full),
     ],
 )
 def test_a_layout_trains_the_same_adapters(

@@ -51,7 +51,7 @@ def _train(start: Path, root: Path, layout: dict[str, Any]) -> tuple[list[float]
     return seen.losses, sorted(path.name for path in root.iterdir())
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.full)])
 def test_a_run_from_their_folder_to_theirs(kind: str, tmp_path: Path) -> None:
     """Start from a folder, train under TP2 x PP2, export at every checkpoint, start from the export."""
     torch.manual_seed(1)

@@ -67,7 +67,7 @@ def _fit(folders: tuple[Path, Path], config: Any, layout: dict[str, Any], option
     ("layout", "options"),
     [
         pytest.param({"tensor_parallel": 2, "sequence_parallel": True}, {}, marks=pytest.mark.full),
-        ({"pipeline_parallel": 2}, {}),
+        pytest.param({"pipeline_parallel": 2}, {}, marks=pytest.mark.full),
         pytest.param({"context_parallel": 2}, {}, marks=pytest.mark.full),
         pytest.param({"expert_parallel": 2}, {}, marks=pytest.mark.full),
         ({}, SHARDED),

@@ -133,7 +133,11 @@ def _ranks(folders: tuple[Path, Path], degrees: dict[str, int]) -> dict[str, Any
     return ours(folders, ParallelMesh(dist.get_world_size(), dist.get_rank(), **degrees))
 
 
-@pytest.mark.parametrize("degrees", [{"tp": 2}, {"pp": 2}, pytest.param({}, marks=pytest.mark.full)], ids=str)
+@pytest.mark.parametrize(
+    "degrees",
+    [pytest.param({"tp": 2}, marks=pytest.mark.full), {"pp": 2}, pytest.param({}, marks=pytest.mark.full)],
+    ids=str,
+)
 def test_layouts_agree(folders: tuple[Path, Path], reference: dict[str, Any], degrees: dict[str, int]) -> None:
     for found in run(_ranks, 2, folders, degrees):
         check_same(found, reference, ALL)

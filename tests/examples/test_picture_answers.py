@@ -31,6 +31,7 @@ def test_the_template_reads_parts_as_places_in_a_text(tmp_path: Path) -> None:
     assert texts == ["<|user|><image>What is this?<|endoftext|><|assistant|>"] * 2
 
 
+@pytest.mark.full
 def test_right_answers_are_counted(tmp_path: Path) -> None:
     pytest.importorskip("PIL")
     run_program(f"{EXAMPLES / 'pictures.py'}", PICTURES, "--count", "8", "--held-out", "4", folder=tmp_path)

@@ -65,7 +65,7 @@ def _errors(layout: dict[str, Any]) -> tuple[list[float], float]:
         (1, {}),
         (4, {"tensor_parallel": 2, "pipeline_parallel": 2, "sequence_parallel": True}),
         pytest.param(4, {"pipeline_parallel": 2, "virtual_pipeline": 2}, marks=pytest.mark.full),
-        (4, {"context_parallel": 2}),
+        pytest.param(4, {"context_parallel": 2}, marks=pytest.mark.full),
         pytest.param(8, {"tensor_parallel": 2, "pipeline_parallel": 2}, marks=pytest.mark.full),
     ],
 )

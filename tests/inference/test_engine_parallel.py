@@ -13,7 +13,7 @@ from megalight.errors import ConfigurationError
 from megalight.inference import Completion, DynamicEngine, ParallelGPT, SamplingParams, generate
 from megalight.nn.init import initialize
 from tests.inference.test_engine import raising
-from tests.inference.test_generate_parallel import LAYOUTS, PP, PROMPTS, divided, one_device
+from tests.inference.test_generate_parallel import LAYOUTS, PP, PROMPTS, SP, divided, one_device
 from tests.parallel.expert.model import build
 from tests.support.workers import run
 
@@ -54,7 +54,16 @@ def _complete(name: str, options: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     ("name", "ranks", "options"),
     # of "early", the second stage has attention alone, and needs no states
-    [LAYOUTS[0], LAYOUTS[1], LAYOUTS[3], LAYOUTS[4], LAYOUTS[5], LAYOUTS[6], ("early", 2, PP)],
+    [
+        LAYOUTS[0],
+        LAYOUTS[1],
+        LAYOUTS[3],
+        LAYOUTS[4],
+        LAYOUTS[6],
+        ("latent", 2, SP),
+        ("hybrid", 2, SP),
+        ("early", 2, PP),
+    ],
     ids=str,
 )
 def test_every_rank_gets_the_completions_of_one_device(name: str, ranks: int, options: dict[str, Any]) -> None:
@@ -193,7 +202,9 @@ def _asked(name: str, options: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "options"), [LAYOUTS[0], LAYOUTS[2], LAYOUTS[3], LAYOUTS[6], ("early", 2, PP)], ids=str
+    ("name", "ranks", "options"),
+    [LAYOUTS[0], LAYOUTS[2], pytest.param(*LAYOUTS[3], marks=pytest.mark.full), LAYOUTS[6], ("early", 2, PP)],
+    ids=str,
 )
 def test_one_rank_is_asked(name: str, ranks: int, options: dict[str, Any]) -> None:
     model = one_device(name)

@@ -55,7 +55,9 @@ def asked(processor: Any, images: list[Any]) -> Any:
     )
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (name in ("llava_next", "gemma3"))) for name in FAMILIES]
+)
 def test_the_same_text(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # Their package hides both where there is no torchvision.
     from transformers.models.auto.image_processing_auto import AutoImageProcessor

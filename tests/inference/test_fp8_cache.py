@@ -20,7 +20,15 @@ def stored_bytes(engine: DynamicEngine) -> int:
     return sum(pool.nbytes for pool in engine._scheduler.cache.tensors)
 
 
-@pytest.mark.parametrize("name", ["llama", "windowed", "sinks", "hybrid"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("llama", marks=pytest.mark.full),
+        "windowed",
+        pytest.param("sinks", marks=pytest.mark.full),
+        "hybrid",
+    ],
+)
 def test_texts_do_not_depend_on_how_prompts_are_divided_or_who_else_runs(name: str, poison: None) -> None:
     model = build(name)
 

@@ -38,8 +38,8 @@ def _generate(degrees: dict[str, int]) -> tuple[int, list[list[int]], list[list[
     [
         (2, {"expert_parallel": 2}),
         (4, {"expert_parallel": 4}),
-        (4, {"tensor_parallel": 2, "expert_parallel": 4}),
-        (4, {"pipeline_parallel": 2, "expert_parallel": 2}),
+        pytest.param(4, {"tensor_parallel": 2, "expert_parallel": 4}, marks=pytest.mark.full),
+        pytest.param(4, {"pipeline_parallel": 2, "expert_parallel": 2}, marks=pytest.mark.full),
     ],
 )
 def test_each_replica_completes_its_own_prompts(ranks: int, degrees: dict[str, int]) -> None:

@@ -36,8 +36,11 @@ def recording(engine: DynamicEngine, dimensions: Sequence[D], tape: Tape | None 
     ("name", "dimensions"),
     [
         *[("llama", DIMENSIONS[:count]) for count in (1, 2)],
-        *[(name, DIMENSIONS) for name in ("llama", "windowed", "latent", "sinks", "hybrid", "mamba", "experts")],
-        *[pytest.param(name, DIMENSIONS, marks=pytest.mark.full) for name in ("gpt2", "tempered", "delta", "capped")],
+        *[(name, DIMENSIONS) for name in ("windowed", "latent", "hybrid", "experts")],
+        *[
+            pytest.param(name, DIMENSIONS, marks=pytest.mark.full)
+            for name in ("llama", "sinks", "mamba", "gpt2", "tempered", "delta", "capped")
+        ],
     ],
 )
 def test_completions_are_those_of_each_prompt_alone(name: str, dimensions: list[D], poison: None) -> None:

@@ -77,8 +77,14 @@ def test_generate_samples_by_all_settings() -> None:
     assert {len(each) for each in expected(model)} != {10}, "no text ends early"
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize(
+    ("ahead", "graphs"),
+    [
+        (False, False),
+        (True, True),
+        *(pytest.param(*each, marks=pytest.mark.full) for each in ((False, True), (True, False))),
+    ],
+)
 def test_requests_sample_by_their_own_settings(ahead: bool, graphs: bool) -> None:
     """Whoever else runs, with preemption, parts of prompts, cancelled requests, and a cache that is given back."""
     model = build()

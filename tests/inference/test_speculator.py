@@ -69,8 +69,13 @@ def passes(engine: DynamicEngine, seed: int | None, length: int = LENGTH) -> tup
     return tokens_of(found), count
 
 
-@pytest.mark.parametrize("seed", [None, 11])
-@pytest.mark.parametrize("name", ["llama", "sinks", "experts"])
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [
+        *[("llama", 11), ("sinks", None), ("experts", 11)],
+        *(pytest.param(*each, marks=pytest.mark.full) for each in (("llama", None), ("sinks", 11), ("experts", None))),
+    ],
+)
 def test_texts_are_those_of_the_base(name: str, seed: int | None, poison: None) -> None:
     model = build(**MODELS[name])
     expected = alone(model, LENGTH, seed=seed)

@@ -39,8 +39,13 @@ def complete(engine: DynamicEngine, cycles: int, **how: Any) -> dict[int, Comple
     return found | engine.run()
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("name", ["llama", "mamba", "delta"])
+@pytest.mark.parametrize(
+    ("name", "ahead"),
+    [
+        *[("llama", False), ("mamba", True), ("delta", False)],
+        *(pytest.param(*each, marks=pytest.mark.full) for each in (("llama", True), ("mamba", False), ("delta", True))),
+    ],
+)
 def test_a_hundred_suspends_change_no_text(name: str, ahead: bool, poison: None) -> None:
     model = build(**MODELS[name])
     expected = alone(model, seed=11)

@@ -135,7 +135,7 @@ LAYOUTS = [
     ("order", 2, {"pipeline_parallel": 2, "micro_batch_size": 1}),
     ("deep", 2, {"pipeline_parallel": 2, "virtual_pipeline": 2, "micro_batch_size": 1}),
     ("order", 2, {"context_parallel": 2, "context": ContextOptions("ring"), "micro_batch_size": 4}),
-    ("untied", 4, {"tensor_parallel": 4, "sequence_parallel": True, "micro_batch_size": 3}),
+    ("untied", 2, {"tensor_parallel": 2, "sequence_parallel": True, "micro_batch_size": 3}),
 ]
 FULL = [
     ("order", 2, {"context_parallel": 2, "micro_batch_size": 4}),

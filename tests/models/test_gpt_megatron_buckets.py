@@ -249,7 +249,17 @@ CASES: dict[str, tuple[GPTConfig, Run]] = {
 }
 
 
-WHOLE = ("one rank", "dp3", "several buckets", "biases, tied", "pp2", "experts", "grouped experts")
+WHOLE = (
+    "one rank",
+    "dp3",
+    "several buckets",
+    "biases, tied",
+    "pp2",
+    "experts",
+    "grouped experts",
+    "padded",
+    "pp2, tied",
+)
 """Only whole runs have these: other cases have each of their features, beside others."""
 
 

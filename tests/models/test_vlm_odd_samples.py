@@ -73,9 +73,7 @@ CHOSEN = [
     ("deep_qwen3", "in one step", "recomputed, zero bubble"),
     ("deep_qwen", "a huge one last", "context by all gather"),
     ("deep", "of one replica", "context"),
-    ("deep_qwen3", "around text", "colocated, interleaved, zero bubble"),
     ("deep_qwen", "in no step", "disjoint, zero bubble"),
-    ("deep_qwen", "a huge one last", "interleaved"),
 ]
 FULL = [
     row

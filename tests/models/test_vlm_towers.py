@@ -163,7 +163,11 @@ def of_one_device(low: LowPrecisionOptions | None, name: str = "wide") -> dict[s
         pytest.param(3, {**SP, **DISJOINT, "tower": Layout()}, marks=pytest.mark.full),
         # Replicas that divide images would scale other rows together, so either side has one.
         (2, {"pipeline_parallel": 2, "tower": Layout(**SP)}),
-        (4, {**DISJOINT, "tower": Layout(ranks=2), "data_parallel": DataParallelOptions(level="optim_grads_params")}),
+        pytest.param(
+            4,
+            {**DISJOINT, "tower": Layout(ranks=2), "data_parallel": DataParallelOptions(level="optim_grads_params")},
+            marks=pytest.mark.full,
+        ),
         pytest.param(2, {"pipeline_parallel": 2}, marks=pytest.mark.full),
         pytest.param(3, {**DISJOINT, "tower": Layout(ranks=2, **SP)}, marks=pytest.mark.full),
         pytest.param(2, {**SP, "tower": Layout(tensor_parallel=2)}, marks=pytest.mark.full),
@@ -226,7 +230,7 @@ def fit_padded(counts: str, options: dict[str, Any], multiple: int) -> dict[str,
 
 
 @pytest.mark.parametrize(
-    "recipe", ["delayed", *(pytest.param(r, marks=pytest.mark.full) for r in ("tensorwise", "rowwise"))]
+    "recipe", [pytest.param(r, marks=pytest.mark.full) for r in ("delayed", "tensorwise", "rowwise")]
 )
 def test_rows_of_padding_count_for_scales(recipe: str) -> None:
     """Sequence parallelism fills rows of images up, and their values are cast with the others.

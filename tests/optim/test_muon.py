@@ -137,7 +137,9 @@ LAYOUTS: Sequence[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
     ("dense", 4, {"tensor_parallel": 2, "sequence_parallel": True}, {"level": "optim"}),
     ("dense", 2, {}, {"level": "no_shard"}),
     ("experts", 4, {"expert_parallel": 2}, {"level": "optim_grads"}),
-    ("heads", 4, {"tensor_parallel": 2, "pipeline_parallel": 2}, {"level": "optim"}),
+    pytest.param(
+        ("heads", 4, {"tensor_parallel": 2, "pipeline_parallel": 2}, {"level": "optim"}), marks=pytest.mark.full
+    ),
 ]
 MORE: Sequence[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
     (config, ranks, strategy, {"level": level})

@@ -75,6 +75,7 @@ def test_every_layout_trains_as_one_device(layout: tuple[GPTConfig, int, dict[st
     assert_same_run(run(_rank, ranks, config, strategy, {"level": level}, timeout=240)[0], by_hand(config))
 
 
+@pytest.mark.full
 def test_its_state_goes_on_in_another_layout(tmp_path: Path) -> None:
     first, second = str(tmp_path / "first.ckpt"), str(tmp_path / "second.ckpt")
     # After a step between two computations of the roots, which must come from the checkpoint then.

@@ -73,6 +73,7 @@ def test_tokens_of_experts_do_not_queue_behind_gradients() -> None:
     assert run(_tokens_and_gradients, 2) == [apart] * 2
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's schedulers")
 def test_threads_that_hold_tensors_do_not_abort_the_exit() -> None:
     command = [sys.executable, "-m", "tests.parallel.exits", "2"]

@@ -53,7 +53,7 @@ def check(families: list[str], ranks: int, sequence_parallel: bool = False) -> N
             assert not wrong, f"{family}: {wrong}"
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.full), True])
 def test_models_compute_what_they_do_on_one_rank(sequence_parallel: bool) -> None:
     check([*FAMILIES], 2, sequence_parallel)
 

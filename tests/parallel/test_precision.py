@@ -88,9 +88,11 @@ ROWS = [
     pytest.param({"ep": 2}, DENSE, id="ep2"),
     pytest.param(TP2, OPTIONS, id="tp2ep2", marks=pytest.mark.full),
     pytest.param(TP2, replace(EXPERTS_ALONE, recipe="rowwise", history=None), id="rowwise", marks=pytest.mark.full),
-    pytest.param(TP2, replace(EXPERTS_ALONE, recipe="blockwise", history=None), id="blockwise"),
+    pytest.param(TP2, replace(EXPERTS_ALONE, recipe="blockwise", history=None), id="blockwise", marks=pytest.mark.full),
     pytest.param(TP2, PADDED, id="mxfp8"),
-    pytest.param({"tp": 2, "etp": 2}, replace(PADDED, recipe="tensorwise", reduce_amax=True), id="etp2"),
+    pytest.param(
+        {"tp": 2, "etp": 2}, replace(PADDED, recipe="tensorwise", reduce_amax=True), id="etp2", marks=pytest.mark.full
+    ),
     pytest.param({"tp": 2, "etp": 2}, EXPERTS_ALONE, id="etp2 delayed"),
 ]
 

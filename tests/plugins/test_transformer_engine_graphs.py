@@ -64,7 +64,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any], list[int]]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (name == "dp")) for name in LAYOUTS])
 def test_trains_as_eager_steps_do(tmp_path: Path, name: str) -> None:
     scope, ranks, layout, order = LAYOUTS[name]
     config = BASE if scope == "attention" else DROPPING
@@ -99,7 +99,8 @@ def eager(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 @pytest.mark.parametrize(
-    ("backend", "scope"), [("transformer_engine", "layer"), ("own", "layer"), ("own", "iteration")]
+    ("backend", "scope"),
+    [("transformer_engine", "layer"), ("own", "layer"), pytest.param("own", "iteration", marks=pytest.mark.full)],
 )
 def test_its_low_precision_trains_as_in_eager_steps(
     tmp_path: Path, eager: Any, backend: str, scope: str, recipe: str

@@ -30,6 +30,7 @@ def _with(path: Path, **arguments: Any) -> str:
     return str(path)
 
 
+@pytest.mark.full
 def test_the_recipe_of_distillation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     demo, distill = (str(RECIPES / f"{name}.yaml") for name in ("demo", "distill"))
     megalight(tmp_path, "fit", "-c", demo, *WORDS)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from megalight import checkpoint
 from tests.recipes.test_layouts import RECIPES, SHORT, SMALL, _data, megalight
 
@@ -18,6 +20,7 @@ WORDS = [
 ]
 
 
+@pytest.mark.full
 def test_the_recipe_of_adapters(tmp_path: Path) -> None:
     demo, lora = (str(RECIPES / f"{name}.yaml") for name in ("demo", "lora"))
     megalight(tmp_path, "fit", "-c", demo, *WORDS)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
+import pytest
+
 from tests.recipes.test_layouts import RECIPES, SHORT, _data
 from tests.recipes.test_lora import megalight
 
@@ -21,6 +23,7 @@ WORDS = [
 ]
 
 
+@pytest.mark.full
 def test_the_recipe_of_hybrids(tmp_path: Path) -> None:
     megalight(tmp_path, "fit", "-c", str(RECIPES / "mamba.yaml"), *WORDS, "--trainer.max_steps=3")
     (found,) = (tmp_path / "runs" / "mamba").rglob("metrics.csv")

@@ -39,7 +39,9 @@ def losses(folder: Path) -> list[float]:
         return [float(row["train_loss"]) for row in csv.DictReader(lines) if row.get("train_loss")]
 
 
-@pytest.mark.parametrize("job", ["pretrain-1xGPU", "pretrain-fsdp-4xGPU", "pretrain-pp-4xGPU"])
+@pytest.mark.parametrize(
+    "job", ["pretrain-1xGPU", pytest.param("pretrain-fsdp-4xGPU", marks=pytest.mark.full), "pretrain-pp-4xGPU"]
+)
 def test_pre_training(job: str, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 200)
     made = ["-o", str(tmp_path / "text"), "--train-tokenizer", "--vocab-size=280", "--workers=1", "-q"]
@@ -50,7 +52,9 @@ def test_pre_training(job: str, tmp_path: Path) -> None:
     assert len(losses(tmp_path / "runs" / f"gpt2_small-{job}")) == 2
 
 
-@pytest.mark.parametrize(("job", "devices"), [("sft-4xGPU", 2), ("lora-1xGPU", 1), ("qlora-1xGPU", 1)])
+@pytest.mark.parametrize(
+    ("job", "devices"), [("sft-4xGPU", 2), pytest.param("lora-1xGPU", 1, marks=pytest.mark.full), ("qlora-1xGPU", 1)]
+)
 def test_fine_tuning(job: str, devices: int, tmp_path: Path) -> None:
     save_model(tmp_path / "model", width=64, double=False)
     rows = [

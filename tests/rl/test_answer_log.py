@@ -69,7 +69,7 @@ def kept(root: str, after_validation: bool, steps: int, resume: bool) -> None:
     how.fit(Policy(6), ckpt_path=str(Path(root) / "step=2.ckpt") if resume else None)
 
 
-@pytest.mark.parametrize("after_validation", [False, True])
+@pytest.mark.parametrize("after_validation", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_resumed_run_writes_no_step_twice(after_validation: bool, tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     for folder in (whole, broken):

@@ -37,7 +37,7 @@ def figures_of(
     return figures
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", pytest.param("bf16-mixed", marks=pytest.mark.full)])
 def test_rounding_alone_lies_between_drawing_and_training(precision: Any) -> None:
     for figures in run(figures_of, 2, {"tensor_parallel": 2}, {}, {"precision": precision}):
         for step in figures:

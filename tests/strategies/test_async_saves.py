@@ -138,7 +138,7 @@ def _pairs(folder: str, kind: str, layout: str) -> tuple[list[float], list[float
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [
-        ("persistent", "tp2"),
+        pytest.param("persistent", "tp2", marks=pytest.mark.full),
         ("per_save", "fsdp"),
         pytest.param("persistent", "pp2", marks=pytest.mark.full),
         pytest.param("persistent", "ep2", marks=pytest.mark.full),

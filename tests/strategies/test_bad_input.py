@@ -242,9 +242,13 @@ WORDS = {
 
 MORE = {
     *("pipeline over ranks", "the same of tensor parallelism", "another depth", "split", "type", "no sequence"),
-    *("torn index", "no tokens", "checkpoint without a file"),
+    *("torn index", "no tokens", "checkpoint without a file", "checkpoint without a manifest"),
+    *("sequence parallelism alone", "layers in the pipeline", "pipeline layout", "heads over context"),
+    *("pieces over ranks", "a limit for NCCL without it", "more ranks than heads", "heads in the model"),
+    *("sequence", "more than the corpus", "another tokenizer", "a foreign folder", "no readers"),
+    *("a negative timeout", "a negative norm", "no accumulation"),
 }
-"""What the same lines refuse as another of them."""
+"""What the same step of a command refuses as another of them; tests of each option have its message."""
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def check(folder: Path, layout: dict[str, Any], packed: bool) -> None:
         pytest.param(2, {}, True, marks=pytest.mark.full),
         (2, {"tensor_parallel": 2, "sequence_parallel": True}, True),
         pytest.param(2, {"context_parallel": 2}, True, marks=pytest.mark.full),
-        (4, {"pipeline_parallel": 2, "context_parallel": 2}, False),
+        pytest.param(4, {"pipeline_parallel": 2, "context_parallel": 2}, False, marks=pytest.mark.full),
     ],
 )
 def test_a_student_learns_as_on_one_device(folder: Path, ranks: int, layout: Any, packed: bool) -> None:

@@ -197,7 +197,7 @@ OWN = {"own_loss": True, "scale": 0.3, "temperature": 2.0}
             {"divergence": "jensen_shannon", "temperature": 0.7},
             marks=pytest.mark.full,
         ),
-        (2, CONTEXT, True, {"tensor_parallel": 2}, OWN),
+        pytest.param(2, CONTEXT, True, {"tensor_parallel": 2}, OWN, marks=pytest.mark.full),
         pytest.param(
             2,
             {"data_parallel": DataParallelOptions(level="optim_grads_params")},
@@ -224,6 +224,7 @@ def test_a_student_learns_as_on_one_device(
     run(check, ranks, teacher, layout, packed, options, loss, by_hand(teacher.name, packed, **loss))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("teacher", ["tied"], indirect=True)
 def test_the_teachers_head_may_be_its_embedding(teacher: Path) -> None:
     run(check, 2, teacher, SHARES, False, PIPELINE, {}, by_hand(teacher.name, False))

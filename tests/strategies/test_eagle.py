@@ -231,7 +231,7 @@ CHUNKS = {"pipeline_parallel": 2, "pipeline_layout": "Et|t|t|tL"}
         pytest.param(2, {}, True, config(), {"pipeline_parallel": 2}, marks=pytest.mark.full),
         (2, CP, True, config(), CHUNKS),
         pytest.param(2, CP, False, config(), SP, marks=pytest.mark.full),
-        (2, SP, True, KIMI, {}),
+        pytest.param(2, SP, True, KIMI, {}, marks=pytest.mark.full),
         pytest.param(4, SP, False, config(), TP | CHUNKS, marks=pytest.mark.full),
         pytest.param(4, SP | CP, True, KIMI, CHUNKS, marks=pytest.mark.full),
         pytest.param(2, {"data_parallel": FSDP}, True, KIMI, {}, marks=pytest.mark.full),
@@ -243,6 +243,7 @@ def test_a_draft_learns_as_by_hand(
     run(check, ranks, base, layout, packed, 4, draft, options, by_hand(packed, 4, draft, base.name))
 
 
+@pytest.mark.full
 def test_a_draft_learns_beside_experts_on_several_ranks(bases: Path) -> None:
     # Three micro-batches for two replicas of the base, which run two each.
     by_torch = by_hand(True, 3, config(), "experts")

@@ -100,7 +100,7 @@ def _fit(layout: str, level: str, balanced: bool) -> dict[str, Any]:
     return {**found, "gradients": gradients.first}
 
 
-FULL = ("tp2dp2etp2ep2", "tp2dp2ep4", "ep2", "ep4", "pp2ep2")
+FULL = ("tp2dp2etp2ep2", "tp2dp2ep4", "ep2", "ep4", "pp2ep2", "cp2ep4")
 """Layouts that only whole runs have: others divide experts beside each of these axes."""
 
 
@@ -163,7 +163,8 @@ def whole_batches() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.full] * (name in ("dp2", "ep2"))) for name in ALL_LAYOUTS]
+    "layout",
+    [pytest.param(name, marks=[pytest.mark.full] * (name in ("dp2", "ep2", "tp2dp2ep2"))) for name in ALL_LAYOUTS],
 )
 def test_no_layout_changes_losses_and_biases(layout: str) -> None:
     """Tensor, context, expert, pipeline and data parallelism, micro-batches, padding and recompute."""
@@ -333,7 +334,11 @@ def _part(
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("ep2", "one"), pytest.param("one", "ep2edp2", marks=pytest.mark.full), ("ep2edp2", "tp2dp2ep4")],
+    [
+        ("ep2", "one"),
+        pytest.param("one", "ep2edp2", marks=pytest.mark.full),
+        pytest.param("ep2edp2", "tp2dp2ep4", marks=pytest.mark.full),
+    ],
 )
 def test_checkpoints_go_from_one_layout_to_another(before: str, after: str, tmp_path: Path) -> None:
     saved, again = str(tmp_path / "saved.ckpt"), str(tmp_path / "again.ckpt")

@@ -142,7 +142,7 @@ WHOLE = {"tensor_parallel": 4, "sequence_parallel": True}
         pytest.param(4, SHARES, {}, marks=pytest.mark.full),
         pytest.param(4, SHARES, WHOLE, marks=pytest.mark.full),
         pytest.param(4, {"pipeline_parallel": 2}, {}, marks=pytest.mark.full),
-        (4, {"pipeline_parallel": 2}, {"tensor_parallel": 4}),
+        pytest.param(4, {"pipeline_parallel": 2}, {"tensor_parallel": 4}, marks=pytest.mark.full),
         (4, {}, {"tensor_parallel": 2, "pipeline_parallel": 2, "pipeline_layout": "Ett|tL"}),
         pytest.param(4, {**SHARES, "pipeline_parallel": 2}, {"tensor_parallel": 2}, marks=pytest.mark.full),
     ],

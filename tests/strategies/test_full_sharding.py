@@ -90,7 +90,7 @@ CASES: dict[str, tuple[int, str, int, str, dict[str, Any]]] = {
 }
 
 
-IN_THE_MATRIX = ("cp", "two layers", "whole gradients")
+IN_THE_MATRIX = ("cp", "two layers", "whole gradients", "tp", "hybrid", "full recompute", "tied")
 """Whole test runs alone have these: test_full_sharding_matrix.py has the same axes, and other rows their parts."""
 
 
@@ -136,7 +136,10 @@ def _with_each_level(what: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     "what",
-    [pytest.param(what, marks=[pytest.mark.full] * what.endswith(("tensorwise", "rowwise"))) for what in BESIDE],
+    [
+        pytest.param(what, marks=[pytest.mark.full] * what.endswith(("tensorwise", "rowwise", "recompute")))
+        for what in BESIDE
+    ],
 )
 def test_what_runs_beside_is_as_on_level_optim(what: str) -> None:
     """Averaged weights, products in 8 bits, adapters on frozen weights, partial recompute."""

@@ -67,19 +67,14 @@ FLAT = ("replicate", "replicate_optimizer", "reduce_each_micro_batch")
 
 COVER = {
     ("dp2", "no_shard", 1.0),
-    ("tp dp", "optim", 0.5),
     ("hsdp", "optim", 1.0),
     ("tp", "optim_grads", 1.0),
-    ("cp", "optim_grads", 0.5),
     ("ep edp", "optim_grads", 0.5),
-    ("hsdp", "optim_grads_params", 0.5),
-    ("hsdp over both", "optim_grads_params", 0.5),
     ("hsdp over both", "optim_grads", 0.0),
     ("replicas alone", "optim", 0.0),
     ("ep hsdp over both", "optim_grads_params", 0.0),
     ("tp dp", "optim_grads_params", 1.0),
     ("cp", "optim_grads_params", 1.0),
-    ("ep", "optim_grads_params", 1.0),
     ("recompute", "optim_grads_params", 0.5),
     ("accumulation", "optim_grads_params", 1.0),
 }

@@ -116,7 +116,13 @@ def _with_both_levels(what: str) -> list[dict[str, Any]]:
     return [_beside(what, level) for level in ("optim", FULL)]
 
 
-@pytest.mark.parametrize("what", ["adapters", *(pytest.param(w, marks=pytest.mark.full) for w in list(BESIDE)[::2])])
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param("adapters", marks=pytest.mark.full),
+        *(pytest.param(w, marks=pytest.mark.full) for w in list(BESIDE)[::2]),
+    ],
+)
 def test_what_runs_beside_is_as_on_level_optim(what: str) -> None:
     """Steps of several batches with evaluation between them, adapters on frozen weights, FP8 weights."""
     for expected, found in run(_with_both_levels, 4, what):

@@ -185,7 +185,13 @@ def test_every_way_to_divide_is_saved_and_loaded() -> None:
     assert set(COVER) == {source for sources in COVER.values() for source in sources} == LAYOUTS.keys() - twice
 
 
-@pytest.mark.parametrize("layout", COVER)
+PLAIN = ("one", "tp2", "pp2vpp2", "cp2", "dp2", "full2")
+"""One of each axis. The others divide along the same ones."""
+
+
+@pytest.mark.parametrize(
+    "layout", [layout if layout in PLAIN else pytest.param(layout, marks=pytest.mark.full) for layout in COVER]
+)
 def test_a_layout_goes_on_from_another(layout: str, saved: Any, tmp_path: Path) -> None:
     check(layout, COVER[layout], saved, tmp_path)
 

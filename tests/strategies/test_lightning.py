@@ -67,7 +67,7 @@ def _best(path: str, layout: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("layout", [{}, {"tensor_parallel": 2}], ids=str)
+@pytest.mark.parametrize("layout", [pytest.param({}, marks=pytest.mark.full), {"tensor_parallel": 2}], ids=str)
 def test_monitored_checkpoints_and_early_stopping(tmp_path: Path, layout: dict[str, Any]) -> None:
     first, second = run(_best, 2, str(tmp_path), layout)
     assert first == second

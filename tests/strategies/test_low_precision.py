@@ -160,6 +160,7 @@ def test_a_resume_goes_on_with_the_scales_of_past_steps(tmp_path: Path) -> None:
     assert past == history
 
 
+@pytest.mark.full
 def test_experts_have_histories_of_their_own_under_any_layout(tmp_path: Path) -> None:
     """A run on one rank goes on with the experts divided over two, and each finds the history of its own expert."""
     config = replace(CONFIG, moe=MoEConfig(num_experts=4, ffn_hidden_size=32, pattern=(False, True)))
@@ -227,7 +228,11 @@ def losses_in_bf16() -> list[float]:
     return losses()
 
 
-@pytest.mark.parametrize("options", [RECIPES[0], RECIPES[1], RECIPES[3]], ids=lambda options: str(options["recipe"]))
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(RECIPES[0], marks=pytest.mark.full), RECIPES[1], pytest.param(RECIPES[3], marks=pytest.mark.full)],
+    ids=lambda options: str(options["recipe"]),
+)
 def test_loss_stays_within_half_a_percent_of_bf16(options: dict[str, Any]) -> None:
     expected = losses_in_bf16()
     found = losses(LowPrecisionOptions(emulate=True, **options))

@@ -40,7 +40,7 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {**TP, "recompute": RecomputeOptions(granularity="full", num_layers=2)}),
     pytest.param(2, {"tensor_parallel": 2}, marks=pytest.mark.full),
     (2, {"context_parallel": 2}),
-    (4, {**PP, **TP, "virtual_pipeline": 2}),
+    pytest.param(4, {**PP, **TP, "virtual_pipeline": 2}, marks=pytest.mark.full),
 ]
 
 WIDE: list[tuple[int, dict[str, Any]]] = [

@@ -117,7 +117,9 @@ def _passed_on(folder: str, before: Any, after: Any, scheme: str) -> Any:
     return all(same), all(moments), messages, dist.get_rank() if dist.is_initialized() else 0
 
 
-@pytest.mark.parametrize("scheme", ["fully_reshardable", "dp_reshardable", "fsdp_dtensor"])
+@pytest.mark.parametrize(
+    "scheme", ["fully_reshardable", pytest.param("dp_reshardable", marks=pytest.mark.full), "fsdp_dtensor"]
+)
 @pytest.mark.parametrize(
     ("before", "after", "told"),
     [

@@ -46,10 +46,11 @@ LAYOUTS: list[Any] = [
     pytest.param("learned", 2, {**PP, "recompute": WHOLE}, marks=pytest.mark.full),
     ("two", 2, {**ZERO_BUBBLE, "pipeline_layout": "Et|t|mm|L"}),
     ("learned", 2, {"context_parallel": 2}),
-    (
+    pytest.param(
         "experts",
         4,
         {**PP, "virtual_pipeline": 2, "expert_parallel": 2, "pipeline": PipelineOptions(schedule="combined")},
+        marks=pytest.mark.full,
     ),
     pytest.param("hybrid", 2, {**SP, "recompute": WHOLE}, marks=pytest.mark.full),
     *[

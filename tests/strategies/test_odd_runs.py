@@ -158,7 +158,7 @@ ROWS: list[Any] = [
             "pipeline": PipelineOptions(schedule="zero_bubble"),
         },
     ),
-    (
+    pytest.param(
         Run("gqa", 2, rows=10, accumulate=2, frozen=("embed.*", "layers.1.mlp.*")),
         4,
         "optim_grads_params",
@@ -168,6 +168,7 @@ ROWS: list[Any] = [
             "sequence_parallel": True,
             "tensor": TensorOptions(overlap="pipelined", pieces=2),
         },
+        marks=pytest.mark.full,
     ),
     *[
         pytest.param(*row, marks=pytest.mark.full)

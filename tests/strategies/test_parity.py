@@ -124,7 +124,13 @@ def _frozen(name: str, strategy: dict[str, Any], options: dict[str, Any]) -> dic
         ("tied", 2, {"pipeline_parallel": 2}, {}),
         ("tied", 2, {"tensor_parallel": 2, "sequence_parallel": True}, {"find_unused_parameters": True}),
         ("gqa", 2, {}, {"level": "optim_grads_params"}),
-        ("gqa", 4, {"pipeline_parallel": 2}, {"level": "optim_grads", "find_unused_parameters": True}),
+        pytest.param(
+            "gqa",
+            4,
+            {"pipeline_parallel": 2},
+            {"level": "optim_grads", "find_unused_parameters": True},
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_layers_frozen_for_a_step_stay_as_in_torch(

@@ -54,7 +54,7 @@ def _trained(options: dict[str, Any], path: str) -> None:
     runner.save_checkpoint(path)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.full), True])
 def test_adapters_train_as_on_one_device_and_peft_reads_them(tmp_path: Path, sequence_parallel: bool) -> None:
     run(_trained, 2, {"tensor_parallel": 2, "sequence_parallel": sequence_parallel}, str(tmp_path / "two.ckpt"))
     run(_trained, 1, {}, str(tmp_path / "one.ckpt"))

@@ -26,11 +26,11 @@ from tests.support.environment import trainer
 from tests.support.workers import run
 
 CONFIG = replace(CONFIGS["tied"], num_layers=4)
-LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+LAYOUTS: list[Any] = [
     (2, {"pipeline_parallel": 2, "micro_batch_size": 1}),
     (2, {"pipeline_parallel": 2, "virtual_pipeline": 2, "micro_batch_size": 3}),
     (2, {"context_parallel": 2, "micro_batch_size": 2}),
-    (4, {"pipeline_parallel": 2, "context_parallel": 2, "micro_batch_size": 1}),
+    pytest.param(4, {"pipeline_parallel": 2, "context_parallel": 2, "micro_batch_size": 1}, marks=pytest.mark.full),
 ]
 
 

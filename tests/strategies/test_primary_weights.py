@@ -142,7 +142,7 @@ LAYOUTS = [
     pytest.param(2, {}, "optim", id="dp"),
     pytest.param(2, {}, "no_shard", id="whole-masters", marks=pytest.mark.full),
     pytest.param(2, {}, "optim_grads_params", id="sharded"),
-    pytest.param(2, {"tensor_parallel": 2, "sequence_parallel": True}, "optim", id="tp"),
+    pytest.param(2, {"tensor_parallel": 2, "sequence_parallel": True}, "optim", id="tp", marks=pytest.mark.full),
     pytest.param(
         2,
         {"pipeline_parallel": 2, "pipeline_layout": "Ett|tL", "micro_batch_size": 1},
@@ -200,7 +200,7 @@ UNASKED = [
     pytest.param(2, {"margin": 1, "formats": "e4m3"}, {}, "optim", 1, id="margin", marks=pytest.mark.full),
     pytest.param(2, DELAYED, {}, "optim", 1, id="delayed"),
     pytest.param(1, {}, ONE, "optim", 1, id="one rank", marks=pytest.mark.full),
-    pytest.param(1, DELAYED, ONE, "optim", 2, id="one rank, delayed, two batches"),
+    pytest.param(1, DELAYED, ONE, "optim", 2, id="one rank, delayed, two batches", marks=pytest.mark.full),
     pytest.param(2, DELAYED, {}, "optim", 2, id="delayed, two batches", marks=pytest.mark.full),
     pytest.param(2, {}, {}, "no_shard", 1, id="no_shard", marks=pytest.mark.full),
     pytest.param(2, DELAYED, {}, "no_shard", 1, id="no_shard, delayed", marks=pytest.mark.full),

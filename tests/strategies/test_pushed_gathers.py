@@ -26,7 +26,7 @@ MORE: dict[str, tuple[int, str, int, str, dict[str, Any]]] = {
     "zero bubble": (4, "gqa", 4, FULL, {"pipeline_parallel": 2, "pipeline": PipelineOptions(schedule="zero_bubble")}),
 }
 SELECTED = {name: CASES[name] for name in NAMES} | MORE
-WHOLE = ("zero bubble", "whole gradients", "full recompute", "two layers")
+WHOLE = ("zero bubble", "whole gradients", "full recompute", "two layers", "tp", "three ranks", "tied")
 """Only whole runs have these: test_full_sharding.py and other cases have their parts."""
 
 
@@ -83,7 +83,14 @@ def check_beside(what: str, level: str) -> None:
             np.testing.assert_array_equal(pushed["final"][name], value, err_msg=name)
 
 
-@pytest.mark.parametrize("what", ["average", "adapters", pytest.param("eight bits tensorwise", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param("average", marks=pytest.mark.full),
+        "adapters",
+        pytest.param("eight bits tensorwise", marks=pytest.mark.full),
+    ],
+)
 def test_what_runs_beside_is_as_with_collectives(what: str) -> None:
     """Averaged weights in validation, frozen weights, and 8-bit products."""
     check_beside(what, FULL)

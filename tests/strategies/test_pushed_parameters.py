@@ -22,7 +22,6 @@ from tests.support.workers import run
 COVER = {
     ("dp2", "optim", 0.0),
     ("dp2", "optim", 0.5),
-    ("tp dp", "optim", 0.0),
     ("hsdp over both", "optim", 0.0),
     ("ep edp", "optim", 0.0),
     ("dp2", "optim_grads", 0.0),
@@ -83,7 +82,7 @@ def test_pipelines_equal_one_device(schedule: str) -> None:
     "what",
     [
         pytest.param("average", marks=pytest.mark.full),
-        "adapters",
+        pytest.param("adapters", marks=pytest.mark.full),
         pytest.param("eight bits tensorwise", marks=pytest.mark.full),
         "eight bits delayed",
     ],

@@ -32,7 +32,6 @@ FULL = "optim_grads_params"
 COVER = {
     ("dp2", "optim"),
     ("dp2", "optim_grads"),
-    ("hsdp over both", FULL),
     ("ep edp", FULL),
     ("accumulation", FULL),
 }

@@ -31,7 +31,7 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
         },
     ),
     pytest.param(2, PP, marks=pytest.mark.full),
-    (4, {**PP, "tensor_parallel": 2, "virtual_pipeline": 2}),
+    pytest.param(4, {**PP, "tensor_parallel": 2, "virtual_pipeline": 2}, marks=pytest.mark.full),
 ]
 
 

@@ -67,7 +67,7 @@ def _logged(kind: type[Logs], folder: str, options: dict[str, Any]) -> tuple[lis
     ("kind", "options"),
     [
         pytest.param(Logs, {}, marks=pytest.mark.full),
-        (Logs, {"virtual_pipeline": 2}),
+        pytest.param(Logs, {"virtual_pipeline": 2}, marks=pytest.mark.full),
         (LogsLosses, {"virtual_pipeline": 2}),
     ],
 )

@@ -89,11 +89,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 LOGITS: list[Any] = [
     ("olmoe", 2, LAYOUTS["tp2"][1]),
-    ("olmoe", 4, {"tensor_parallel": 4, "sequence_parallel": True}),
+    pytest.param("olmoe", 4, {"tensor_parallel": 4, "sequence_parallel": True}, marks=pytest.mark.full),
     ("deepseek_v2", 2, LAYOUTS["tp2"][1]),
     ("deepseek_v2_lite", 2, LAYOUTS["pp2"][1]),
     ("qwen3_next", 2, LAYOUTS["tp2"][1]),
-    ("qwen3_next", 4, LAYOUTS["tp2pp2"][1]),
+    pytest.param("qwen3_next", 4, LAYOUTS["tp2pp2"][1], marks=pytest.mark.full),
 ]
 
 

@@ -94,7 +94,9 @@ def expected(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "layouts"), [("llama", ["tp2", "pp2"]), ("gpt2", ["tp2", "tp2pp2"])], ids=["llama", "gpt2"]
+    ("kind", "layouts"),
+    [("llama", ["tp2", "pp2"]), pytest.param("gpt2", ["tp2", "tp2pp2"], marks=pytest.mark.full)],
+    ids=["llama", "gpt2"],
 )
 def test_every_layout_starts_alike_and_reads_its_own_bytes(kind: str, layouts: list[str], folders: Path) -> None:
     folder = folders / kind

@@ -200,12 +200,8 @@ def kill_rounds(directory: Path, rounds: int) -> None:
     assert all(map(checkpoint.is_complete, left))  # killed after the seal: such a folder is the checkpoint of its name
 
 
-def test_killed_at_random_moments(tmp_path: Path) -> None:
-    kill_rounds(tmp_path, 1)
-
-
 @pytest.mark.full
-def test_killed_at_many_random_moments(tmp_path: Path) -> None:
+def test_killed_at_random_moments(tmp_path: Path) -> None:
     kill_rounds(tmp_path, 20)
 
 

@@ -497,7 +497,6 @@ def test_a_folder_that_was_copied_there_is_a_checkpoint(folder: Address, tmp_pat
     assert simple.step_of(tmp_path / "b.ckpt") == 1
 
 
-@BOTH
 def test_a_save_deletes_what_was_copied_there(folder: Address, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its files alone; a deletion that is cut short is ended by the next save."""
     path = folder / "a.ckpt"

@@ -58,6 +58,7 @@ def test_messages_that_are_marked_are_not_learned(template: str, prepared) -> No
     assert decode(last.data[0][last.loss[0] == 1].tolist()) == f"six{end}"
 
 
+@pytest.mark.full
 def test_workers_do_not_matter(prepared, tmp_path: Path) -> None:
     one, two = prepared(ROWS, "one"), prepared(ROWS, "two", workers=2)
     for suffix in (".bin", ".idx", ".loss.bin", ".loss.idx"):

@@ -160,7 +160,7 @@ def rows(tmp_path: Path) -> dict[str, list[Any]]:
     ("name", "kind", "layouts"),
     [
         ("qwen", "odd", ("dp", "towers", "colocated", "cp", "pp")),
-        ("qwen", "no image", ("tp", "towers")),
+        pytest.param("qwen", "no image", ("tp", "towers"), marks=pytest.mark.full),
         *(
             pytest.param(*each, LAYOUTS, marks=pytest.mark.full)
             for each in product(("llava", "qwen"), ("no image", "odd"))

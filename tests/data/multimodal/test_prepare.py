@@ -95,7 +95,7 @@ def test_nothing_but_bad_rows_names_one(prepared: Callable[..., Any]) -> None:
         prepared([row("none.png", "<image>"), row(None, "<image>")], on_bad="skip")
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_json_lines_and_workers_give_the_same(
     workers: int, prepared: Callable[..., Any], tmp_path: Path, image_tokenizer: Path
 ) -> None:

@@ -57,7 +57,7 @@ def made(tmp_path: Path, image_tokenizer: Path) -> Callable[..., Any]:
     return make
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_shards_and_rows_give_the_same(
     workers: int, made: Callable[..., Any], prepared: Callable[..., Any], tmp_path: Path
 ) -> None:

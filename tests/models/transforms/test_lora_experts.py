@@ -177,7 +177,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.full] * (name in ("ep_gather", "ep", "etp_zero_bubble")))
+        pytest.param(name, marks=[pytest.mark.full] * (name in ("ep_gather", "ep_etp_pp", "etp_zero_bubble")))
         for name in LAYOUTS
     ],
 )
@@ -192,7 +192,11 @@ def test_a_layout_trains_the_same_adapters(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.full] * (name in ("ep", "etp", "ep_etp_pp"))) for name in LAYOUTS]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.full] * (name in ("ep", "etp_zero_bubble", "ep_etp_pp")))
+        for name in LAYOUTS
+    ],
 )
 def test_a_layout_trains_the_same_magnitudes(name: str) -> None:
     world, level, layout = LAYOUTS[name]
@@ -245,7 +249,7 @@ def save(folder: str, layout: dict[str, Any], base: str | None = None, dora: boo
     runner.fit(module)
 
 
-@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("dora", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_checkpoint_of_adapters_alone_is_merged(dora: bool, tmp_path: Path) -> None:
     base, trained = (str(tmp_path / name / "step=1.ckpt") for name in ("base", "adapters"))
     run(save, 2, str(tmp_path / "base"), {"expert_parallel": 2})

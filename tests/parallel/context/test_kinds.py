@@ -40,10 +40,10 @@ HEADS = {"all_to_all": (8, 2), "all_gather": (3, 3), "ring": (3, 1), "all_to_all
     [
         ("all_to_all", 2),
         ("all_gather", 2),
-        ("ring", 4),
+        ("ring", 2),
         ("all_to_all_ring", 4),  # two ranks have one level
         ("auto", 2),
-        *(pytest.param(*each, marks=pytest.mark.full) for each in [("all_to_all", 4), ("all_gather", 4), ("ring", 2)]),
+        *(pytest.param(*each, marks=pytest.mark.full) for each in [("all_to_all", 4), ("all_gather", 4), ("ring", 4)]),
     ],
 )
 def test_attention_equals_one_device(kind: str, cp: int) -> None:

@@ -102,8 +102,8 @@ def step(degrees: dict[str, int], level: str, dispatcher: str) -> dict[str, floa
         ({"ep": 2, "etp": 2}, "optim", "all_to_all"),
         pytest.param({"ep": 2, "etp": 2}, "optim", "all_gather", marks=pytest.mark.full),
         ({"tp": 2, "ep": 2}, "optim", "all_gather"),
-        ({"tp": 2, "ep": 2, "etp": 2}, "optim", "all_to_all"),
-        ({"tp": 2}, "optim", "all_to_all"),
+        pytest.param({"tp": 2, "ep": 2, "etp": 2}, "optim", "all_to_all", marks=pytest.mark.full),
+        pytest.param({"tp": 2}, "optim", "all_to_all", marks=pytest.mark.full),
     ],
 )
 def test_steps_equal_one_device(degrees: dict[str, int], level: str, dispatcher: str) -> None:

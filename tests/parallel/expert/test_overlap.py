@@ -126,7 +126,7 @@ EXPERTS = RecomputeOptions(granularity="selective", modules=("moe", "attention_n
     ("ranks", "degrees", "options"),
     [
         pytest.param(2, {"ep": 2}, {}, marks=pytest.mark.full),
-        (2, {"tp": 2, "ep": 2}, {"recompute": FULL}),
+        pytest.param(2, {"tp": 2, "ep": 2}, {"recompute": FULL}, marks=pytest.mark.full),
         pytest.param(4, {"ep": 2, "pp": 2}, {}, marks=pytest.mark.full),
         (4, {"ep": 2, "pp": 2}, {"virtual_pipeline": 2, "recompute": EXPERTS}),
         pytest.param(2, {"etp": 2}, {"recompute": EXPERTS}, marks=pytest.mark.full),
