@@ -170,9 +170,10 @@ def _steps(
     left = max_new_tokens
     newest = torch.zeros(cache.dummy_slot + 1, dtype=torch.int64, device=device_of(model))
     # To record a step takes as long as a few of them.
-    # Replicas that share experts may have prompts of other numbers and lengths, and so other graphs.
-    shares = isinstance(model, ParallelGPT) and model.shares_experts
-    recorded = max_new_tokens >= RECORDED and axis_positions is None and not shares
+    # Replicas that share experts may have prompts of other numbers and lengths, and so other graphs. All stages of a
+    # pipeline need the results, which graphs give to the last.
+    parted = isinstance(model, ParallelGPT) and (model.shares_experts or model.stages > 1)
+    recorded = max_new_tokens >= RECORDED and axis_positions is None and not parted
     graphs = StepGraphs.of(model, cache, newest, 1) if recorded else None
     prefilled = False
     while another(model, bool(active)):

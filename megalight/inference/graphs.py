@@ -99,8 +99,19 @@ class StepGraphs:
         self._parallel = model if isinstance(model, ParallelGPT) else None
         self._shares_experts = self._parallel is not None and self._parallel.shares_experts
         self._experts = [module.experts for module in model.modules() if isinstance(module, MoE)]
+        # Of a pipeline: what comes from the stage before, and whether another one follows.
+        self._incoming: Tensor | None = None
+        self._goes_on = False
+        if self._parallel is not None and self._parallel.stages > 1:
+            place, most = self._parallel.mesh.rank("pp"), max(each.token_count for each in dimensions)
+            self._goes_on = place + 1 < self._parallel.stages
+            if place:
+                config = self._parallel.config
+                assert isinstance(config, GPTConfig)
+                self._incoming = torch.zeros(most, config.hidden_size, dtype=self._dtype, device=newest.device)
         # Recurrent layers read the numbers of new tokens on the host, unless all are 1.
-        self.dimensions = [each for each in dimensions if cache.reversible or not each.prefill_req_count]
+        reversible = cache.reversible if self._parallel is None else self._parallel.every(cache.reversible)
+        self.dimensions = [each for each in dimensions if reversible or not each.prefill_req_count]
         self.last: InferenceBatchDimensions | None = None
         self._steps: dict[InferenceBatchDimensions, _Step] = {}
         # Whether all steps were asked for; after :meth:`drop` each is recorded again when it is needed.
@@ -127,9 +138,9 @@ class StepGraphs:
         """Return the graphs of a model; None: its steps are not recorded.
 
         Recorded are models of text on a GPU in half precision: otherwise attention reads all that a cache has room for.
-        They may be divided over ranks, but not into stages, which record and replay equal steps. Replicas that share
-        experts agree on each step, and need equal engines. Experts that drop tokens are left out, as padding would take
-        the place of tokens.
+        They may be divided over ranks, which record and replay equal steps, each its own part of them. Replicas that
+        share experts agree on each step, and need equal engines. Left out are ranks with several stages of a pipeline,
+        and experts that drop tokens, as padding would take the place of tokens.
 
         Args:
             model: a model.
@@ -148,7 +159,7 @@ class StepGraphs:
             return None
         eagle = speculator if isinstance(speculator, EagleSpeculator) else None
         # A draft reads states inside of the model, which a divided one gives outside of recordings alone.
-        if isinstance(model, ParallelGPT) and (model.stages > 1 or eagle is not None):
+        if isinstance(model, ParallelGPT) and (len(model.chunks) > 1 or eagle is not None):
             return None
         config: object = model.config
         # The code of transformers calls dispatchers with sizes that the host reads.
@@ -216,7 +227,7 @@ class StepGraphs:
             recordable: False: this step does what no graph does.
 
         Returns:
-            the results; None: there is no graph for it.
+            the results; None: there is no graph for it (:attr:`last`), or a later stage has them.
 
         Raises:
             DataError: see :meth:`Cache.extend`.
@@ -233,8 +244,10 @@ class StepGraphs:
         # Rows of all logits, and those of the results.
         places = [sequences[place] for place in sampling.places] if rows is None else rows
         step.fill(self._cache, slots, totals, fresh, places, sampling.host_rows() if recorded else None, following)
-        step.recording.replay()
+        self._replay(step)
         self.last = step.dimensions
+        if self._goes_on:
+            return None
         logits, samples, *hidden = self._outputs
         if not recorded:
             results = sampling(_rows_of(logits, sequences if rows is None else rows))
@@ -251,8 +264,23 @@ class StepGraphs:
         if step is None:
             return False
         step.fill(self._cache, [], [], [], [], None, [])
-        step.recording.replay()
+        self._replay(step)
         return True
+
+    def _replay(self, step: _Step) -> None:
+        if self._parallel is None or self._parallel.stages == 1:
+            step.recording.replay()
+            return
+        count = step.dimensions.token_count
+
+        def play(hidden: Tensor | None) -> Tensor:
+            if hidden is not None and self._incoming is not None:
+                self._incoming[:count].copy_(hidden)
+            step.recording.replay()
+            assert self._outputs is not None
+            return self._outputs[0][:count]
+
+        self._parallel.through_stages(step.ids, play)
 
     def _agreed(self, real: InferenceBatchDimensions, recordable: bool) -> _Step | None:
         """Return the recorded step that has room for this one, on all replicas that share experts."""
@@ -319,21 +347,27 @@ class StepGraphs:
         def run() -> list[Tensor]:
             ids, sequences = step.inputs()
             places = () if eagle is None else eagle.places
-            with keeping(self._model, places) as kept:
-                logits = self._model(ids, sequences, states=self._cache.states, rows=step.rows).logits
-            assert isinstance(logits, Tensor)
+            states = self._cache.states
+            if self._parallel is not None and self._parallel.stages > 1:
+                hidden = None if self._incoming is None else self._incoming[: dimensions.token_count]
+                logits = self._parallel.own_stage(ids, sequences, hidden, states=states, rows=step.rows)
+                if self._goes_on:
+                    return [logits]
+            else:
+                with keeping(self._model, places) as kept:
+                    logits = self._model(ids, sequences, states=states, rows=step.rows).logits
             # One kernel for all temperatures, with top-k and top-p: rows without them are done at once.
             tokens = sample_tokens(logits, rows_of(step.draws, greedy=False, filtered=True))
             if eagle is None:
                 return [logits, tokens[:, None].double()]
             after = torch.where(step.following == PENDING, tokens.clamp(min=0), step.following)
-            states = torch.cat([kept[KEPT + name] for name in places], -1)
-            return [logits, tokens[:, None].double(), eagle.read(after, sequences, states)]
+            inside = torch.cat([kept[KEPT + name] for name in places], -1)
+            return [logits, tokens[:, None].double(), eagle.read(after, sequences, inside)]
 
         def write() -> None:
             assert self._outputs is not None
             results = run()
-            if not step.all_rows:
+            if not (step.all_rows or self._goes_on):
                 self._newest.index_copy_(0, step.slots, results[1][:, 0].long())
             for output, found in zip(self._outputs, results, strict=True):
                 output[: len(found)].copy_(found)
@@ -342,7 +376,8 @@ class StepGraphs:
             if self._outputs is None:
                 results = run()  # pools are allocated
                 # Not in the pool of the graphs, each of which would keep its own.
-                most = max(each.token_count if self._all_rows else each.req_count for each in self.dimensions)
+                whole = self._all_rows or self._goes_on
+                most = max(each.token_count if whole else each.req_count for each in self.dimensions)
                 self._outputs = tuple(found.new_empty(most, *found.shape[1:]) for found in results)
             write()  # kernels are compiled
             step.recording = self._recorder.record(write, pool="steps", settle=False)
@@ -361,6 +396,7 @@ class _Step:
     Attributes:
         dimensions: its dimensions.
         all_rows: whether all tokens of sequences with several are sampled, ``N = T``; otherwise ``N = R``.
+        ids: ``[T]``, the tokens, or what stands for those that only the device knows.
         slots: ``[R]``, the slot of each sequence.
         draws: ``[6 N]``, how each is sampled; see :meth:`PassSampling.host_rows`.
         following: ``[T]``, the token after each, for a draft.
@@ -388,7 +424,7 @@ class _Step:
         narrow = [self._sequences + 1, self._sequences, *[self._sequences * width] * pools]
         self._wide, self._buffer = len(wide), InputBuffer(wide, narrow, newest.device)
         parts = self._buffer.parts
-        self._positions, self._ids, self.following, self.slots, last, self.draws, *self._writes = parts[: self._wide]
+        self._positions, self.ids, self.following, self.slots, last, self.draws, *self._writes = parts[: self._wide]
         self._offsets, self._lengths, *self._tables = parts[self._wide :]
         self.rows = last if prefills and not all_rows else None
         # On the host bounds alone.
@@ -400,8 +436,8 @@ class _Step:
     def inputs(self) -> tuple[Tensor, PackedSequences]:
         """Return tokens and sequences, anew for each run, as they remember what follows from them."""
         # Where sampling failed there is no token, and the host will drop what follows.
-        pending = self._newest[(PENDING - self._ids).clamp(min=0)].clamp(min=0)
-        ids = torch.where(self._ids < 0, pending, self._ids)
+        pending = self._newest[(PENDING - self.ids).clamp(min=0)].clamp(min=0)
+        ids = torch.where(self.ids < 0, pending, self.ids)
         each = [
             Pages(
                 table.view(self._sequences, -1),

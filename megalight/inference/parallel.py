@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megalight.attachments import APPLIED
-from megalight.errors import ConfigurationError
+from megalight.errors import ConfigurationError, MegalightError
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.gpt.model import GPTOutput
 from megalight.models.hf import HFConfig, HFModel, HFOutput
@@ -299,6 +299,52 @@ class ParallelGPT(nn.Module):
         with whole_tokens(self):
             last = self._executor.forward(self._rank_schedule, [{"tokens": tokens, "places": tuple(places)}], step)
         return last[0] if last else None
+
+    def own_stage(
+        self,
+        tokens: Tensor,
+        sequences: PackedSequences,
+        hidden: Tensor | None,
+        *,
+        states: Mapping[str, Any],
+        rows: Tensor | None,
+    ) -> Tensor:
+        """Run the stage of this rank alone, the only one that it has.
+
+        Args:
+            tokens: ``[T]`` ids.
+            sequences: how the tokens divide into sequences.
+            hidden: ``[T, h]``, the output of the stage before; None: this is the first.
+            states: the states of the layers on this rank.
+            rows: see :meth:`forward`.
+
+        Returns:
+            hidden states ``[T, h]``, or logits ``[N, V]`` on the last stage.
+
+        Raises:
+            MegalightError: the next stage reads more than hidden states.
+        """
+        given = {} if hidden is None else {"hidden": hidden}
+        with whole_tokens(self):
+            output = self.chunks[0](tokens, sequences, states=states, rows=rows, **given)
+        if output.memory is not None:
+            raise MegalightError("the next stage reads memory beside hidden states.")
+        found: Tensor = output.logits if output.hidden is None else output.hidden
+        return found
+
+    @torch.no_grad()
+    def through_stages(self, tokens: Tensor, play: Callable[[Tensor | None], Tensor]) -> None:
+        """Send tokens ``[T]`` through the stages, each of which does something else than its layers.
+
+        Args:
+            tokens: ``[T]``.
+            play: given the hidden states ``[T, h]`` of the stage before (None on the first), those of this one.
+        """
+
+        def step(chunk: nn.Module, batch: Mapping[str, Any], carry: Carry | None) -> Carry:
+            return {"hidden": play(None if carry is None else carry["hidden"])}
+
+        self._executor.forward(self._rank_schedule, [{"tokens": tokens, "places": ()}], step)
 
     @property
     def shares_experts(self) -> bool:

@@ -241,9 +241,9 @@ class PassesInFlight:
             recordable = not (plan.restored or scored)
             results = self.graphs.run(slots, fresh, sampling, rows, following, recordable)
             hidden, graph = self.graphs.hidden, self.graphs.last
-        if results is None and self._eagle is not None:
+        if graph is None and self._eagle is not None:
             results, hidden = self._run_drafted(slots, fresh, sampling, rows, following)
-        elif results is None:
+        elif graph is None:
             results = self._run(slots, fresh, sampling, rows)
             if results is not None and self.runs_ahead:
                 # For the next pass, which may begin before the host knows them.

@@ -28,7 +28,7 @@ def recording(engine: DynamicEngine, dimensions: Sequence[D], tape: Tape | None 
     """Let an engine on the CPU record its steps on tapes, and run ahead as on a GPU."""
     passes, cache = engine._passes, engine._scheduler.cache
     graphs = passes.graphs = StepGraphs(engine._model, cache, passes.newest, dimensions, tape or Tape())  # type: ignore[arg-type]
-    passes.runs_ahead = True
+    passes.runs_ahead = passes.stages == 1
     return graphs
 
 

@@ -43,11 +43,12 @@ def _replica(degrees: dict[str, Any], failing: int | None) -> Any:
     return replica, texts, engine.step_log.graph_uses, engine.step_log.steps, replays
 
 
-EP, TP = {"expert_parallel": 2}, {"tensor_parallel": 2, "sequence_parallel": True}
+EP, PP = {"expert_parallel": 2}, {"pipeline_parallel": 2}
+TP = {"tensor_parallel": 2, "sequence_parallel": True}
 ALL = {D(8, 4, 0), D(4, 0, 4), D(2, 0, 2)}
 
 
-@pytest.mark.parametrize(("degrees", "failing"), [(EP, None), (EP, 3), (TP, 1)], ids=str)
+@pytest.mark.parametrize(("degrees", "failing"), [(EP, None), (EP, 3), (TP, 1), (PP, None), (PP, 1)], ids=str)
 def test_ranks_replay_together(degrees: dict[str, Any], failing: int | None) -> None:
     """``failing``: the number of a recording that fails on one rank. Then no rank replays it."""
     whole = build().double()
