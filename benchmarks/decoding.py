@@ -3,6 +3,8 @@
     python benchmarks/decoding.py kernels RESULT.json    # checks, then GB/s of decode attention beside a copy
     python benchmarks/decoding.py models RESULT.json     # batch 1, 64 mixed requests, a long prompt
     python benchmarks/decoding.py fp8 RESULT.json        # weights in bf16 and in FP8, one text and 64; kernels
+    python benchmarks/decoding.py long RESULT.json       # 32 texts of 8,192 tokens, from steps at three lengths
+    python benchmarks/decoding.py suspend RESULT.json    # suspend and resume: seconds, and bytes that they free
     python benchmarks/decoding.py graphs RESULT.json     # requests at random with no, decode and all graphs; captures
     python benchmarks/decoding.py peers RESULT.json      # `transformers` on the same shape
     python benchmarks/decoding.py modules RESULT.json    # one of `transformers` (Qwen3-8B shape) on the engine
@@ -20,6 +22,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -390,6 +393,93 @@ def fp8(arguments: argparse.Namespace) -> Row:
     return out | {"forms": best}
 
 
+def long(arguments: argparse.Namespace) -> Row:
+    """Time 32 texts of 8,192 tokens each: decode steps at three lengths, and Simpson's rule between them.
+
+    A step takes the longer the more keys it reads, which is linear. All 8,192 steps would take a minute or more.
+    """
+    from megalight.inference import DynamicEngine, SamplingParams
+
+    model, greedy, count, timed = llama(), SamplingParams(temperature=0), 32, 32
+    draws, out = random.Random(0), Row()
+    engine = DynamicEngine(model, num_blocks=count * 516, block_size=16, max_sequences=count, step_tokens=4096)
+    steps: list[float] = []
+    for length in (96, 96, 4064, 8064):  # kernels are compiled and graphs recorded in the first
+        for _ in range(count):
+            # Other tokens for each: texts that begin equally would share their keys.
+            prompt = [draws.randrange(10, 120000) for _ in range(length)]
+            engine.add(prompt, max_new_tokens=timed + 96, sampling_params=greedy)
+        begun: dict[int, int] = {}
+        while len(begun) < count or min(begun.values()) < 4:
+            step = engine.step()
+            for number in step.tokens if step is not None else ():
+                begun[number] = begun.get(number, 0) + 1
+        seconds, _ = clock(lambda: [engine.step() for _ in range(timed)])
+        steps.append(seconds / timed)
+        engine.run()
+    low, middle, high = steps[1:]
+    out["step_ms"] = {"0": low * 1e3, "4096": middle * 1e3, "8192": high * 1e3}
+    out["seconds_32_x_8192"] = 8192 * (low + 4 * middle + high) / 6
+    weights = sum(each.nbytes for each in model.parameters()) - model.embed.word.weight.nbytes
+    keys = count * 4096 * 32 * 2 * 8 * 128 * 2  # of all layers, at half of the length
+    out["roofline_seconds"] = 8192 * (weights + keys) / copy_bandwidth()
+    out["graphed_steps"] = {str(key): value for key, value in engine.step_log.graph_uses.items()}
+    return out
+
+
+def suspend(arguments: argparse.Namespace) -> Row:
+    """Time suspend and resume of an engine with graphs and 32 running texts, and which share of the cache it frees.
+
+    ``slowdown`` is that of the first step after it; "on demand": no page is prefetched at resume.
+    """
+    from megalight.inference import DynamicEngine, SamplingParams
+
+    model, greedy, out = llama(), SamplingParams(temperature=0), Row()
+    kept: list[Any] = []  # pools of weights that other engines find there
+
+    def free() -> int:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info()[0]
+
+    plans: tuple[tuple[str, int, Row], ...] = (
+        ("cache", 0, {}),
+        ("kept cache", 0, {"keep_cache": True}),
+        ("cache and weights", 0, {"weights": True}),
+        ("cache", 1, {"keep_cache": True}),
+        ("cache and weights", 2, {"keep_cache": True, "weights": True}),
+        ("cache and weights on demand", 2, {"keep_cache": True, "weights": True}),
+    )
+    for name, level, options in plans:
+        engine = DynamicEngine(model, num_blocks=4000, max_sequences=32, step_tokens=2048, memory_level=level)
+        for prompt in requests(32):
+            engine.add(prompt, max_new_tokens=200, sampling_params=greedy)
+        for _ in range(60):
+            engine.step()
+        row: Row = {"level": engine.memory_level, "usual_step_s": clock(engine.step)[0]}
+        cache = sum(each.nbytes for each in engine._scheduler.cache.tensors)
+        row["cache_gib"] = cache / 2**30
+        for _ in range(2):  # memory of the host is pinned in the first
+            before = free()
+            row["suspend_s"], _ = clock(partial(engine.suspend, **options))
+            row["freed_of_cache"] = (free() - before) / cache
+            if "demand" in name:
+                engine._pages.move = lambda *_: None  # type: ignore[union-attr, method-assign]
+            row["resume_s"], _ = clock(engine.resume)
+            row["first_step_s"], _ = clock(engine.step)
+            if "demand" in name:
+                del engine._pages.move  # type: ignore[union-attr]
+            for _ in range(8):
+                engine.step()
+        row["slowdown"] = row["first_step_s"] / row["usual_step_s"] - 1
+        kept.append(engine._pages)
+        out[f"{name} {level}"] = row
+        print(name, row, flush=True)
+        del engine
+        torch.cuda.empty_cache()
+    return out
+
+
 def arrive(engine: Any, count: int, seed: int) -> list[Any]:
     """Let requests come at random, one in about two steps; return the record of each step."""
     from megalight.inference import SamplingParams
@@ -620,15 +710,14 @@ def divided(arguments: argparse.Namespace) -> Row:
 
 def main() -> None:
     """Run a part and write its figures."""
+    parts = {each.__name__: each for each in (kernels, models, fp8, long, suspend, graphs, peers, modules, divided)}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("kernels", "models", "fp8", "graphs", "peers", "modules", "divided"))
+    parser.add_argument("part", choices=parts)
     parser.add_argument("result", type=Path)
     parser.add_argument("--package", type=Path, default=Path(__file__).resolve().parents[1])
     arguments = parser.parse_args()
     sys.path.insert(0, str(arguments.package))
     torch.manual_seed(0)
-    parts = {"kernels": kernels, "models": models, "graphs": graphs, "peers": peers, "modules": modules}
-    parts |= {"divided": divided, "fp8": fp8}
     found = parts[arguments.part](arguments)
     found |= {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none", "torch": torch.__version__}
     arguments.result.write_text(json.dumps(found, indent=1) + "\n")

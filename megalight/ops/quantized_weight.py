@@ -95,7 +95,7 @@ def _decode(
         code = (byte >> (4 * (1 - place % 2)).to(tl.int32)) & 15
         value = tl.load(levels + code).to(tl.float32)
     else:
-        value = tl.load(data + place, mask=here, other=0).to(tl.float32)
+        value = tl.load(data + place, mask=here, other=0.0).to(tl.float32)
     tl.store(out + place, (value * scale).to(out.dtype.element_ty), mask=here)
 
 

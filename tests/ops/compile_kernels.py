@@ -111,6 +111,8 @@ def main() -> None:
     from megalight.ops.divergence import triton as divergences
     from megalight.ops.divergence.spec import Measure
     from megalight.ops.linear import weight_gradient as linear
+    from megalight.ops.linear.gemv import gemv
+    from megalight.ops.linear.weight_only import weight_only_product
     from megalight.ops.norm import triton as norms
     from megalight.ops.quantize import Scheme, quantize
     from megalight.ops.quantize import triton as casts
@@ -168,9 +170,15 @@ def main() -> None:
         embeddings.triton_add_rows(
             torch.zeros(40, size), torch.randint(0, 40, (64,)), torch.randn(64, size).to(dtype), False
         )
-    for form in ("int8", "nf4"):
+    for form in ("int8", "nf4", "fp8"):
         quantized = QuantizedWeight(torch.randn(8, 256).to(HALF), form, 64)
         stored.triton_decode(quantized.data, quantized.scales, form, HALF)
+    for block in (2048, 128):
+        fp8 = torch.nn.Parameter(torch.randn(64, 2048).to(HALF), requires_grad=False)
+        stored.store(fp8, "fp8", block)
+        for count in (1, 16, 64):
+            weight_only_product(torch.randn(count, 2048).to(HALF), fp8, None)
+        gemv(torch.randn(1, 2048).to(HALF), fp8, None, gate="silu")
     for lr, scale, out in ((0.1, None, None), (torch.tensor(0.1), torch.tensor(1.0), torch.empty(4096, dtype=HALF))):
         state = torch.rand(4, 4096).unbind()
         adam.adam_step(
