@@ -181,7 +181,7 @@ def why_not_packed(model: nn.Module) -> str | None:
         return "does not use the attention interface of transformers"
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return "takes no position_ids, which say where tokens are"
-    if mixing := next((n for n, m in model.named_modules() if isinstance(m, nn.Conv1d | nn.RNNBase)), None):
+    if mixing := next((n for n, m in _without_towers(model) if isinstance(m, nn.Conv1d | nn.RNNBase)), None):
         return f"mixes tokens of a sequence in {mixing}, outside of attention"
     if own := next((n for n, m in model.named_modules() if hasattr(m, "create_position_ids_from_input_ids")), None):
         return f"counts positions from padding in {own}, in a way of its own"
@@ -190,6 +190,16 @@ def why_not_packed(model: nn.Module) -> str | None:
     if stretched := next((kind for kind in kinds if kind in STRETCHED), None):
         return f"has rotary embedding of type {stretched!r}, whose angles follow from the longest position of a call"
     return None
+
+
+def _without_towers(model: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of a model by their names, but those of models inside that do not embed its tokens."""
+    embedding, towers = model.get_input_embeddings(), list[str]()
+    for name, module in model.named_modules():
+        if name and hasattr(module, "get_input_embeddings") and all(each is not embedding for each in module.modules()):
+            towers.append(f"{name}.")
+        if not f"{name}.".startswith(tuple(towers)):
+            yield name, module
 
 
 def pattern_of(function: Callable[..., Any]) -> MaskPattern | None:
@@ -285,6 +295,8 @@ def _of_call(call: Call, pattern: MaskPattern | None, given: Tensor | None) -> V
     Raises:
         LayoutError: it has another form.
     """
+    if given is not None and bool(given.all()):  # some families make one themselves
+        given = None
     if pattern is None or given is not None:
         raise LayoutError(
             f"the model makes an attention mask {'from padding' if given is not None else 'of a form of its own'}, and "

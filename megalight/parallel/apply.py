@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,11 +14,11 @@ from megalight.errors import BackendError, ConfigurationError, LayoutError, near
 from megalight.first_rank import only_first
 from megalight.nn.moe import MoE
 from megalight.parallel.context.attention import ContextAttention, ContextOptions
-from megalight.parallel.context.divided_calls import interfaces_of
+from megalight.parallel.context.divided_calls import interfaces_of, why_not
 from megalight.parallel.expert.dispatch import ExpertOptions
 from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.model_plans import plan_for
+from megalight.parallel.model_plans import context_plan, plan_for
 from megalight.parallel.pipeline.layout import PipelineLayout
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.recompute import check_recompute
@@ -223,13 +224,41 @@ def find_plan(root: nn.Module, mesh: ParallelMesh, layout: Layout) -> Paralleliz
     """
     plan = layout.plan or plan_for(root) or ParallelizePlan(sequence_dim=1)
     if mesh.cp > 1 and layout.plan is None:
-        plan |= ParallelizePlan(dict.fromkeys(interfaces_of(root), InterfaceRegion()), plan.sequence_dim)
+        for name in interfaces_of(root):
+            plan |= _plan_over_cp(name, root.get_submodule(name), plan.sequence_dim)
     if mesh.tp > 1 and plan.axes <= {"cp"}:
         raise ConfigurationError(
             f"tensor_parallel={mesh.tp}, but there is no plan for {type(root).__name__}, so nothing would be split. "
             "Pass plan=..., or define plan(model) on your MegalightModule."
         )
     return plan
+
+
+def _plan_over_cp(name: str, model: nn.Module, sequence_dim: int) -> ParallelizePlan:
+    """Return how a model of ``transformers`` is divided over ``cp``: by our attention, or else layer by layer.
+
+    Raises:
+        LayoutError: in neither way.
+    """
+    reason = why_not(model) or _why_no_sum(model)
+    if reason is None:
+        return ParallelizePlan({name: InterfaceRegion()}, sequence_dim)
+    try:
+        return context_plan(model).under(name) if name else context_plan(model)
+    except LayoutError as error:
+        raise LayoutError(
+            f"{name or 'the model'} ({type(model).__name__}) {reason}, and {error}. Set context_parallel=1."
+        ) from error
+
+
+def _why_no_sum(model: nn.Module) -> str | None:
+    """Return why the loss of a model is no sum over shares of its tokens; None: it is, or a call will tell."""
+    name = getattr(getattr(model, "loss_function", None), "__name__", "")
+    if name != "ForCausalLMLoss":
+        return f"has the loss {name!r}, and shares of sequences are summed for that of the next token only"
+    if "loss_function" not in inspect.unwrap(type(model).forward).__code__.co_names:
+        return "computes its loss by itself, as a mean over the tokens that it gets"
+    return None
 
 
 def check_split(root: nn.Module, mesh: ParallelMesh, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:

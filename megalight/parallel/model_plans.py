@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from megalight.parallel.context_regions import context_regions
 from megalight.parallel.declared_plan import declared_rules, declares
 from megalight.parallel.layers import PRETRAINED, is_a
 from megalight.parallel.plan import ParallelizePlan
@@ -77,16 +78,37 @@ def transformers_plan(model: nn.Module) -> ParallelizePlan | None:
     Raises:
         LayoutError: a declaration is unknown, or a number of heads cannot be told.
     """
+    rules, towers = _layer_rules(model)
+    if not rules:
+        return None
+    return ParallelizePlan(with_sequence_regions(model, {**rules, **_ends(model)}, towers), sequence_dim=1)
+
+
+def context_plan(model: nn.Module) -> ParallelizePlan:
+    """Return the plan by which ranks along ``cp`` divide the tokens between a model's layers, and heads in them.
+
+    Raises:
+        LayoutError: nothing of it can be divided. The message is a reason without its subject.
+    """
+    rules, towers = _layer_rules(model)
+    # Encoder and decoder may have embeddings of their own.
+    whole = [] if getattr(getattr(model, "config", None), "is_encoder_decoder", False) else towers
+    return ParallelizePlan(context_regions(model, rules, whole), sequence_dim=1)
+
+
+def _layer_rules(model: nn.Module) -> tuple[Rules, list[str]]:
+    """Return the rules of attention, feed-forward layers and experts, and the names of towers.
+
+    Raises:
+        LayoutError: a declaration is unknown, or a number of heads cannot be told.
+    """
     rules = declared_rules(model) if declares(model) else structural_rules(model)
     towers = _towers(model)
     for name in towers:
         if not any(f"{each}.".startswith(f"{name}.") for each in rules):
             found = structural_rules(model.get_submodule(name))
             rules |= {f"{name}.{each}" if each else name: styles for each, styles in found.items()}
-    rules |= {name: StackedExperts() for name, module in model.named_modules() if stacked(module)}
-    if not rules:
-        return None
-    return ParallelizePlan(with_sequence_regions(model, {**rules, **_ends(model)}, towers), sequence_dim=1)
+    return rules | {name: StackedExperts() for name, module in model.named_modules() if stacked(module)}, towers
 
 
 def _towers(model: Any) -> list[str]:

@@ -76,7 +76,10 @@ class ParallelizePlan:
 
     def under(self, name: str) -> ParallelizePlan:
         """Return the same plan for a model that is the submodule ``name`` of another."""
-        rules = {f"{name}.{target}" if isinstance(target, str) else target: s for target, s in self.rules.items()}
+        rules = {
+            (f"{name}.{target}" if target else name) if isinstance(target, str) else target: found
+            for target, found in self.rules.items()
+        }
         return replace(self, rules=rules)
 
     def __or__(self, other: ParallelizePlan) -> ParallelizePlan:

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from megalight.parallel.context.divided_layers import WHOLE
 from megalight.parallel.structural_plan import Rules, names_read
 from megalight.parallel.styles import (
     Attributes,
@@ -28,10 +29,8 @@ from megalight.parallel.styles import (
     Row,
     SequenceRegion,
     Style,
+    WideNorm,
 )
-
-STATES = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
-"""Arguments of an attention that looks at other tokens besides its first input: all of them, on every rank."""
 
 MIXES = {"roll", "flip", "cumsum", "conv1d"}
 """Calls by which a layer mixes tokens outside of the modules in it."""
@@ -137,7 +136,7 @@ class _Regions:
             elif not any(True for _ in child.parameters()):
                 if isinstance(child, nn.Dropout):
                     self.rules.setdefault(each, (Dropout(),))
-            elif _by_token(child) and each not in self.rules:
+            elif computes_by_token(child) and each not in self.rules:
                 self.rules[each] = (SequenceRegion(),)
             elif self.opens(each):
                 self.visit(each)
@@ -152,14 +151,14 @@ class _Regions:
 
     def region(self, name: str) -> None:
         """Gather the tokens for a module whose first layers split features, and whose last one scatters the sum."""
-        known = (Column, Row, ConvColumn, ConvRow, HeadRegion)
+        known = (Column, Row, ConvColumn, ConvRow, HeadRegion, WideNorm)
         inner = [
             (each, child) for each, child in self.inside(name) if any(p is not None for p in child._parameters.values())
         ]
         others = [each for each, _ in inner if not self.has(each, *known)]
         own = any(p is not None for p in self.modules[name]._parameters.values())
         arguments = inspect.signature(self.modules[name].forward).parameters
-        first = not others and not own and not any(each in arguments for each in STATES)
+        first = not others and not own and not any(each in arguments for each in WHOLE)
         for each, child in self.inside(name):
             if self.has(each, Column, ConvColumn) and first:
                 self.rules[each] = tuple(
@@ -176,7 +175,7 @@ class _Regions:
         if not self.divided(name):
             return False
         for each, child in self.children(name):
-            plain = not any(True for _ in child.parameters()) or _by_token(child)
+            plain = not any(True for _ in child.parameters()) or computes_by_token(child)
             split = self.has(each, Column, Row, ConvColumn, ConvRow) or self.gathers(each)
             if not plain and not split and not self.opens(each):
                 return False
@@ -204,7 +203,7 @@ class _Regions:
         self.add(name, Boundary(enter="join", leave="split"))
 
 
-def _by_token(module: nn.Module) -> bool:
+def computes_by_token(module: nn.Module) -> bool:
     """Return whether a module computes each token's output from that token alone: a norm, or a linear layer."""
     return isinstance(module, nn.Linear) or (
         "norm" in type(module).__name__.lower() and not len(list(module.children()))

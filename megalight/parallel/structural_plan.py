@@ -8,11 +8,13 @@ and values in an order that no shape tells, so these are known by their classes.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
+import torch
 from torch import nn
 
 from megalight.first_rank import only_first
@@ -93,6 +95,24 @@ def features(linear: nn.Module) -> tuple[int, int]:
     return (rows, columns) if is_transposed(linear) else (columns, rows)
 
 
+def rms_eps(norm: nn.Module) -> float | None:
+    """Return what an RMS norm with a weight adds to the mean square; None: the module computes something else.
+
+    It is tried on random numbers.
+    """
+    eps = next((v for each in ("variance_epsilon", "eps") if isinstance(v := vars(norm).get(each), float)), None)
+    weight = norm._parameters.get("weight")
+    if eps is None or weight is None or weight.dim() != 1 or len([*norm.parameters()]) > 1 or norm._forward_hooks:
+        return None
+    shell, draw = copy.copy(norm), torch.Generator().manual_seed(0)
+    x, factor = torch.randn(2, 3, len(weight), generator=draw), torch.rand(len(weight), generator=draw)
+    shell._parameters = {"weight": nn.Parameter(factor)}
+    with torch.no_grad(), torch.device("cpu"):
+        found, wanted = shell(x), x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * factor
+    same = isinstance(found, torch.Tensor) and found.shape == x.shape and torch.allclose(found, wanted, 1e-4, 1e-5)
+    return eps if same else None
+
+
 def column(linear: nn.Module, *, units: int | None = None, sections: int = 1, shared: bool = False) -> Style:
     """Return the style that splits the output features of a linear layer, in equal sections of ``units``."""
     if is_transposed(linear):
@@ -128,7 +148,7 @@ def structural_rules(model: nn.Module) -> Rules:
     modules = dict(model.named_modules())
     for name, module in modules.items():
         outer = modules.get(name.rpartition(".")[0]) if name else None
-        found = _attention(name, module, outer) or _feed_forward(name, module)
+        found = _attention(name, module, outer) or feed_forward(name, module)
         if isinstance(found, str):
             whole.append(f"{name} ({type(module).__name__}: {found})")
         elif found is not None:
@@ -153,7 +173,7 @@ def _child(module: nn.Module | None, name: str) -> nn.Module | None:
     return module
 
 
-def _feed_forward(name: str, module: nn.Module) -> Rules | str | None:
+def feed_forward(name: str, module: nn.Module) -> Rules | str | None:
     """Return the rules of two linear layers with an activation between; a reason why not; None: there are none."""
     for ups, down in FEED_FORWARDS:
         first, last = [_child(module, up) for up in ups], _child(module, down)

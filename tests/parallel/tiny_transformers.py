@@ -52,6 +52,7 @@ OWN: dict[str, dict[str, Any]] = {
     "zamba": {"layer_types": ["mamba", "hybrid"]},
     "bamba": {"attn_layer_indices": [1]},
     "reformer": {"is_decoder": True},
+    "luke": {"entity_vocab_size": 16, "entity_emb_size": 16},
     "gemma4_assistant": {"hidden_size_per_layer_input": 0},
 }
 """Settings of single families."""

@@ -8,10 +8,16 @@ from megalight.parallel.styles.attention import InterfaceRegion as InterfaceRegi
 from megalight.parallel.styles.attention import OwnHeads as OwnHeads
 from megalight.parallel.styles.attention import RowExchange as RowExchange
 from megalight.parallel.styles.attention import WholeSequences as WholeSequences
+from megalight.parallel.styles.attention import WideNorm as WideNorm
 from megalight.parallel.styles.boundaries import AllRows as AllRows
 from megalight.parallel.styles.boundaries import Boundary as Boundary
 from megalight.parallel.styles.boundaries import SequenceRegion as SequenceRegion
 from megalight.parallel.styles.boundaries import SharedSlice as SharedSlice
+from megalight.parallel.styles.divided_layers import DividedStates as DividedStates
+from megalight.parallel.styles.divided_layers import OwnCounts as OwnCounts
+from megalight.parallel.styles.divided_layers import OwnHeadsColumn as OwnHeadsColumn
+from megalight.parallel.styles.divided_layers import OwnHeadsRow as OwnHeadsRow
+from megalight.parallel.styles.divided_layers import TokenBoundary as TokenBoundary
 from megalight.parallel.styles.embedding_and_head import ComparisonStyle as ComparisonStyle
 from megalight.parallel.styles.embedding_and_head import SharedHeadStyle as SharedHeadStyle
 from megalight.parallel.styles.embedding_and_head import Vocab as Vocab

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
 from megalight.errors import LayoutError
 from megalight.nn import Attention, DraftAttention, InnerAttention, RMSNorm
 from megalight.nn.mamba2 import AllTokens
+from megalight.ops.norm import rms_norm
 from megalight.parallel.collectives import own_slice
 from megalight.parallel.context.all_to_all import HeadShare, RowAttention
 from megalight.parallel.context.attention import ContextAttention, ContextDraftAttention
 from megalight.parallel.context.divided_calls import ContextCore, divide_calls, why_not
+from megalight.parallel.context.divided_layers import ContextMean, OwnPart, compute_part, own_features
 from megalight.parallel.splitter import Splitter
 from megalight.parallel.styles.style import Style, register
 from megalight.parallel.tensor import split
@@ -59,26 +62,72 @@ class HeadRegion(Style):
 
 @register
 @dataclass(frozen=True)
+class WideNorm(Style):
+    """An RMS norm of a foreign model over all heads together (OLMo-2), of which a rank has its own.
+
+    Mean squares are averaged over ranks, one number per token.
+
+    Attributes:
+        heads: number of heads.
+        eps: added to the mean square.
+        over: the mesh axis whose ranks divide the heads.
+    """
+
+    heads: int
+    eps: float
+    over: Literal["tp", "cp"] = "tp"
+
+    def apply(self, splitter: Splitter, name: str, module: nn.Module) -> None:
+        """Keep the module, with the part of its weight for this rank's heads.
+
+        Raises:
+            LayoutError: its heads cannot be distributed.
+        """
+        shared = splitter.shared
+        if self.over == "cp":
+            splitter.keep(name, module)
+            size = module.get_parameter("weight").shape[0]
+            part = OwnPart(0, own_features(name, (size,), (self.heads,), shared.mesh, shared=True))
+            module.forward = functools.partial(_norm, module, self.eps, ContextMean(shared.context_groups))
+            compute_part(module, {"weight": part})
+            return
+        # As the projection divides heads: each is on equally many ranks, so the mean over ranks is that over heads.
+        rule = functools.partial(split.output_features, units=[self.heads], shared=True)
+        module._parameters["weight"] = splitter.split(name, module, "weight", rule)
+        if shared.mesh.tp > 1:
+            module.forward = functools.partial(_norm, module, self.eps, GroupMean(shared, shared.mesh.tp))
+
+
+def _norm(module: nn.Module, eps: float, average: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """``[..., features] -> [..., features]``: this rank's features, normed with those of all ranks."""
+    return rms_norm(x, module.get_parameter("weight"), eps, average=average)
+
+
+@register
+@dataclass(frozen=True)
 class OwnHeads(Style):
     """An attention of a foreign model that is called with a tensor of all heads (ALiBi), and takes those of its rank.
 
     Attributes:
         argument: name of the argument, ``[heads, ...]`` or ``[B * heads, ...]``, or None.
         heads: number of heads.
+        over: the mesh axis whose ranks divide the heads.
     """
 
     argument: str
     heads: int
+    over: Literal["tp", "cp"] = "tp"
 
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> None:
         """Keep the module, and add a hook."""
         shared = splitter.shared
-        if shared.mesh.tp == 1:
+        if shared.mesh.size(self.over) == 1:
             return
         place = list(inspect.signature(module.forward).parameters).index(self.argument)
 
         def own(value: Tensor) -> Tensor:
-            return own_slice(value.reshape(-1, self.heads, *value.shape[1:]), shared.group, 1).flatten(0, 1)
+            group = shared.group if self.over == "tp" else shared.context_groups.all
+            return own_slice(value.reshape(-1, self.heads, *value.shape[1:]), group, 1).flatten(0, 1)
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             if isinstance(kwargs.get(self.argument), Tensor):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megalight.errors import LayoutError
 from megalight.parallel.collectives import all_gather, copy, join, own_slice, split
+from megalight.parallel.context.divided_layers import read_alike
 from megalight.parallel.splitter import Splitter
 from megalight.parallel.styles.style import Style, register
 from megalight.parallel.tensor.shared import Shared
@@ -100,20 +101,23 @@ class SharedSlice(Style):
 
     Attributes:
         size: number of these features.
+        over: the mesh axis whose ranks divide the heads.
     """
 
     size: int
+    over: Literal["tp", "cp"] = "tp"
 
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> None:
         """Keep the module, and add a hook."""
         splitter.keep(name, module)
         shared = splitter.shared
-        if shared.mesh.tp == 1:
+        if shared.mesh.size(self.over) == 1:
             return
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
             own, read = torch.split(output, [output.shape[-1] - self.size, self.size], dim=-1)
-            return torch.cat([own, copy(read, shared.group)], dim=-1)
+            read = copy(read, shared.group) if self.over == "tp" else read_alike(read, shared.context_groups)
+            return torch.cat([own, read], dim=-1)
 
         module.register_forward_hook(after)
 

@@ -195,24 +195,36 @@ class Attributes(Style):
             module._parameters[local] = splitter.split(name, module, local, split.vocabulary)
         # Its other parameters, if any, stay whole: those that the counts describe belong to the layers inside.
         splitter.keep_rest(name, module)
-        tp = splitter.shared.mesh.tp
+        self.divide_counts(name, module, splitter.shared.mesh.tp, "tp")
+
+    def divide_counts(self, name: str, module: nn.Module, ranks: int, degree: str) -> None:
+        """Change the attributes of a module to those of one of ``ranks``.
+
+        Args:
+            degree: name of their number, for messages.
+
+        Raises:
+            LayoutError: ``ranks`` does not divide a count.
+        """
         for attribute in self.divide:
-            _divide(name, module, attribute, tp)
+            _divide(name, module, attribute, ranks, degree)
         for attribute in self.at_least_one:
             count = getattr(module, attribute)
-            _divide(name, module, attribute, tp // replicas_of(count, tp, f"{name}.{attribute}"))
+            _divide(name, module, attribute, ranks // replicas_of(count, ranks, f"{name}.{attribute}"), degree)
         # With replicated units, a rank's queries per key head shrink by the number of ranks that share the key head.
         for attribute, units in self.per_unit.items():
             heads = units * getattr(module, attribute)
-            if heads % tp:
-                raise LayoutError(f"{name} has {heads} heads, and tp={tp} does not divide them. Lower tp.")
-            _divide(name, module, attribute, replicas_of(units, tp, f"{name}.{attribute}"))
+            if heads % ranks:
+                raise LayoutError(
+                    f"{name} has {heads} heads, and {degree}={ranks} does not divide them. Lower {degree}."
+                )
+            _divide(name, module, attribute, replicas_of(units, ranks, f"{name}.{attribute}"), degree)
 
 
-def _divide(name: str, module: nn.Module, attribute: str, by: int) -> None:
+def _divide(name: str, module: nn.Module, attribute: str, by: int, degree: str) -> None:
     value = getattr(module, attribute, None)
     if not isinstance(value, int) or value % by:
-        raise LayoutError(f"{name}.{attribute} is {value!r}; it must be an integer that {by} divides. Lower tp.")
+        raise LayoutError(f"{name}.{attribute} is {value!r}; it must be an integer that {by} divides. Lower {degree}.")
     setattr(module, attribute, value // by)
 
 

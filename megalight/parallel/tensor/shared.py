@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from megalight.errors import BackendError, LayoutError
 from megalight.ops.linear.low_precision import precision_of
 from megalight.parallel.context.attention import ContextOptions
+from megalight.parallel.context.divided_layers import TokenShares
 from megalight.parallel.context.spec import ContextGroups
 from megalight.parallel.expert.copy_engine import PeerExchange
 from megalight.parallel.expert.dispatch import ExpertOptions
@@ -127,6 +128,7 @@ class Shared:
 
     def __post_init__(self) -> None:
         self.context_groups = ContextGroups(self.mesh, self.context.inner)
+        self._shares: dict[str, TokenShares] = {}
         self.streams = RandomStreams(self.mesh)
         self._group: ProcessGroup | None = None
         self._splits_tokens = self.sequence_parallel  # stays True while decoding switches it off
@@ -221,6 +223,10 @@ class Shared:
                 self._ways[way.name] = way.fn(self)
             self._overlaps[kind, spec] = self._ways[way.name]
         return self._overlaps[kind, spec]
+
+    def shares_of(self, stack: str) -> TokenShares:
+        """Return the shares of the tokens between the first and the last layer of a foreign model's list of layers."""
+        return self._shares.setdefault(stack, TokenShares(self.context_groups))
 
     def gains_by_recording(self) -> bool:
         """Whether layers that have run would overlap in another way if steps were recorded."""
