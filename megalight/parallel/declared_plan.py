@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from megalight.errors import LayoutError
-from megalight.parallel.structural_plan import COUNTS, KEY_COUNTS, Rules, refused_dropout
+from megalight.parallel.structural_plan import COUNTS, KEY_COUNTS, Rules, refused_dropout, rms_eps
 from megalight.parallel.styles import (
     Attributes,
     Column,
@@ -26,10 +26,12 @@ from megalight.parallel.styles import (
     SequenceRegion,
     SharedSlice,
     Style,
+    WideNorm,
 )
 
 SPLIT_ATTENTION = ("q_proj", "k_proj", "v_proj", "query_key_value", "q_b_proj", "kv_b_proj")
 """Names of projections to heads, in a module that is an attention."""
+HEADS = ("q_proj", "k_proj", "v_proj")
 KEYS = ("k_proj", "v_proj")
 WHOLE = ("colwise_gather_output", "rowwise_split_input")
 """A declaration for layers whose features cannot be divided where they stand: every rank computes them whole."""
@@ -59,6 +61,10 @@ def declared_rules(model: nn.Module) -> Rules:
     modules = dict(model.named_modules())
     kinds = {name: kind for name in modules if (kind := _kind(name, patterns)) is not None}
     for name, module in modules.items():
+        if norms := _wide_norms(name, module, kinds):
+            rules |= norms
+            kinds |= {f"{name}.{each}": "colwise" for each in HEADS} | {f"{name}.o_proj": "rowwise"}
+    for name, module in modules.items():
         if (kind := kinds.get(name)) is not None and name not in rules:
             rules |= _rules(name, module, kind, kinds, modules)
         if _is_split_activation(name, module, kinds):
@@ -67,6 +73,26 @@ def declared_rules(model: nn.Module) -> Rules:
         if (found := _attention(module, name, kinds, per_head)) is not None:
             rules[name] = (*refused, found)
     return rules
+
+
+def _wide_norms(name: str, module: nn.Module, kinds: Mapping[str, str]) -> Rules:
+    """Return the rules of norms over all heads together, for which an attention declares to be whole; empty: it is not.
+
+    Its projections then split as others do, and mean squares are averaged over ranks.
+    """
+    wanted = {**dict.fromkeys(HEADS, "colwise_gather_output"), "o_proj": "rowwise_split_input"}
+    size = getattr(module, "head_dim", None)
+    if any(kinds.get(f"{name}.{each}") != kind for each, kind in wanted.items()) or not isinstance(size, int):
+        return {}
+    widths = {_rows(module.get_submodule(each)) for each in HEADS}
+    rules: Rules = {}
+    for local, child in module.named_children():
+        if local in wanted or not any(True for _ in child.parameters()):
+            continue
+        if (eps := rms_eps(child)) is None or (width := child.get_parameter("weight").numel()) not in widths:
+            return {}
+        rules[f"{name}.{local}"] = WideNorm(width // size, eps)
+    return {} if any(p is not None for p in module._parameters.values()) else rules
 
 
 def _is_split_activation(name: str, module: nn.Module, kinds: Mapping[str, str]) -> bool:

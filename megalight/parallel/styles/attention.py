@@ -100,7 +100,7 @@ class WideNorm(Style):
 
 def _norm(module: nn.Module, eps: float, average: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """``[..., features] -> [..., features]``: this rank's features, normed with those of all ranks."""
-    return rms_norm(x, module.get_parameter("weight"), eps, average=average)
+    return rms_norm(x, module.weight, eps, average=average)  # type: ignore[arg-type]
 
 
 @register
