@@ -7,6 +7,7 @@
     python benchmarks/decoding.py suspend RESULT.json    # suspend and resume: seconds, and bytes that they free
     python benchmarks/decoding.py graphs RESULT.json     # requests at random with no, decode and all graphs; captures
     python benchmarks/decoding.py peers RESULT.json      # `transformers` on the same shape
+    python benchmarks/decoding.py invariant RESULT.json  # what batch-invariant mode costs, in half of the layers
     python benchmarks/decoding.py modules RESULT.json    # one of `transformers` (Qwen3-8B shape) on the engine
     torchrun --nproc-per-node 2 benchmarks/decoding.py divided RESULT.json  # shapes of 8B and 32B over GPUs
 
@@ -198,14 +199,14 @@ def requests(count: int = 64, seed: int = 0) -> list[list[int]]:
     return [[draws.randrange(10, 120000) for _ in range(draws.randint(100, 1024))] for _ in range(count)]
 
 
-def llama() -> Any:
+def llama(layers: int = 32) -> Any:
     """Return the Llama-3-8B shape with random weights."""
     from dataclasses import replace
 
     from megalight.models.gpt import GPT
     from megalight.models.gpt.presets import preset
 
-    config = replace(preset("llama3_8b"), max_sequence_length=8192 + 64)
+    config = replace(preset("llama3_8b"), max_sequence_length=8192 + 64, num_layers=layers)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
         model = GPT(config)
@@ -708,9 +709,52 @@ def divided(arguments: argparse.Namespace) -> Row:
     return out
 
 
+def invariant(arguments: argparse.Namespace) -> Row:
+    """Time half of the layers of the Llama-3-8B shape in batch-invariant mode and without it, in turn."""
+    from megalight.inference import DynamicEngine, SamplingParams
+    from megalight.ops.batch_invariant import batch_invariant_mode
+    from megalight.types import PackedSequences
+
+    model, greedy, out = llama(16), SamplingParams(temperature=0), {}
+    texts: dict[bool, list[list[int]]] = {}
+    tokens = torch.randint(10, 120000, (4097,), device="cuda")
+    sequences = PackedSequences.of_lengths([4096], "cuda")
+    for turn in range(2):
+        for on in (False, True):
+            name = "invariant" if on else "plain"
+            engine = DynamicEngine(model, num_blocks=3000, max_sequences=64, step_tokens=2048, batch_invariant=on)
+            for count, new in ((1, 64), (64, 48)):
+                for prompts in (requests(count, seed=1), requests(count)):  # kernels and graphs come first
+                    for prompt in prompts:
+                        engine.add(prompt[:300], max_new_tokens=new, sampling_params=greedy, log_probs=True)
+                    seconds, found = clock(engine.run)
+                out[f"{name}_tokens_per_s_{count}_{turn}"] = count * new / seconds
+            texts[on] = [each.tokens for each in found.values()]
+            del engine
+
+            def train(on: bool = on) -> None:
+                with batch_invariant_mode(on):
+                    loss = model(tokens[:-1], sequences, tokens[1:]).losses.sum()
+                loss.backward()
+                model.zero_grad()
+
+            def forward(on: bool = on) -> None:
+                with torch.no_grad(), batch_invariant_mode(on):
+                    model(tokens[:-1], sequences, tokens[1:])
+
+            forward()
+            train()
+            out[f"{name}_forward_ms_{turn}"] = clock(forward)[0] * 1e3
+            out[f"{name}_training_ms_{turn}"] = clock(train)[0] * 1e3
+            print(name, out, flush=True)
+    out["equal_texts"] = sum(one == other for one, other in zip(texts[False], texts[True], strict=True))
+    return out
+
+
 def main() -> None:
     """Run a part and write its figures."""
-    parts = {each.__name__: each for each in (kernels, models, fp8, long, suspend, graphs, peers, modules, divided)}
+    ways = (kernels, models, fp8, long, suspend, graphs, invariant, peers, modules, divided)
+    parts = {each.__name__: each for each in ways}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=parts)
     parser.add_argument("result", type=Path)

@@ -40,6 +40,11 @@ from megalight.inference.speculator import DraftRounds, EagleSpeculator, Specula
 from megalight.inference.step_log import StepLog
 from megalight.models.gpt import GPTConfig
 from megalight.models.hf import HFConfig
+from megalight.nn.adapter import AdapterSet
+from megalight.nn.gated_delta_net import GatedDeltaNet
+from megalight.nn.mamba2 import Mamba2
+from megalight.nn.short_conv import ShortConv
+from megalight.ops.linear.low_precision import precision_of
 from megalight.types import AttentionSpan
 
 _Call = tuple[str, tuple[Any, ...]]
@@ -80,6 +85,9 @@ class DynamicEngine:
         sampling_params: those of requests that have none; it warns, as each request should have its own.
         step_log: a file to which a line of JSON is appended for each step: its dimensions, those of its graph and how
             often that was used, and seconds. None: nothing is written.
+        batch_invariant: log-probabilities of tokens are bitwise those of a training forward in
+            :func:`~megalight.ops.batch_invariant.batch_invariant_mode`, whatever else runs, however prompts are
+            divided or shared, with graphs and without. Steps take longer.
 
     Attributes:
         step_log: counts of steps, and the last one (:class:`~megalight.inference.step_log.StepLog`).
@@ -90,7 +98,8 @@ class DynamicEngine:
 
     Raises:
         ConfigurationError: a number is no integer of at least 1, no block fits into ``cache_memory``, a layer has no
-            state, or what a token becomes depends on the others in its forward pass; or the model reads images.
+            state, or what a token becomes depends on the others in its forward pass; or the model reads images; or it
+            has parts that are not ``batch_invariant``.
     """
 
     def __init__(
@@ -110,9 +119,12 @@ class DynamicEngine:
         first_rank_only: bool = False,
         sampling_params: SamplingParams | None = None,
         step_log: Path | str | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         model = generative(model)
         _check_model(model)
+        if batch_invariant:
+            check_batch_invariant(model, kv_cache_dtype)
         if (num_blocks is None) == (cache_memory is None):
             raise ConfigurationError("an engine needs either num_blocks or cache_memory, not both.")
         num_blocks = None if num_blocks is None else integer("num_blocks", num_blocks)
@@ -186,6 +198,7 @@ class DynamicEngine:
             cuda_graph_mixed_prefill_count,
             speculator,
             self.step_log,
+            batch_invariant,
         )
         self._speculator = speculator
         if speculator is not None and (self._shares_experts or self._scheduler.states):
@@ -649,7 +662,7 @@ class DynamicEngine:
             self._passes.abandon()
             self._scheduler.preempt_all()
             self._scheduler.cache.clear()
-        self._passes.graphs.create()
+        self._passes.record()
 
     @property
     def running(self) -> int:
@@ -677,6 +690,31 @@ def _ended(request: Request, completion: Completion) -> RequestRecord:
         return request.record(RequestStatus.FAILED)
     request.events.append(RequestEvent.now(RequestEventKind.FINISH))
     return request.record(RequestStatus.COMPLETED)
+
+
+UNCOVERED = (Mamba2, GatedDeltaNet, ShortConv, AdapterSet)
+"""Modules without a batch-invariant form."""
+
+
+def check_batch_invariant(model: GenerativeModel, kv_cache_dtype: str = "auto") -> None:
+    """Check that a model can run in batch-invariant mode.
+
+    Raises:
+        ConfigurationError: it cannot, with what stands against it.
+    """
+    if isinstance(model.config, HFConfig):
+        why = "the code of transformers computes norms and products in its own ways"
+    elif isinstance(model, ParallelGPT) and max(model.mesh.tp, model.mesh.cp, model.mesh.ep) > 1:
+        why = "sums over tensor-, context- or expert-parallel ranks are rounded as messages are divided"
+    elif kv_cache_dtype != "auto":
+        why = f"kv_cache_dtype is {kv_cache_dtype!r}, and a training forward does not read keys in 8 bits"
+    elif (found := next((each for each in model.modules() if isinstance(each, UNCOVERED)), None)) is not None:
+        why = f"{type(found).__name__} has no batch-invariant form"
+    elif any(precision_of(each) is not None for each in model.parameters()):
+        why = "scales of products in 8 or 4 bits follow from the whole batch"
+    else:
+        return
+    raise ConfigurationError(f"batch_invariant=True cannot hold: {why}. Leave it out, or change that.")
 
 
 def _check_model(model: GenerativeModel) -> None:

@@ -27,6 +27,7 @@ from megalight.inference.speculator import DraftRound, DraftRounds, EagleSpecula
 from megalight.inference.step_log import StepLog, StepRecord
 from megalight.models.hidden import KEPT, keeping
 from megalight.models.vision import PackedImages
+from megalight.ops.batch_invariant import batch_invariant_mode
 from megalight.types import PackedSequences, to_device
 
 NOT_FINITE = "the logits of its next token hold NaN or infinity"
@@ -138,6 +139,7 @@ class PassesInFlight:
         cuda_graphs, cuda_graph_mixed_prefill_count: see :class:`~megalight.inference.DynamicEngine`.
         speculator: guesses tokens; None: none are guessed.
         step_log: gets a record of each pass.
+        batch_invariant: run passes in batch-invariant mode, but not guesses.
 
     Attributes:
         newest: ``[slots]``, the newest token of each slot on the device.
@@ -157,7 +159,9 @@ class PassesInFlight:
         cuda_graph_mixed_prefill_count: int,
         speculator: Speculator | None,
         step_log: StepLog,
+        batch_invariant: bool = False,
     ) -> None:
+        self._batch_invariant = batch_invariant
         self.step_log, self._results_came = step_log, 0.0
         self._model, self._scheduler, self._requests, self._speculator = model, scheduler, requests, speculator
         self._parallel = model if isinstance(model, ParallelGPT) else None
@@ -213,9 +217,19 @@ class PassesInFlight:
 
         Return False if there is nothing to run.
         """
-        schedule = self._scheduler
         begun = perf_counter()
         self._guess()
+        with batch_invariant_mode(self._batch_invariant):
+            return self._launch(begun)
+
+    def record(self) -> None:
+        """Record all steps now."""
+        assert self.graphs is not None
+        with batch_invariant_mode(self._batch_invariant):
+            self.graphs.create()
+
+    def _launch(self, begun: float) -> bool:
+        schedule = self._scheduler
         passes = self.depth - len(self.flights) if self.stages > 1 else 1
         plan = schedule.plan(passes, pending=self.stages == 1)
         counts = plan.counts

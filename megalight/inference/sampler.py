@@ -13,6 +13,8 @@ from torch import Tensor
 from megalight.inference.cache import to_device_packed
 from megalight.inference.sampling import reals_of, top_k_of
 from megalight.inference.scheduler import Request
+from megalight.ops.batch_invariant import MODE
+from megalight.ops.batch_invariant.cross_entropy import log_sum_exp
 from megalight.ops.sample_tokens import SamplingRows, VocabularyRanks, processed, sample_tokens
 from megalight.types import to_device
 
@@ -298,7 +300,7 @@ def log_probs_of(logits: Tensor, tokens: Tensor, top: int, ranks: VocabularyRank
     local = tokens if ranks is None else tokens - ranks.first
     own = (local >= 0) & (local < logits.shape[1])
     chosen = wide.gather(-1, torch.where(own, local, 0)[:, None])[:, 0]
-    total = wide.logsumexp(-1)
+    total = log_sum_exp(logits) if MODE.on else wide.logsumexp(-1)
     if ranks is not None:
         total, chosen = ranks.combine(total, chosen.where(own, 0.0))
     found = [(chosen - total)[:, None]]

@@ -34,6 +34,7 @@ from megalight.models.eagle.serving_format import is_draft
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.hf import HFModel
 from megalight.models.saved import companions_of, description, saved_model
+from megalight.ops.batch_invariant import batch_invariant_mode
 from megalight.types import PackedSequences, to_device
 
 
@@ -278,7 +279,8 @@ class EagleSpeculator:
         Returns:
             the draft's outputs ``[T, h]``.
         """
-        with torch.no_grad(), evaluating(self._draft):
+        # A guess may be anything.
+        with torch.no_grad(), evaluating(self._draft), batch_invariant_mode(False):
             return self._follow(self._draft.fuse(states), following, sequences)
 
     def _follow(self, hidden: Tensor, following: Tensor, sequences: PackedSequences) -> Tensor:

@@ -18,6 +18,7 @@ from megalight.nn.linear import Linear, gradient_is_elided
 from megalight.nn.rotary import RotaryTable
 from megalight.nn.state import KeysAndValues, Slots, StoredHeads
 from megalight.ops.attention import attention, mutual_attention
+from megalight.ops.batch_invariant import MODE, refuse, rowwise
 from megalight.ops.common import wide
 from megalight.ops.draft_attention import draft_attention
 from megalight.ops.fp8_attention import FP8Attention
@@ -90,6 +91,8 @@ class InnerAttention(nn.Module):
         """
         sink = sink if self.softmax == "vanilla" else self.sinks(q, sink)
         later = sequences.later if self.mutual else None
+        if later is not None:
+            refuse("attention in which tokens of an image see later ones")
         if stored is not None:
             if later is not None:
                 raise LayoutError("tokens of an image come after stored tokens; give all images in the first pass.")
@@ -105,6 +108,7 @@ class InnerAttention(nn.Module):
                 sink=sink,
             )
         if self.fp8 is not None and sequences.pages is None:
+            refuse("attention in 8 bits")
             return self.fp8(q, k, v, sequences)
         if later is not None:
             return mutual_attention(q, k, v, k, v, sequences, later, scale=self.scale, window=self.window)
@@ -181,7 +185,8 @@ class Temperature(nn.Module):
         """``q [T, H, D], positions [T] -> [T, H, D]``."""
         # in float64: a position next to a multiple of the length must fall on the right side
         steps = ((positions.double() + 1) / self.length).floor()
-        factor = (1 + self.scale * steps.log1p()).to(wide(q.dtype))[:, None, None]
+        grown = rowwise(torch.log1p, steps) if MODE.on else steps.log1p()
+        factor = (1 + self.scale * grown).to(wide(q.dtype))[:, None, None]
         # a factor rounded to half precision would move all scores of a query in the same direction
         return (q * factor).to(q.dtype)
 
@@ -289,9 +294,11 @@ class Attention(nn.Module):
             # The gate lies after the values, so that the first three sections stay one tensor
             # for the fused rotation.
             qkv, gate = torch.split(qkv, [sum(sizes[:3]), sizes[3]], dim=-1)
-        q, k, v = self._heads(qkv, sizes, None if appended else table)
+        # In batch-invariant mode one kernel rotates in all passes: each rounds sums of products in its own way.
+        early = MODE.on or not appended
+        q, k, v = self._heads(qkv, sizes, table if early else None)
         if appended:
-            q, state = state.append(q, k, v, pages, table)
+            q, state = state.append(q, k, v, pages, None if early else table)
         elif keeps:
             # Keys are stored after their rotation, so that earlier tokens need no table.
             state.store(k, v, pages)
@@ -306,7 +313,9 @@ class Attention(nn.Module):
         if self.narrows and (rows := context.rows) is not None:
             mixed, gate = take_rows(mixed, rows), None if gate is None else take_rows(gate, rows)
         # The gate multiplies features before `proj`, while heads are still apart.
-        projected: Tensor = modules["proj"](mixed if gate is None else mixed * gate.sigmoid())
+        if gate is not None:
+            mixed = mixed * (rowwise(torch.sigmoid, gate) if MODE.on else gate.sigmoid())
+        projected: Tensor = modules["proj"](mixed)
         return projected
 
     def _heads(self, qkv: Tensor, sizes: Sequence[int], rotary: RotaryTable | None) -> tuple[Tensor, Tensor, Tensor]:

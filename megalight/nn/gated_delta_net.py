@@ -16,6 +16,7 @@ from megalight.nn.linear import Linear
 from megalight.nn.mamba2 import AllTokens, Decays, GatedNorm
 from megalight.nn.short_conv import CausalConv
 from megalight.nn.state import SequencePool, Slots
+from megalight.ops.batch_invariant import refuse
 from megalight.ops.common import wide
 from megalight.ops.delta_rule import delta_rule, delta_rule_continued
 from megalight.ops.gated_norm import gated_norm
@@ -167,6 +168,7 @@ class GatedDeltaNet(nn.Module):
         self, hidden: Tensor, context: LayerContext, state: DeltaState | None = None, memory: Tensor | None = None
     ) -> Tensor:
         """``[T, h] -> [T, h]``. ``memory`` is unused."""
+        refuse("Gated DeltaNet layers")
         inner, _, shared, *_ = sections = self.in_proj.section_sizes
         heads, groups = self.heads
         sizes, units = (inner, shared, shared), (heads, groups, groups)

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from megalight.errors import ConfigurationError
 from megalight.nn.linear import Linear
 from megalight.nn.mlp import Activation
+from megalight.ops.batch_invariant import MODE
+from megalight.ops.batch_invariant.cross_entropy import capped
 from megalight.ops.cross_entropy import linear_cross_entropy
 from megalight.ops.cross_entropy.chunked import top_token
 from megalight.ops.divergence import Projection, linear_divergence
@@ -84,6 +86,8 @@ class LMHead(nn.Module):
                 hidden, head.weight, labels, bias=head.bias, softcap=self.softcap, backend=self.backend
             )
         logits: Tensor = self.output_layer(hidden)
+        if MODE.on and self.softcap is not None:
+            return capped(logits, self.softcap)
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def learn(

@@ -14,6 +14,8 @@ from megalight.nn.context import LayerContext
 from megalight.nn.linear import Linear
 from megalight.nn.norm import RMSNorm
 from megalight.nn.state import Slots, StoredHeads, TokenPool
+from megalight.ops.batch_invariant import MODE, refuse, with_gradient_of
+from megalight.ops.batch_invariant.product import head_product
 from megalight.ops.latent_heads import join_keys
 from megalight.ops.linear.low_precision import precision_of
 from megalight.ops.quantized_weight import readable
@@ -120,6 +122,8 @@ class LatentAttention(nn.Module):
     def forward(self, hidden: Tensor, context: LayerContext, state: Any = None, memory: Tensor | None = None) -> Tensor:
         """``[T, h] -> [T, h]``. ``memory`` is unused."""
         q, latent, key = self._latents(hidden, context)
+        if MODE.on:
+            return self._project(self._invariant(q, latent, key, context.sequences, state))
         if state is not None and (pages := context.sequences.pages) is not None:
             rows = torch.cat([latent, key], -1)
             pool = state.rows(tuple(rows.shape[1:]), rows)
@@ -181,16 +185,43 @@ class LatentAttention(nn.Module):
             mixed.append(self.inner(q[tokens:], k, v, queries))
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
-    def _absorbed(self, q: Tensor, pool: Tensor, sequences: PackedSequences) -> Tensor:
-        """Attend to latents: ``q [T, H, D + R], pool [N, c + R] -> [T, H, V]``."""
+    def _invariant(
+        self, q: Tensor, latent: Tensor, key: Tensor, sequences: PackedSequences, state: TokenPool | None
+    ) -> Tensor:
+        """Attend to latents in all passes, in batch-invariant mode; the gradient is that of keys and values."""
+        if self.kv_up.adapter is not None or precision_of(self.kv_up.weight) is not None:
+            refuse("adapters and 8 bits in the projection of latents to keys and values")
+        if state is not None and (pages := sequences.pages) is not None:
+            rows = torch.cat([latent, key], -1)
+            pool = state.rows(tuple(rows.shape[1:]), rows)
+            with torch.no_grad():
+                pool[pages.write] = rows
+            if pages.continued:
+                return self._absorbed(q, pool, sequences)
+
+        def ordinary(q: Tensor, latent: Tensor, key: Tensor, weight: Tensor) -> Tensor:
+            k, v = self._keys_values(latent, key)
+            out: Tensor = self.inner(q, k, v, sequences)
+            return out
+
+        def invariant(q: Tensor, latent: Tensor, key: Tensor, weight: Tensor) -> Tensor:
+            return self._absorbed(q, torch.cat([latent, key], -1), sequences, stored=False)
+
+        return with_gradient_of(ordinary, invariant, (q, latent, key, self.kv_up.weight))
+
+    def _absorbed(self, q: Tensor, pool: Tensor, sequences: PackedSequences, stored: bool = True) -> Tensor:
+        """Attend to latents: ``q [T, H, D + R], pool [N, c + R] -> [T, H, V]``. Not ``stored``: ``N`` is ``T``."""
         # In the dtype of the queries, because the weight may be kept in a wider one.
         weight = readable(self.kv_up.weight).view(-1, self.head_dim + self.value_dim, self.kv_rank).to(q.dtype)
         for_keys, for_values = torch.split(weight, [self.head_dim, self.value_dim], 1)
         plain, turned = torch.split(q, [self.head_dim, self.rotary_dim], -1)
         # q (W c) = (q W) c: one key head for all query heads, and its first c features are the values
-        absorbed = torch.cat([torch.einsum("thd,hdc->thc", plain, for_keys), turned], -1)
-        assert sequences.pages is not None
-        stored = StoredHeads(pool[:, None], pool[:, None, : self.kv_rank], sequences.pages)
-        mixed = self.inner(absorbed, None, None, sequences, stored)
+        absorbed = torch.cat([head_product(plain, for_keys.mT), turned], -1)
+        k, v = pool[:, None], pool[:, None, : self.kv_rank]
+        heads = None
+        if stored:
+            assert sequences.pages is not None
+            heads = StoredHeads(k, v, sequences.pages)
+        mixed = self.inner(absorbed, k, v, sequences, heads)
         # The outputs are latents. The part of the weight for values turns them into heads.
-        return torch.einsum("thc,hvc->thv", mixed, for_values)
+        return head_product(mixed, for_values)

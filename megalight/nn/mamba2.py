@@ -16,6 +16,7 @@ from megalight.nn.init import ConstantInit, Initializer, Uniform
 from megalight.nn.linear import Linear
 from megalight.nn.short_conv import CausalConv
 from megalight.nn.state import SequencePool, Slots
+from megalight.ops.batch_invariant import refuse
 from megalight.ops.common import HALF, wide
 from megalight.ops.gated_norm import check_backend, gated_norm
 from megalight.ops.row_indexing import split
@@ -266,6 +267,7 @@ class Mamba2(nn.Module):
         self, hidden: Tensor, context: LayerContext, state: MambaState | None = None, memory: Tensor | None = None
     ) -> Tensor:
         """``[T, h] -> [T, h]``. ``memory`` is unused."""
+        refuse("Mamba-2 layers")
         inner, _, shared, _, _ = sections = self.in_proj.section_sizes
         heads, groups = self.heads
         sizes, units = (inner, shared, shared), (heads, groups, groups)

@@ -14,6 +14,7 @@ from megalight.nn.context import LayerContext
 from megalight.nn.linear import Fusion, Linear, takes_single
 from megalight.ops.activation import activation, gated
 from megalight.ops.activation.quantized import activation_of_quantized, stored
+from megalight.ops.batch_invariant import MODE, rowwise
 from megalight.ops.linear import single_product
 
 ACTIVATIONS: Mapping[str, tuple[str, bool]] = {
@@ -89,6 +90,8 @@ class Activation(nn.Module):
 
     def forward(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
         """``[..., f] -> [..., f]``; if gated, ``[..., 2 f] -> [..., f]``. ``weights [...]`` multiply rows."""
+        if MODE.on:
+            return self._of_rows(x, weights)
         if self.fp8_input_store:
             return stored(x, weights, self._compute)
         plain = weights is None and not self.offset and self.clamp is None
@@ -101,6 +104,14 @@ class Activation(nn.Module):
         if not self.gated:
             return activation(x, self.kind, backend=self.backend, weights=weights)
         return gated(x, self.kind, backend=self.backend, weights=weights, offset=self.offset, clamp=self.clamp)
+
+    def _of_rows(self, x: Tensor, weights: Tensor | None) -> Tensor:
+        out: Tensor
+        if weights is None:
+            out = rowwise(lambda row: self._compute(row, None), x)
+        else:
+            out = rowwise(self._compute, x, weights)
+        return out
 
     def extra_repr(self) -> str:
         """Return the function, for printing."""

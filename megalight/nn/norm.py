@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalight.nn.init import ConstantInit, Initializer
+from megalight.ops.batch_invariant import MODE
 from megalight.ops.common import wide
 from megalight.ops.norm import (
     LAYER_NORM,
@@ -88,6 +89,8 @@ class L2Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., size] -> [..., size]``."""
+        if MODE.on:
+            return rms_norm(x, x.new_ones(x.shape[-1]), self.eps)
         return F.rms_norm(x, x.shape[-1:], eps=self.eps)
 
     def extra_repr(self) -> str:

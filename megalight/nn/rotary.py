@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megalight.ops.batch_invariant import MODE, rowwise
 from megalight.ops.latent_heads import rotate_tail
 from megalight.ops.rotary import RotaryAxes, RotaryScaling, apply_rotary, rotary_table, rotate_qkv
 from megalight.ops.rotary.quantized import rotate_qkv_elided
@@ -84,7 +85,17 @@ class Rotary(nn.Module):
         # float32 angles are enough for float32 and half activations, but not for float64
         precise = positions.double() if dtype == torch.float64 else positions
         # One table for all layers: cosines of thousands of positions are not computed twice.
-        cos, sin = rotary_table(precise, self.dim, self.base, self.scaling, self.axes)
+        if MODE.on:
+            # One column for each token.
+            columns = precise if precise.dim() == 1 else precise.T
+            cos, sin = rowwise(
+                lambda rows: rotary_table(
+                    rows if rows.dim() == 1 else rows.T, self.dim, self.base, self.scaling, self.axes
+                ),
+                columns,
+            )
+        else:
+            cos, sin = rotary_table(precise, self.dim, self.base, self.scaling, self.axes)
         return RotaryTable(cos, sin, self.interleaved, self.backend)
 
     def extra_repr(self) -> str:

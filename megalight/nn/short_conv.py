@@ -13,6 +13,7 @@ from megalight.nn.context import LayerContext
 from megalight.nn.init import Initializer, Normal
 from megalight.nn.linear import Linear
 from megalight.nn.state import SequencePool, Slots
+from megalight.ops.batch_invariant import refuse
 from megalight.ops.causal_conv import causal_conv
 from megalight.types import PackedSequences, Pages
 
@@ -149,6 +150,7 @@ class ShortConv(nn.Module):
         self, hidden: Tensor, context: LayerContext, state: SequencePool | None = None, memory: Tensor | None = None
     ) -> Tensor:
         """``[T, h] -> [T, h]``. ``memory`` is unused."""
+        refuse("layers of convolutions")
         in_gate, out_gate, value = torch.split(self.gates(hidden), self.gates.section_sizes, dim=-1)
         filtered = self.filter(in_gate * value, context.sequences, state)
         projected: Tensor = self.proj(out_gate * filtered)

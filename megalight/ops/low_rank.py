@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalight.ops.batch_invariant import refuse
 from megalight.ops.common import apply, once_differentiable
 from megalight.ops.linear import weight_gradient
 from megalight.ops.parameter import main_grad_of, state_of
@@ -26,6 +27,7 @@ def add_low_rank(y: Tensor, narrow: Tensor, up: Tensor, sizes: Sequence[int], ad
         sizes: output features of each section of the layer.
         adapted: for each section, whether it is adapted.
     """
+    refuse("adapters (merge them: megalight merge)")
     out: Tensor = apply(_AddLowRank, y, narrow, up, tuple(sizes), tuple(adapted))
     return out
 

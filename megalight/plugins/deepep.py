@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.nn.moe import Grouped, aligned
+from megalight.ops.batch_invariant import refuse
 from megalight.ops.common import apply, once_differentiable
 from megalight.ops.permute import Permutation, permutation, permute, unpermute
 from megalight.ops.router import Routes
@@ -98,6 +99,7 @@ class PackageDispatcher(ShardedDispatcher):
         Raises:
             ConfigurationError: that would lose digits.
         """
+        refuse("experts on several ranks")
         # The expert's product casts its input anyway; cast before the exchange, half as many bytes travel.
         if torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalight.data.chat.dataset import best_fit
 from megalight.errors import ConfigurationError, DataError
@@ -19,6 +19,7 @@ from megalight.models.gpt.config import GPTConfig
 from megalight.models.gpt.module import GPTModule
 from megalight.models.module import Carry
 from megalight.models.saved import Keys
+from megalight.ops.batch_invariant import batch_invariant_mode
 from megalight.optim import AdamConfig
 from megalight.parallel.coupling import contents, emptied, is_empty
 from megalight.parallel.frozen_model import FrozenModel
@@ -138,6 +139,11 @@ class GRPOModule(GPTModule):
                 f"the model has dropout ({dropout}), so that it would train with other probabilities than it samples "
                 "with. Set config.dropout to 0."
             )
+
+    def forward_step(self, model: nn.Module, batch: TokenBatch | WithResults, carry: Carry | None = None) -> Carry:
+        """See :class:`GPTModule`."""
+        with batch_invariant_mode(self.rollouts.batch_invariant):
+            return super().forward_step(model, batch, carry)
 
     def frozen_models(self) -> Mapping[str, FrozenModel]:
         """Return the reference policy, if there is one."""

@@ -84,6 +84,8 @@ class Rollouts:
         step_tokens: tokens of a forward pass.
         memory_level: where the cache lies; see :class:`~megalight.inference.engine.DynamicEngine`. With 1, CUDA graphs
             are recorded once, and not for each batch.
+        batch_invariant: log-probabilities of answers are bitwise those of the training forward, which runs in
+            :func:`~megalight.ops.batch_invariant.batch_invariant_mode`, too.
         whole_weights: with full sharding, hold all weights of this rank while answers are sampled. They are gathered
             once then, and otherwise for each forward pass, which samples one token of each answer.
 
@@ -99,6 +101,7 @@ class Rollouts:
     max_sequences: int = 64
     step_tokens: int = 512
     memory_level: int = 0
+    batch_invariant: bool = False
     whole_weights: bool = False
 
     def __post_init__(self) -> None:
@@ -203,6 +206,7 @@ def _engine(
         max_sequences=options.max_sequences,
         step_tokens=options.step_tokens,
         memory_level=options.memory_level,
+        batch_invariant=options.batch_invariant,
     )
 
 

@@ -44,6 +44,7 @@ class EngineOptions:
         max_sequences: maximum number of sequences in a step.
         step_tokens: maximum number of tokens in a step. Longer prompts run in parts.
         kv_cache_dtype: ``auto`` or ``fp8``; see :class:`~megalight.inference.DynamicEngine`.
+        batch_invariant: see :class:`~megalight.inference.DynamicEngine`.
         draft: the checkpoint of a draft model (EAGLE-3), which guesses tokens; see
             :mod:`megalight.inference.speculator`. None: nobody does.
         guesses: the most that it guesses after a token.
@@ -53,6 +54,7 @@ class EngineOptions:
     max_sequences: int = 64
     step_tokens: int = 512
     kv_cache_dtype: str = "auto"
+    batch_invariant: bool = False
     draft: str | None = None
     guesses: int = 4
 
@@ -87,6 +89,7 @@ class EngineOptions:
             max_sequences=self.max_sequences,
             step_tokens=self.step_tokens,
             kv_cache_dtype=self.kv_cache_dtype,
+            batch_invariant=self.batch_invariant,
             speculator=speculator,
             first_rank_only=first_rank_only,
         )

@@ -250,7 +250,8 @@ class LLM:
         base: the weights that training began with, for a checkpoint of adapters.
         quantization: ``auto``: weights that were published in FP8 stay so; ``fp8``: those of all linear layers are
             stored in FP8; ``none``: all are widened.
-        cache_tokens, max_sequences, step_tokens, kv_cache_dtype, draft, guesses: see :class:`EngineOptions`.
+        cache_tokens, max_sequences, step_tokens, kv_cache_dtype, batch_invariant, draft, guesses: see
+            :class:`EngineOptions`.
 
     Raises:
         CheckpointError, DataError, ConfigurationError: see :meth:`TextGenerator.from_checkpoint`.
@@ -271,6 +272,7 @@ class LLM:
         max_sequences: int = 64,
         step_tokens: int = 512,
         kv_cache_dtype: str = "auto",
+        batch_invariant: bool = False,
         draft: str | os.PathLike[str] | None = None,
         guesses: int = 4,
     ) -> None:
@@ -283,6 +285,7 @@ class LLM:
                 max_sequences=max_sequences,
                 step_tokens=step_tokens,
                 kv_cache_dtype=kv_cache_dtype,
+                batch_invariant=batch_invariant,
                 draft=None if draft is None else os.fspath(draft),
                 guesses=guesses,
             ),
@@ -304,6 +307,7 @@ class LLM:
         max_sequences: int = 64,
         step_tokens: int = 512,
         kv_cache_dtype: str = "auto",
+        batch_invariant: bool = False,
     ) -> LLM:
         """Return one for the model of a LightningModule: in a notebook, or between two training steps.
 
@@ -315,7 +319,7 @@ class LLM:
                 ``transformers``, such as ``HFCausalLM`` or one of your own.
             tokenizer: the tokenizer, a ``tokenizer.json``, its folder, or its name. None: prompts are token ids, and
                 completions have no text.
-            cache_tokens, max_sequences, step_tokens, kv_cache_dtype: see :class:`EngineOptions`.
+            cache_tokens, max_sequences, step_tokens, kv_cache_dtype, batch_invariant: see :class:`EngineOptions`.
 
         Raises:
             ConfigurationError: the model does not generate text, or is sharded by a strategy of Lightning's.
@@ -329,6 +333,7 @@ class LLM:
             max_sequences=max_sequences,
             step_tokens=step_tokens,
             kv_cache_dtype=kv_cache_dtype,
+            batch_invariant=batch_invariant,
         )
         found = cls.__new__(cls)
         found.served = ServedModel.of(trained.model, words, ends, options=options)
@@ -607,6 +612,7 @@ class AsyncLLM(AsyncClient):
         max_sequences: int = 64,
         step_tokens: int = 512,
         kv_cache_dtype: str = "auto",
+        batch_invariant: bool = False,
         draft: str | os.PathLike[str] | None = None,
         guesses: int = 4,
     ) -> None:
@@ -615,6 +621,7 @@ class AsyncLLM(AsyncClient):
             max_sequences=max_sequences,
             step_tokens=step_tokens,
             kv_cache_dtype=kv_cache_dtype,
+            batch_invariant=batch_invariant,
             draft=None if draft is None else os.fspath(draft),
             guesses=guesses,
         )

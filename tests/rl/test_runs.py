@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from megalight.nn.init import initialize
 from megalight.parallel.recompute import RecomputeOptions
 from megalight.rl.loss import PolicyLoss
 from megalight.strategies import MegatronStrategy
-from tests.rl.helpers import CONFIG, Policy
+from tests.rl.helpers import CONFIG, ROLLOUTS, Policy
 from tests.strategies.training import SEED
 from tests.support.environment import trainer
 from tests.support.workers import run
@@ -43,6 +44,15 @@ def test_rounding_alone_lies_between_drawing_and_training(precision: Any) -> Non
         for step in figures:
             assert all(math.isfinite(value) for value in step.values())
             assert 0 <= step["train_drift"] < (1e-10 if precision == "32-true" else 1e-3)
+
+
+def test_nothing_lies_between_them_in_batch_invariant_mode() -> None:
+    def drifts(on: bool, **strategy: Any) -> list[float]:
+        options = {"rollouts": replace(ROLLOUTS, batch_invariant=on)}
+        return [step["train_drift"] for step in run(figures_of, 1, strategy, options, {"precision": "bf16-true"})[0]]
+
+    assert drifts(True) == drifts(True, recompute=RecomputeOptions(granularity="full")) == [0, 0]
+    assert all(drift > 0 for drift in drifts(False))
 
 
 def test_recompute_and_interleaved_stages_change_nothing() -> None:

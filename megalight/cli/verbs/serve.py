@@ -60,6 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("guesses", int, "tokens that the draft guesses at a time (default: 4)"),
     ):
         parser.add_argument(f"--{option}", type=kind, help=what)
+    parser.add_argument(
+        "--batch-invariant",
+        action="store_const",
+        const=True,
+        help="log-probabilities do not depend on other requests, in any bit; slower",
+    )
     parser.add_argument("--tokenizer", help="tokenizer, or its name, to use instead of the one in the checkpoint")
     parser.add_argument(
         "--base", help="for a checkpoint of adapters: the weights that training began with, or a run's folder"
@@ -134,7 +140,7 @@ def run(arguments: argparse.Namespace) -> int:
     keys = arguments.api_key or [key for key in [os.environ.get(KEY)] if key]
     control_keys = arguments.control_key or [key for key in [os.environ.get(CONTROL_KEY)] if key]
     check_host(arguments.host, keys)
-    names = ("cache_tokens", "max_sequences", "step_tokens", "kv_cache_dtype", "draft", "guesses")
+    names = ("cache_tokens", "max_sequences", "step_tokens", "kv_cache_dtype", "batch_invariant", "draft", "guesses")
     sizes = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     model = {
         "tensor_parallel": arguments.tensor_parallel,

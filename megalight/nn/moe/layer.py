@@ -13,6 +13,7 @@ from megalight.nn.linear import Linear
 from megalight.nn.mlp import MLP
 from megalight.nn.moe.experts import Experts
 from megalight.nn.moe.router import Router
+from megalight.ops.batch_invariant import MODE, rowwise
 from megalight.ops.note import note_of, recipe_of
 
 
@@ -93,4 +94,8 @@ class MoE(nn.Module):
     def _for_all(self, hidden: Tensor) -> Tensor:
         assert self.shared is not None
         out: Tensor = self.shared(hidden)
-        return out if self.shared_gate is None else out * self.shared_gate(hidden).sigmoid()
+        if self.shared_gate is None:
+            return out
+        gate = self.shared_gate(hidden)
+        factor: Tensor = rowwise(torch.sigmoid, gate) if MODE.on else gate.sigmoid()
+        return out * factor

@@ -15,6 +15,8 @@ from megalight.nn.context import LayerContext
 from megalight.nn.init import ConstantInit, Initializer, Normal
 from megalight.nn.moe.balance import count_of, losses
 from megalight.nn.moe.config import BalanceConfig, CapacityConfig, RouterConfig
+from megalight.ops.batch_invariant import MODE, refuse, rowwise
+from megalight.ops.batch_invariant.product import product as invariant_product
 from megalight.ops.common import apply, once_differentiable, wide
 from megalight.ops.linear import linear
 from megalight.ops.note import save_input, saved_input
@@ -181,6 +183,8 @@ class Router(Counting):
         """``[T, h]`` -> the experts of each token, and their weights. Expert -1: the token was dropped."""
         # Jitter changes what the router reads, and not what experts get.
         logits = self.logits(self.jitter(hidden))
+        if self.config.force_balance or self.config.sinkhorn or self.capacity is not None:
+            refuse("routers that balance the tokens of a batch (force_balance, sinkhorn, capacity)")
         if self.config.force_balance:
             logits = self._force(logits)
         if self.config.sinkhorn:
@@ -188,7 +192,7 @@ class Router(Counting):
         else:
             # The bias enters the choice alone. Weights come from the scores, so its steps do
             # not disturb gradients.
-            probs, chosen = route(logits, self.config.rule, self.expert_bias)
+            probs, chosen = self._route(logits)
         experts = chosen
         if self.capacity is not None:
             priority = probs if self.capacity.keep == "probs" else None
@@ -208,6 +212,11 @@ class Router(Counting):
             if context.aux_losses.counts and (self.observed or self.expert_bias is not None):
                 self.count(self._counts(chosen, experts, found, context))
         return Routes(probs, experts)
+
+    def _route(self, logits: Tensor) -> Routes:
+        if MODE.on:
+            return Routes(*rowwise(lambda row: route(row, self.config.rule, self.expert_bias), logits))
+        return route(logits, self.config.rule, self.expert_bias)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[T, h] -> [T, E]``, in the router's dtype."""
@@ -287,7 +296,8 @@ class _WideProduct(torch.autograd.Function):
         # in a wider dtype is kept.
         ctx.weight = weight
         save_input(ctx, x, needed=True)
-        return F.linear(x.to(dtype), weight.to(dtype))
+        wide = x.to(dtype), weight.to(dtype)
+        return invariant_product(*wide) if MODE.on else F.linear(*wide)
 
     @staticmethod
     @once_differentiable

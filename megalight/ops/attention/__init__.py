@@ -11,9 +11,11 @@ from torch import Tensor
 
 from megalight.errors import LayoutError
 from megalight.ops.attention import hopper, torch_kernels, variants
+from megalight.ops.attention.batch_invariant import AttentionOptions, invariant_attention, pages_of
 from megalight.ops.attention.torch_kernels import reference_attention
 from megalight.ops.attention.variants import chunked
 from megalight.ops.attention.variants import mutual_attention as mutual_attention
+from megalight.ops.batch_invariant import MODE, refuse, with_gradient_of
 from megalight.ops.common import (
     HALF,
     cuda_why_not,
@@ -168,6 +170,9 @@ ATTENTION.register(Backend("block", variants.sink_attention, 5, _block_why_not))
 ATTENTION.register(Backend("reference", reference_attention, 0, serve_all))
 
 
+_paged = lazy("megalight.ops.paged_attention.triton", "paged_attention")
+
+
 @remembered
 def _choose(spec: AttentionSpec, backend: str) -> Callable[..., Tensor]:
     return ATTENTION.select(spec, backend).fn
@@ -223,6 +228,27 @@ def attention(
             "these tokens are a context-parallel share, and plain attention does not see the other shares. Call "
             "parallelize() on a mesh with cp > 1 and a plan that has ContextRegion() for the model's attention."
         )
+    if MODE.on:
+        if dropout:
+            refuse("dropout of attention weights")
+
+        def ordinary(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Tensor:
+            return attention(
+                *(q, k, v, sequences),
+                causal=causal,
+                scale=scale,
+                window=window,
+                chunk=chunk,
+                softcap=softcap,
+                sink=sink,
+                backend=backend,
+            )
+
+        def invariant(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Tensor:
+            options = AttentionOptions(causal, scale, window, chunk, softcap)
+            return invariant_attention(_paged, q, k, v, pages_of(sequences), options, sink)
+
+        return with_gradient_of(ordinary, invariant, (q, k, v, sink))
     keys = sequences.keys
     if chunk is not None:
         sequences, rows = chunked(sequences, chunk)

@@ -16,6 +16,7 @@ from torch import Tensor
 from megalight.errors import LayoutError
 from megalight.ops.attention_block import torch_kernels
 from megalight.ops.attention_block.torch_kernels import packed, reference_backward, reference_forward
+from megalight.ops.batch_invariant import refuse
 from megalight.ops.common import cuda_why_not, heads_why_not, lazy, serve_all, triton_heads_why_not
 from megalight.registry import Backend, BackendRegistry, remembered
 from megalight.types import PackedSequences
@@ -187,6 +188,7 @@ def block_attention(
         LayoutError: the numbers of heads do not divide, or a causal block without ``sequences.keys`` is not square.
         BackendError: no backend can serve, or the named one cannot.
     """
+    refuse("attention in blocks of keys (context parallelism)")
     fn = _choose(ATTENTION_BLOCK, _spec(q, k, v, sequences, causal, window), backend)
     result: tuple[Tensor, Tensor] = fn(q, k, v, sequences, causal, scale, window)
     return result

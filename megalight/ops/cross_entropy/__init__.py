@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megalight.ops.batch_invariant import MODE, refuse, with_gradient_of
+from megalight.ops.batch_invariant.cross_entropy import linear_losses
 from megalight.ops.common import lazy, serve_all, triton_why_not, wide
 from megalight.ops.cross_entropy import chunked
 from megalight.ops.cross_entropy.chunked import Combine, CrossEntropyKernels
@@ -170,5 +172,16 @@ def linear_cross_entropy(
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
     real = first_row + weight.shape[0] if num_rows is None else num_rows
+    if MODE.on:
+        if combine is not None or real != weight.shape[0]:
+            refuse("losses over a divided vocabulary")
+
+        def ordinary(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return linear_cross_entropy(hidden, weight, labels, bias=bias, softcap=softcap, backend=backend)
+
+        def invariant(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return linear_losses(hidden, weight, labels, bias, softcap)
+
+        return with_gradient_of(ordinary, invariant, (hidden, weight, bias))
     fn = _choose(CrossEntropySpec(device, hidden.dtype), backend)
     return fn(hidden, weight, labels, bias, softcap, chunk, first_row, real, combine)

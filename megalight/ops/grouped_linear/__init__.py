@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalight.ops.batch_invariant import MODE, refuse
+from megalight.ops.batch_invariant.product import grouped_product
 from megalight.ops.common import apply, once_differentiable
 from megalight.ops.grouped_linear import low_precision
 from megalight.ops.grouped_linear.backends import EXAMPLE, PRODUCT, WGRAD, GroupedLinearSpec, choose
@@ -60,6 +62,8 @@ def grouped_linear(
         x = x.to(torch.get_autocast_dtype(x.device.type))
     # Evaluation: no graph, and no note of the input is needed.
     precision = stack_precision_of(weight)
+    if MODE.on and precision is not None:
+        refuse("grouped products in 8 or 4 bits")
     if not torch.is_grad_enabled():
         if precision is not None:
             return precision.way(weight, sizes).product(x, weight, offsets, sizes, keep=False)[0]
@@ -77,6 +81,7 @@ def grouped_bias(
     Rows after the last group become zeros, and their gradients are not read. ``sizes`` and all else are those of
     :func:`grouped_linear`.
     """
+    refuse("experts with biases")
     chosen, inside = _rows_of(offsets, y, len(bias), sizes)
     if weights is not None:
         chosen = chosen * weights.to(y.dtype).unsqueeze(-1)
@@ -117,6 +122,8 @@ def _product(
     x: Tensor, weight: Tensor, offsets: Tensor, sizes: Sequence[int] | None, transposed: bool, backend: str
 ) -> Tensor:
     weight = readable(weight).to(x.dtype)
+    if MODE.on and transposed:
+        return grouped_product(x, weight, offsets)
     out: Tensor = choose(PRODUCT, GroupedLinearSpec.of(x, weight, sizes), backend)(
         x, weight, offsets, sizes, transposed
     )

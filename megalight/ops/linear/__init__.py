@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalight.ops.batch_invariant import MODE, refuse
+from megalight.ops.batch_invariant.product import product as invariant_product
 from megalight.ops.common import HALF, apply, fp8_why_not, lazy, once_differentiable, triton_why_not
 from megalight.ops.linear import aligned, weight_gradient
 from megalight.ops.linear.low_precision import LowPrecision, precision_of
@@ -37,6 +39,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     # The state is read here once, and not by a function for each of its parts: every layer comes here several times.
     state: ParameterState | None = getattr(weight, "megalight", None)
     precision: LowPrecision | None = None if state is None else state.precision
+    if MODE.on and not torch.is_grad_enabled():
+        return product(x, weight, bias)
     if precision is not None and not torch.is_grad_enabled():
         # No backward will come: cast only what the forward product needs.
         return precision.product(x, weight, bias)
@@ -44,7 +48,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return _of_quantized(x, weight, bias, state.stored)
     own = state is not None and (state.main_grad is not None or precision is not None or state.stored is not None)
     # The plain case goes to torch, whose autograd is written in C++ and keeps fewer things on the host.
-    if not own and recipe_of(x) is None and main_grad_of(bias) is None:
+    if not (own or MODE.on) and recipe_of(x) is None and main_grad_of(bias) is None:
         if not torch.is_grad_enabled() and takes_gemv(x, weight):
             single: Tensor = single_product(x, weight, bias)
             return single
@@ -95,6 +99,7 @@ def takes_gemv(x: Tensor, weight: Tensor) -> bool:
 def _takes_half(x: Tensor, weight: Tensor) -> bool:
     return (
         x.is_cuda
+        and not MODE.on
         and weight.dtype in HALF
         and x.dtype == weight.dtype
         and not torch.compiler.is_compiling()
@@ -109,6 +114,8 @@ few_tokens_product = lazy("megalight.ops.linear.weight_only", "weight_only_produ
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
     """Return ``x W^T + b`` without a graph; ``out [n, out]`` needs ``x [n, in]`` and a weight of one plain dtype."""
+    if MODE.on:
+        return _invariant(x, weight, bias, out)
     if out is not None:
         weight = readable(weight)
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
@@ -120,10 +127,20 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None =
     return aligned.product(x, weight, bias) if odd else F.linear(x, weight, bias)
 
 
+def _invariant(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    if precision_of(weight) is not None:
+        refuse("products in 8 or 4 bits, whose scales follow from the whole batch")
+    y = invariant_product(x, readable(weight), bias)
+    return y if out is None else out.copy_(y)
+
+
 def product_and_save(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, needed: bool) -> Tensor:
     """For the forward of an autograd function: return the product, and save ``x`` if the weight gradient is needed."""
     state: ParameterState | None = getattr(weight, "megalight", None)
     precision: LowPrecision | None = None if state is None else state.precision
+    if MODE.on:
+        save_input(ctx, x, needed)
+        return _invariant(x, weight, bias)
     if precision is None:
         save_input(ctx, x, needed)
         if state is not None and state.stored is not None:

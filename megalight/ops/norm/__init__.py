@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalight.ops.batch_invariant import MODE, refuse, rowwise
 from megalight.ops.common import lazy, select, serve_all, triton_why_not, whole_why_not, wide
 from megalight.registry import Backend, BackendRegistry, remembered
 
@@ -153,6 +154,23 @@ def _spec(x: Tensor, weight: Tensor) -> NormSpec:
     return NormSpec(x.device.type, x.dtype, weight.dtype, weight.shape[0])
 
 
+def _invariant(
+    registry: BackendRegistry[NormSpec, Callable[..., Any]],
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    backend: str,
+    *rest: Any,
+) -> Any:
+    """Norm in batch-invariant mode. The kernels have a fixed tile for each size."""
+    fn = _choose(registry, _spec(x, weight), "triton" if x.is_cuda else backend)
+    if registry in (RMS_NORM, LAYER_NORM):
+        return rowwise(lambda row: fn(row, weight, *rest), x)
+    if residual is None:
+        return rowwise(lambda row: fn(row, None, weight, *rest), x)
+    return rowwise(lambda row, more: fn(row, more, weight, *rest), x, residual)
+
+
 def rms_norm(
     x: Tensor,
     weight: Tensor,
@@ -172,8 +190,12 @@ def rms_norm(
     Raises:
         BackendError: the named backend cannot serve, for example because of ``average``.
     """
-    if average is None:
-        out: Tensor = _choose(RMS_NORM, _spec(x, weight), backend)(x, weight, eps)
+    if MODE.on:
+        if average is not None:
+            refuse("norms whose rows are divided over devices")
+        out: Tensor = _invariant(RMS_NORM, x, None, weight, backend, eps)
+    elif average is None:
+        out = _choose(RMS_NORM, _spec(x, weight), backend)(x, weight, eps)
     else:
         out = _choose(RMS_NORM, _spec(x, weight)._replace(divided=True), backend)(x, weight, eps, average=average)
     return out
@@ -181,7 +203,10 @@ def rms_norm(
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, backend: str = "auto") -> Tensor:
     """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last dim of ``x [..., h]``; see :func:`rms_norm`."""
-    out: Tensor = _choose(LAYER_NORM, _spec(x, weight), backend)(x, weight, bias, eps)
+    if MODE.on:
+        out: Tensor = _invariant(LAYER_NORM, x, None, weight, backend, bias, eps)
+    else:
+        out = _choose(LAYER_NORM, _spec(x, weight), backend)(x, weight, bias, eps)
     return out
 
 
@@ -198,9 +223,13 @@ def add_rms_norm(
     """
     if residual is not None and (x.shape != residual.shape or x.dtype != residual.dtype):
         raise _unlike(x, residual)
+    out: tuple[Tensor, Tensor]
+    if MODE.on:
+        out = _invariant(ADD_RMS_NORM, x, residual, weight, backend, eps)
+        return out
     # the request is written out: every layer comes here twice
     spec = NormSpec(x.device.type, x.dtype, weight.dtype, weight.shape[0])
-    out: tuple[Tensor, Tensor] = _choose(ADD_RMS_NORM, spec, backend)(x, residual, weight, eps)
+    out = _choose(ADD_RMS_NORM, spec, backend)(x, residual, weight, eps)
     return out
 
 
@@ -214,7 +243,10 @@ def add_layer_norm(
     """
     if residual is not None and (x.shape != residual.shape or x.dtype != residual.dtype):
         raise _unlike(x, residual)
-    out: tuple[Tensor, Tensor] = _choose(ADD_LAYER_NORM, _spec(x, weight), backend)(x, residual, weight, bias, eps)
+    if MODE.on:
+        out: tuple[Tensor, Tensor] = _invariant(ADD_LAYER_NORM, x, residual, weight, backend, bias, eps)
+    else:
+        out = _choose(ADD_LAYER_NORM, _spec(x, weight), backend)(x, residual, weight, bias, eps)
     return out
 
 

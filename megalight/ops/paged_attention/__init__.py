@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megalight.ops.attention.batch_invariant import AttentionOptions, invariant_attention
 from megalight.ops.attention.torch_kernels import softmax
+from megalight.ops.batch_invariant import MODE, refuse
 from megalight.ops.common import HALF, cuda_why_not, fp8_why_not, lazy, serve_all, triton_why_not, wide
 from megalight.ops.paged_append import dequantize_heads
 from megalight.registry import Backend, BackendRegistry, remembered
@@ -217,6 +219,11 @@ def paged_attention(
     Raises:
         BackendError: the named backend cannot serve.
     """
+    if MODE.on:
+        if scales is not None:
+            refuse("keys and values in 8 bits, which a training forward does not read")
+        options = AttentionOptions(causal, scale, window, chunk, softcap)
+        return invariant_attention(_triton, q, k_pool, v_pool, pages, options, sink)
     spec = PagedAttentionSpec(
         q.device.type,
         q.dtype,

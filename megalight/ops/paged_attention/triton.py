@@ -260,11 +260,15 @@ def paged_attention(
     softcap: float | None,
     sink: Tensor | None,
     scales: tuple[Tensor, Tensor] | None = None,
+    fixed: bool = False,
 ) -> Tensor:
-    """See :func:`megalight.ops.paged_attention.paged_attention`."""
+    """See :func:`megalight.ops.paged_attention.paged_attention`.
+
+    ``fixed``: blocks do not depend on the batch, and keys are not split (:mod:`megalight.ops.batch_invariant`).
+    """
     q = q if q.stride(-1) == 1 else q.contiguous()
     out = torch.empty(*q.shape[:2], v_pool.shape[-1], dtype=q.dtype, device=q.device)
-    options = (causal, scale, window, chunk, softcap, sink, scales)
+    options = (causal, scale, window, chunk, softcap, sink, scales, fixed)
     lengths = pages.query_lengths
     # Sequences with few queries come first, and are launched apart: their keys are split.
     few = next((place for place, count in enumerate(lengths) if count > FEW), len(lengths))
@@ -291,15 +295,17 @@ def _launch(
     softcap: float | None,
     sink: Tensor | None,
     scales: tuple[Tensor, Tensor] | None,
+    fixed: bool,
 ) -> None:
     """Attend with the queries of ``count`` sequences, which have at most ``queries`` each."""
     (tokens, heads, size), kv_heads, value_size = q.shape, k_pool.shape[1], v_pool.shape[-1]
     group, shared = heads // kv_heads, v_pool.data_ptr() == k_pool.data_ptr()
-    rows, keys, warps, stages = _blocks(queries * group, size, value_size, shared)
+    # Those of few long prompts, if all passes are to have the same.
+    rows, keys, warps, stages = _blocks(LONG if fixed else queries * group, size, value_size, shared)
     blocks = cdiv(queries * group, rows)
     # Blocks of many latent rows fill the shared memory of an SM; two others run there at once, and more wait.
     wanted = num_sms(q.device) * (0.9 if shared and rows == 64 else 1.9)
-    splits = splits_of(blocks * kv_heads * count, wanted) if queries <= FEW else 1
+    splits = splits_of(blocks * kv_heads * count, wanted) if queries <= FEW and not fixed else 1
     written, sums = out, out
     if splits > 1:
         # Tokens of other sequences are left out of the parts: they come after these.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megalight.ops.batch_invariant import MODE, rowwise
 from megalight.ops.common import lazy, serve_all, triton_why_not, wide
 from megalight.registry import Backend, BackendRegistry, remembered
 
@@ -226,7 +227,19 @@ def unpermute(rows: Tensor, where: Permutation, probs: Tensor | None = None, bac
     """
     probs_dtype = torch.float32 if probs is None else probs.dtype
     spec = PermuteSpec(rows.device.type, rows.dtype, probs_dtype, where.sizes.shape[0])
-    out: Tensor = _choose(UNPERMUTE, spec, backend)(rows, where, probs)
+    fn = _choose(UNPERMUTE, spec, backend)
+    if MODE.on:
+        return _invariant(fn, rows, where, probs)
+    out: Tensor = fn(rows, where, probs)
+    return out
+
+
+def _invariant(fn: Callable[..., Tensor], rows: Tensor, where: Permutation, probs: Tensor | None) -> Tensor:
+    out: Tensor
+    if probs is None:
+        out = rowwise(lambda places: fn(rows, replace(where, positions=places), None), where.positions)
+    else:
+        out = rowwise(lambda places, own: fn(rows, replace(where, positions=places), own), where.positions, probs)
     return out
 
 

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from megalight.nn.moe import Grouped, aligned
 from megalight.nn.moe.dispatch import HostCounts
+from megalight.ops.batch_invariant import refuse
 from megalight.ops.common import apply, once_differentiable
 from megalight.ops.permute import Permutation, permutation, permute, unpermute
 from megalight.ops.router import Routes
@@ -171,6 +172,7 @@ class AllToAllDispatcher(ShardedDispatcher):
         The host waits once, for the numbers of rows; not at all if ``capacity`` fixes them, and all ranks bring the
         same number of tokens.
         """
+        refuse("experts on several ranks")
         group = self.shared.expert_group
         routes = spread(routes, num_experts, self.shared.mesh.etp)
         if capacity is not None and self.shared.equal_tokens(self, len(hidden), hidden.device):

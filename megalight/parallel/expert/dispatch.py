@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from megalight.errors import LayoutError, MegalightError
 from megalight.nn.moe import Dispatcher, Grouped, aligned
+from megalight.ops.batch_invariant import refuse
 from megalight.ops.permute import Permutation, permutation, permute, unpermute
 from megalight.ops.router import Routes
 from megalight.parallel.collectives import all_gather, reduce_scatter, start_all_gather
@@ -112,6 +113,7 @@ class AllGatherDispatcher(ShardedDispatcher):
         The host waits for numbers of tokens and rows, but not if ``capacity`` fixes the rows and all ranks bring the
         same number of tokens.
         """
+        refuse("experts on several ranks")
         group = self.shared.expert_group
         longest, most = len(hidden), capacity or 0
         if not self.shared.equal_tokens(self, len(hidden), hidden.device):

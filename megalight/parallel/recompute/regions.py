@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megalight.attachments import GATHER_HOOK
 from megalight.errors import ConfigurationError
+from megalight.ops.batch_invariant import MODE, batch_invariant_mode
 from megalight.ops.note import RecomputeRecipe, attach_recipe, recipe_of
 from megalight.parallel.interleaved_passes import uninterrupted
 from megalight.parallel.layers import Override, is_a
@@ -63,11 +64,16 @@ class _RecomputedCall:
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], draws: bool) -> None:
         self.function = function
         self.draws = draws
+        # The backward runs in other threads, and both runs must save the same tensors.
+        self.invariant = MODE.on
         self.parts = [_Argument(arg) for arg in args]
         # A view has no recipe. So linear layers inside the region save the tensor itself, which is rebuilt only once.
         self.args: Sequence[Any] | None = [arg if recipe_of(arg) is None else arg.view_as(arg) for arg in args]
 
     def __call__(self, *kept: Any, **kwargs: Any) -> Any:
+        if self.invariant != MODE.on:
+            with batch_invariant_mode(self.invariant):
+                return self(*kept, **kwargs)
         # The first run has the real arguments. They are dropped, because only the kept tensors may stay in memory.
         args, self.args = self.args, None
         if args is None:

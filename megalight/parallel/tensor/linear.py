@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from megalight.nn.adapter import Adapter
 from megalight.nn.moe.adapters import StackAdapter
+from megalight.ops.batch_invariant import refuse
 from megalight.ops.common import once_differentiable
 from megalight.ops.linear import (
     accumulate_bias_gradient,
@@ -29,6 +30,8 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.tensor.overlap.spec import Overlap, Product
 from megalight.parallel.tensor.quantized import GatheredQuantized, casts_shards, gather_gradient
 from megalight.parallel.tensor.shared import Shared, Tokens
+
+DIVIDED = "layers that are divided over tensor-parallel ranks, whose sums are rounded as messages are divided"
 
 
 class ColumnLinear(nn.Module):
@@ -91,6 +94,8 @@ def column_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, shared: Shared, planned: Tokens = "share", name: str = ""
 ) -> Tensor:
     """Apply a column-parallel linear layer, as a function."""
+    if shared.group is not None:
+        refuse(DIVIDED)
     tokens = shared.tokens(planned)
     # One rank, or a `Boundary` above has gathered the tokens and sums their gradient: nothing to communicate. Neither
     # is there where all ranks hold the tokens and no gradient is due.
@@ -263,6 +268,7 @@ class RowLinear(nn.Module):
 
 def row_sum(x: Tensor, weight: Tensor, shared: Shared, scatter_output: bool, name: str = "") -> Tensor:
     """Apply a row-parallel linear layer without its bias, as a function."""
+    refuse(DIVIDED)
     function = _ScatteredSum if shared.sequence_parallel and scatter_output else _WholeSum
     overlap, dim = shared.overlap(name, x, weight), shared.sequence_dim
     y: Tensor = function.apply(x, weight, overlap, shared.group, dim)  # type: ignore[no-untyped-call]
