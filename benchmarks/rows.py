@@ -20,6 +20,7 @@ class Row:
         figures: peer -> TFLOP/s per GPU, measured earlier on H200s, each in its own call.
         against: another row, and the factor of its TFLOP/s that this row should reach.
         environment: environment variables of the processes.
+        like: a measured row with a layout of the same kind, by which this one is predicted (``benchmarks/eight.py``).
     """
 
     about: str
@@ -30,6 +31,7 @@ class Row:
     figures: dict[str, float] = field(default_factory=dict)
     against: tuple[str, float] | None = None
     environment: dict[str, str] = field(default_factory=dict)
+    like: str = ""
 
 
 LLAMA3_8B = "layers=32 vocab=128256"
@@ -48,6 +50,9 @@ COPIES = "sharding=gradient_dtype:bfloat16,reduce_scatter_with_fp32_accumulation
 ONE_F_ONE_B = "pp=4 mbs=1 micro=16 layout=Et*8|t*9|t*9|t*6L"
 HALVES = "pp=4 mbs=1 micro=16 halves=1 layout=Et*17|t*17|t*17|t*13L"
 INTERLEAVED = "pp=4 mbs=1 micro=16 layout=Et|(tt|)*11(ttt|)*3L"
+LLAMA3_70B = "layers=48 hidden=8192 ffn=28672 heads=64 kv=8 vocab=128256"
+"""Its width. Weights, gradients and states of all 80 layers, 18 bytes for each element, do not fit on eight GPUs."""
+TP4_PP2 = "tp=4 pp=2 mbs=1 micro=16"
 NORMS = "attention_norm,mlp_norm"
 LONG = f"mbs=1 cp=4 recompute={NORMS},mlp.act"
 LONGEST = f"mbs=1 micro=1 cp=4 seq=131072 recompute={NORMS},mlp.act,layers.*[1-46-9].mlp"
@@ -417,6 +422,63 @@ ROWS: dict[str, Row] = {
         )
         for suffix, more, backend in (("", "", ""), ("-flash", ", with flash-attn 4", FLASH))
         for kind in ("ring", "all_gather")
+    },
+    "llama3-8b-dp8": _row(
+        "Llama-3-8B, DP=8, bf16", f"{LLAMA3_8B} mbs=1", gpus=8, peers=("mcore-te", "fsdp2"), like="llama3-8b-dp4"
+    ),
+    "llama3-8b-dp8-full": _row(
+        "the same, parameters and gradients sharded",
+        f"{LLAMA3_8B} mbs=1 level=optim_grads_params",
+        gpus=8,
+        peers=("fsdp2", "mfsdp"),
+        like="llama3-8b-dp4-full",
+    ),
+    "llama3-8b-tp2dp4": _row(
+        "Llama-3-8B, TP=2 with SP, DP=4, steps as CUDA graphs, parameters gathered by copy engines",
+        f"{LLAMA3_8B} tp=2 mbs=1 graph=1 sharding=gathers:auto",
+        gpus=8,
+        peers=("mcore-te",),
+        like="llama3-8b-tp2dp2-graph-copies",
+    ),
+    "llama3-8b-tp4pp2": _row(
+        "Llama-3-8B, TP=4 with SP, PP=2, 1F1B",
+        f"{LLAMA3_8B} {FEW} {TP4_PP2} layout=Et*17|t*15L",
+        gpus=8,
+        peers=("mcore-te",),
+        like="llama3-8b-tp2pp2",
+    ),
+    "llama3-8b-cp8-256k": _row(
+        "Llama-3-8B, CP=8, 262,144 tokens, all gather, with flash-attn 4, gradients sharded",
+        f"{LLAMA3_8B} {FEW} {LONGEST} cp=8 seq=262144 kind=all_gather {FLASH} level=optim_grads",
+        gpus=8,
+        peers=("mcore-te",),
+        environment=NO_GAPS,
+        like="llama3-8b-cp4-128k-all-gather-flash-grads",
+    ),
+    **{
+        f"llama3-70b-48l-tp4pp2{suffix}": _row(
+            f"Llama-3-70B cut to 48 layers, TP=4 with SP, PP=2, 1F1B, {about}",
+            f"{LLAMA3_70B} {FEW} {TP4_PP2} layout=Et*25|t*23L {precision}",
+            gpus=8,
+            peers=("mcore-te",),
+            environment=NO_GAPS,
+            like=like,
+        )
+        for suffix, about, precision, like in (
+            ("", "bf16", "", "llama3-8b-tp2pp2"),
+            ("-fp8", "FP8 with scales of past steps", "precision=fp8 recipe=delayed", "llama3-8b-tp2pp2"),
+        )
+    },
+    **{
+        f"qwen3-30b-a3b-ep8{suffix}": _row(
+            f"Qwen3-30B-A3B, EP=8, {about}, balanced routes",
+            f"layers=48 {QWEN3_MOE} ep=8 mbs=2 {precision}",
+            gpus=8,
+            peers=("mcore-te",),
+            environment=NO_GAPS,
+            like="qwen3-moe-24l-ep4-mbs2",
+        )
+        for suffix, about, precision in (("", "bf16", ""), ("-fp8", "FP8", "precision=fp8"))
     },
     "tiny-cpu": _row("a tiny model on the CPU, to try the command", TINY, peers=("hf", "mcore-te")),
     "tiny-cpu-dp2": _row("the same, DP=2: two processes", TINY, gpus=2, peers=("fsdp2",)),
