@@ -20,7 +20,7 @@ import torch
 from torch import Generator, nn
 
 from megalight.errors import ConfigurationError, DataError, integer
-from megalight.inference.blocks import BlockPool, span_counts
+from megalight.inference.blocks import BLOCK_SIZE, BlockPool, span_counts
 from megalight.inference.cache import Cache
 from megalight.inference.engine_memory import CacheForms, HostWeights, ManagedPages, Memory, check_memory, layers_of
 from megalight.inference.grammar import Grammar
@@ -41,10 +41,12 @@ from megalight.inference.step_log import StepLog
 from megalight.models.gpt import GPTConfig
 from megalight.models.hf import HFConfig
 from megalight.nn.adapter import AdapterSet
+from megalight.nn.attention import InnerAttention
 from megalight.nn.gated_delta_net import GatedDeltaNet
 from megalight.nn.mamba2 import Mamba2
 from megalight.nn.short_conv import ShortConv
 from megalight.ops.linear.low_precision import precision_of
+from megalight.ops.paged_attention import PAGE_SIZES, PAGED_ATTENTION
 from megalight.types import AttentionSpan
 
 _Call = tuple[str, tuple[Any, ...]]
@@ -68,11 +70,13 @@ class DynamicEngine:
             has fewer, if ``max_sequences`` sequences see fewer. Or give ``cache_memory``.
         cache_memory: the memory of the cache on this rank: a number of bytes; or, between 0 and 1, a share of the
             memory that is free beside weights and a forward pass. All ranks take the smallest number of blocks.
-        block_size: tokens of a block.
+        block_size: tokens of a block; None: what the backend of attention needs, or 16.
         max_sequences: maximum number of sequences in a step.
         step_tokens: maximum number of tokens in a step. Longer prompts run in parts.
         kv_cache_dtype: ``auto``: keys and values are stored in the dtype of the layers. ``fp8``: in e4m3, each head of
             each token with its own scale.
+        attention_backend: of attention to stored keys and values: ``auto``, or a name of
+            :mod:`megalight.ops.paged_attention`, such as ``flash_attn`` or ``flash_mla``.
         cuda_graphs: for about how many numbers of tokens steps are recorded, where they can be
             (:class:`~megalight.inference.graphs.StepGraphs`). 0: for none.
         cuda_graph_mixed_prefill_count: for how many prompts recorded steps have room beside sequences that decode. 0:
@@ -108,10 +112,11 @@ class DynamicEngine:
         *,
         num_blocks: int | None = None,
         cache_memory: Memory | None = None,
-        block_size: int = 16,
+        block_size: int | None = None,
         max_sequences: int = 64,
         step_tokens: int = 512,
         kv_cache_dtype: str = "auto",
+        attention_backend: str = "auto",
         cuda_graphs: int = 16,
         cuda_graph_mixed_prefill_count: int = 16,
         speculator: Speculator | None = None,
@@ -136,6 +141,9 @@ class DynamicEngine:
                 stacklevel=2,
             )
         self._sampling_params = SamplingParams.of(sampling_params)
+        _choose_attention(model, attention_backend)
+        if block_size is None:
+            block_size = PAGE_SIZES.get(attention_backend, BLOCK_SIZE)
         block_size = integer("block_size", block_size)
         max_sequences = integer("max_sequences", max_sequences)
         step_tokens = integer("step_tokens", step_tokens)
@@ -715,6 +723,23 @@ def check_batch_invariant(model: GenerativeModel, kv_cache_dtype: str = "auto") 
     else:
         return
     raise ConfigurationError(f"batch_invariant=True cannot hold: {why}. Leave it out, or change that.")
+
+
+def _choose_attention(model: GenerativeModel, backend: str) -> None:
+    """Let all layers read stored keys and values by a backend.
+
+    Raises:
+        BackendError: there is none of this name.
+        ConfigurationError: the layers are those of ``transformers``.
+    """
+    PAGED_ATTENTION.check(backend)
+    if backend != "auto" and isinstance(model.config, HFConfig):
+        raise ConfigurationError(
+            f"attention_backend is {backend!r}, and this is a model of transformers with its own code; leave it auto."
+        )
+    for module in model.modules():
+        if isinstance(module, InnerAttention):
+            module.paged_backend = backend
 
 
 def _check_model(model: GenerativeModel) -> None:

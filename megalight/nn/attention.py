@@ -44,10 +44,12 @@ class InnerAttention(nn.Module):
     Attributes:
         mutual: whether the tokens of a run in ``sequences.runs`` see each other, also where attention is causal. Such
             attention is built from blocks: it has no chunk, soft cap, dropout or sink.
+        paged_backend: backend of attention to stored keys and values (:mod:`megalight.ops.paged_attention`).
         fp8: computes attention in 8 bits where there is no state; None: in the dtype of the queries.
     """
 
     mutual: bool = False
+    paged_backend: str = "auto"
     fp8: FP8Attention | None = None
 
     def __init__(
@@ -106,6 +108,7 @@ class InnerAttention(nn.Module):
                 chunk=self.chunk,
                 softcap=self.softcap,
                 sink=sink,
+                backend=self.paged_backend,
             )
         if self.fp8 is not None and sequences.pages is None:
             refuse("attention in 8 bits")

@@ -1,7 +1,7 @@
 """flash-attn: attention by releases 2, 3 and 4, separate packages that may be installed together.
 
-Release 4 also serves the blocks of ring attention, under the same name. This module imports nothing of the packages; a
-backend does when its name is asked for.
+Release 2 also reads stored keys and values, and release 4 serves the blocks of ring attention, under the same names.
+This module imports nothing of the packages; a backend does when its name is asked for.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megalight.ops.attention import ATTENTION, AttentionSpec
 from megalight.ops.attention_block import ATTENTION_BLOCK, ATTENTION_BLOCK_BACKWARD, AttentionBlockSpec
 from megalight.ops.common import heads_why_not
+from megalight.ops.paged_attention import PAGE_SIZES, PAGED_ATTENTION, PagedAttentionSpec
 from megalight.plugins.package import Package
 from megalight.registry import Backend
-from megalight.types import PackedSequences
+from megalight.types import PackedSequences, Pages
 
 # All releases: one function for equally long sequences, and one for packed sequences
 
@@ -240,6 +242,67 @@ def backward(
     return grad_q, grad_k, grad_v
 
 
+# Attention to stored keys and values, by release 2
+
+
+STORED, STORED_PACKED = "flash_attn:flash_attn_with_kvcache", f"flash_attn:{PACKED}"
+PAGE_SIZE = 256
+"""Tokens of a block must be a multiple of this."""
+STORED_ARGUMENTS = {
+    STORED: ("cache_seqlens", "block_table", "softmax_scale", "causal", "window_size", "softcap"),
+    STORED_PACKED: (*LENGTHS, "block_table", "softmax_scale", "causal", "window_size", "softcap"),
+}
+
+
+def paged_why_not(spec: PagedAttentionSpec) -> str | None:
+    """Return why it cannot read stored keys and values, or None."""
+    if spec.sink or spec.chunk:
+        return f"has no {'sinks' if spec.sink else 'chunks'}"
+    if spec.quantized or spec.shared:
+        return "reads no e4m3 with a scale for each head of each token" if spec.quantized else "reads no latents"
+    if (reason := heads_why_not(spec.dtype, spec.head_dim, spec.value_dim, WIDEST)) is not None:
+        return reason
+    if spec.page_size % PAGE_SIZE:
+        return f"needs blocks of a multiple of {PAGE_SIZE} tokens, not {spec.page_size}: set block_size"
+    feature = "attention to stored keys"
+    if (reason := VERSION_2.package.why_not(spec.device, feature, *STORED_ARGUMENTS, minimum="2.6")) is not None:
+        return reason
+    return lacks_arguments(VERSION_2.package, STORED_ARGUMENTS)
+
+
+def paged(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    pages: Pages,
+    causal: bool,
+    scale: float | None,
+    window: int | None,
+    chunk: int | None,
+    softcap: float | None,
+    sink: Tensor | None,
+    scales: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """See :func:`megalight.ops.paged_attention.paged_attention`. Masks and windows are aligned bottom-right."""
+    k, v = (pool.view(-1, pages.page_size, *pool.shape[1:]) for pool in (k_pool, v_pool))
+    options: dict[str, Any] = {
+        "softmax_scale": scale,
+        "causal": causal,
+        "window_size": (-1 if window is None else window, 0 if causal else -1),
+        "softcap": softcap or 0.0,
+        "block_table": pages.block_table,
+    }
+    load = VERSION_2.package.load
+    if pages.decodes == len(pages.query_lengths) == len(q):
+        # Splits the keys of a sequence over programs.
+        one: Tensor = load(STORED)(q[:, None], k, v, cache_seqlens=pages.lengths, **options)
+        return one[:, 0]
+    ends = pages.lengths.cumsum(0, dtype=torch.int32)
+    lengths = (pages.cu_queries, F.pad(ends, (1, 0)), max(pages.query_lengths), max(pages.bounds))
+    out: Tensor = load(STORED_PACKED)(q, k, v, **dict(zip(LENGTHS, lengths, strict=True)), **options)
+    return out
+
+
 PRIORITY = 0
 """Unused: backends of plugins are chosen only by name."""
 
@@ -250,5 +313,7 @@ def register() -> None:
     releases = {"flash_attn": VERSION_2, "flash_attn_3": VERSION_3, "flash_attn_4": VERSION_4}
     for name, release in releases.items():
         ATTENTION.register(Backend(name, release.attention, PRIORITY, release.why_not))
+    PAGED_ATTENTION.register(Backend("flash_attn", paged, PRIORITY, paged_why_not))
+    PAGE_SIZES["flash_attn"] = PAGE_SIZE
     ATTENTION_BLOCK.register(Backend("flash_attn_4", forward, PRIORITY, blocks_why_not))
     ATTENTION_BLOCK_BACKWARD.register(Backend("flash_attn_4", backward, PRIORITY, blocks_why_not))

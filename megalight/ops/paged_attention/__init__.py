@@ -34,7 +34,7 @@ def reference_paged_attention(
 ) -> Tensor:
     """See :func:`paged_attention`."""
     outputs, first, options = [], 0, (causal, scale, window, chunk, softcap, sink, scales)
-    pages = _of_tokens(pages, len(q)) if pages.recorded else pages
+    pages = of_tokens(pages, len(q)) if pages.recorded else pages
     # Sequences with one query go together, as in a decode step; each of the others goes alone.
     parts = [pages.decodes] if pages.decodes else []
     parts += [1] * (len(pages.query_lengths) - pages.decodes)
@@ -46,7 +46,7 @@ def reference_paged_attention(
     return torch.cat(outputs)
 
 
-def _of_tokens(pages: Pages, count: int) -> Pages:
+def of_tokens(pages: Pages, count: int) -> Pages:
     """Let each of the tokens be a sequence, as only the device knows how many have which. Attention is causal."""
     token = torch.arange(count, dtype=torch.int32, device=pages.lengths.device)
     sequence = torch.searchsorted(pages.cu_queries, token, right=True) - 1
@@ -154,6 +154,8 @@ class PagedAttentionSpec(NamedTuple):
     quantized: bool = False
 
 
+PAGE_SIZES: dict[str, int] = {}
+"""Tokens of a block that a backend needs, where it does not take any number."""
 PAGED_ATTENTION: BackendRegistry[PagedAttentionSpec, Callable[..., Tensor]] = BackendRegistry("paged_attention")
 REGISTRIES: tuple[BackendRegistry[PagedAttentionSpec, Any], ...] = (PAGED_ATTENTION,)
 EXAMPLE = PagedAttentionSpec("cpu", torch.bfloat16, 128, 128)
