@@ -22,7 +22,9 @@ from megalight.parallel.recompute.regions import run_region
 from megalight.types import PackedSequences
 from tests.inference.test_engine import GREEDY, MODELS, tokens_of
 from tests.inference.test_generate import PROMPTS, build
+from tests.inference.test_generate_parallel import PP, SP, divided, one_device
 from tests.inference.test_speculator import draft_of
+from tests.support.workers import run
 
 ROUTED = RouterConfig(top_k=2, score="sigmoid", dtype="float32")
 SHARED: dict[str, Any] = {"moe": MoEConfig(num_experts=6, ffn_hidden_size=10, router=ROUTED)}
@@ -192,3 +194,25 @@ def test_what_follows_from_the_batch_is_refused() -> None:
     dropped = build(moe=MoEConfig(num_experts=4, ffn_hidden_size=10, capacity=CapacityConfig(factor=1.0)))
     with pytest.raises(ConfigurationError, match="routers that balance"), batch_invariant_mode():
         dropped(torch.tensor([1, 2]), PackedSequences.of_lengths([2]))
+
+
+def completed(options: dict[str, Any]) -> list[tuple[list[int], list[float] | None]] | str:
+    """Texts of a divided model, or why there are none."""
+    _, _, model = divided("gqa", options)
+    try:
+        engine = DynamicEngine(model, num_blocks=60, block_size=3, batch_invariant=True, step_tokens=7)
+    except ConfigurationError as error:
+        return str(error)
+    for prompt in PROMPTS:
+        engine.add(prompt, max_new_tokens=5, sampling_params=GREEDY, log_probs=True)
+    return [(each.tokens, each.log_probs) for each in engine.run().values()]
+
+
+def test_stages_compute_the_same_bits_and_divided_layers_are_refused() -> None:
+    found, other = run(completed, 2, PP)
+    assert found == other
+    model = one_device("gqa")
+    each = [Completion(tokens, log_probs, "length") for tokens, log_probs in found]
+    for prompt, (_, log_probs), expected in zip(PROMPTS, found, trained(model, PROMPTS, each), strict=True):
+        assert log_probs == expected[len(prompt) - 1 :]
+    assert all("tensor-, context- or expert-parallel" in each for each in run(completed, 2, SP))
