@@ -54,6 +54,10 @@ OWN: dict[str, dict[str, Any]] = {
     "reformer": {"is_decoder": True},
     "luke": {"entity_vocab_size": 16, "entity_emb_size": 16},
     "gemma4_assistant": {"hidden_size_per_layer_input": 0},
+    "nemotron_h": {
+        **{"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2},
+        "moe_shared_expert_intermediate_size": 16,
+    },
 }
 """Settings of single families."""
 

@@ -70,10 +70,7 @@ SOME = RecomputeOptions(granularity="full", method="block", num_layers=1)
 NORMS = RecomputeOptions(granularity="selective", modules=("attention_norm", "mlp_norm", "mlp.act", "attention.inner"))
 
 COVER = [
-    Row("gqa", pp=2),
     Row("gpt2", pp=2, vpp=2, packed=True),
-    Row("tied", pp=4, packed=True, recompute=WHOLE),
-    Row("mha", 6, pp=2, vpp=3, pipeline=PipelineOptions(group_size=3), recompute=SOME),
     Row("gqa", pp=3, text="E|t*3|tL"),
     Row("gqa", 7, pp=4, pipeline=PipelineOptions(count_loss=True)),
     Row(
@@ -87,7 +84,6 @@ COVER = [
         pipeline=ZERO_BUBBLE,
         recompute=NORMS,
     ),
-    Row("gqa", pp=2, tp=2, sp=True, recompute=GROUPS),
     Row("gpt2", 5, pp=2, tp=2, sp=True, text="Et|t|tt|tL", pipeline=ZERO_BUBBLE, recompute=SOME, tensor=PIECES),
     Row("gqa", 5, pp=2, cp=2, pipeline=PipelineOptions(schedule="zero_bubble", first_layers=2), packed=True),
     Row("mha", 5, pp=2, cp=2, kind="ring", text="E|tt|tt|tL", level="no_shard", pipeline=ZERO_BUBBLE, recompute=SOME),
@@ -127,9 +123,13 @@ COVER = [
     Row("mha", 2, cp=4, kind="all_to_all_ring", inner=2, level="no_shard", packed=True, recompute=NORMS),
     Row("tied", 2, cp=4, kind="all_to_all_ring", inner=2, recompute=WHOLE),
 ]
-"""Every value of every column at least once, and every pair of features that four ranks have room for."""
+"""Every pair of features that four ranks have room for."""
 
 WIDE = [
+    Row("gqa", pp=2),
+    Row("tied", pp=4, packed=True, recompute=WHOLE),
+    Row("mha", 6, pp=2, vpp=3, pipeline=PipelineOptions(group_size=3), recompute=SOME),
+    Row("gqa", pp=2, tp=2, sp=True, recompute=GROUPS),
     Row("gqa", 8, pp=4, vpp=2),
     Row("tied", 8, pp=4, vpp=2, pipeline=ZERO_BUBBLE),
     Row("mha", 8, pp=2, vpp=4, packed=True),
@@ -163,7 +163,7 @@ WIDE = [
     Row("tied", 6, pp=2, text="E|tt|t*3|tL"),
     Row("gqa", 5, pp=4, text="E|t*2||t*3L", dp=2),
 ]
-"""Eight ranks, longer pipelines, and pairs that four ranks have no room for."""
+"""Other values of features, eight ranks, longer pipelines, and pairs that four ranks have no room for."""
 
 KINDS = ("all_to_all", "ring", "all_gather", "all_to_all_ring")
 BESIDE_TWO_LEVELS = ("pp", "vpp", "uneven", "zero bubble", "tp", "sp", "overlap", "dp")
