@@ -103,6 +103,7 @@ def _losses(path: str) -> int:
     return sharding_loss.main([path, "--size=small", "--steps", "3"])
 
 
+@pytest.mark.full
 def test_all_ways_begin_alike(tmp_path: Path) -> None:
     path = tmp_path / "loss.json"
     assert run(_losses, 2, str(path)) == [0, 0]

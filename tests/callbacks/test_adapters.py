@@ -141,6 +141,7 @@ def test_packed_documents(kind: type[LoRA], name: str, layout: dict[str, Any]) -
     assert_same_gradients(found["gradients"], reference["gradients"])
 
 
+@pytest.mark.full
 def test_magnitudes_of_a_checkpoint_go_on(tmp_path: Path) -> None:
     dora = {**LORA, "dora": True}
     whole = by_hand(CONFIGS["gqa"], 4, transforms=[DoRA(**LORA)])

@@ -45,6 +45,7 @@ def test_cycles_go_at_agreed_steps_and_at_no_others():
     assert collection.seconds > 0
 
 
+@pytest.mark.full
 def test_accumulated_batches_are_one_step():
     collection = GarbageCollection(every_n_steps=2)
     tiny_trainer(callbacks=[collection], accumulate_grad_batches=3).fit(Tiny())

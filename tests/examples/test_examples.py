@@ -38,7 +38,7 @@ OFTEN = ("plain_lightning", "fully_shard_trainer")
 
 Pipelines do in test_llama_pipeline.py, and a module with a plan of its own does in ``docs/from-lightning.md``.
 """
-ELSEWHERE = (*OFTEN, "llama_pipeline")
+ELSEWHERE = (*OFTEN, "llama_pipeline", "own_transformer", "transformers_llama")
 
 
 def rows(left_out: Collection[str]) -> list[Any]:

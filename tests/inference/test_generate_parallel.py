@@ -156,7 +156,7 @@ def _drafted(name: str, options: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "ranks", "options"),
-    [LAYOUTS[0], pytest.param(*LAYOUTS[1], marks=pytest.mark.full), *LAYOUTS[3:6]],
+    [LAYOUTS[0], *(pytest.param(*LAYOUTS[i], marks=pytest.mark.full) for i in (1, 3)), *LAYOUTS[4:6]],
     ids=str,
 )
 def test_guesses_of_a_draft_are_those_of_one_device(name: str, ranks: int, options: dict[str, Any]) -> None:

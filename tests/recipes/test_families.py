@@ -23,7 +23,9 @@ WORDS = [
 @pytest.mark.parametrize(
     ("recipe", "model_type", "words"),
     [
-        ("gemma", "gemma2", ["--model.config.embedding_multiplier=5.656854249492381"]),
+        pytest.param(
+            "gemma", "gemma2", ["--model.config.embedding_multiplier=5.656854249492381"], marks=pytest.mark.full
+        ),
         pytest.param("qwen3", "qwen3", [], marks=pytest.mark.full),
         pytest.param("mamba2", "mamba2", ["--model.config.ffn_hidden_size=128"], marks=pytest.mark.full),  # unused
         pytest.param(

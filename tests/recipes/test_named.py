@@ -40,7 +40,12 @@ def losses(folder: Path) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "job", ["pretrain-1xGPU", pytest.param("pretrain-fsdp-4xGPU", marks=pytest.mark.full), "pretrain-pp-4xGPU"]
+    "job",
+    [
+        pytest.param("pretrain-1xGPU", marks=pytest.mark.full),
+        pytest.param("pretrain-fsdp-4xGPU", marks=pytest.mark.full),
+        "pretrain-pp-4xGPU",
+    ],
 )
 def test_pre_training(job: str, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 200)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.recipes.test_layouts import RECIPES, SHORT, SMALL, _data, megalight
 
 __all__ = ["_data"]  # the corpus, made before each test
 
 
+@pytest.mark.full
 def test_the_profiling_recipe(tmp_path: Path) -> None:
     words = [
         *(word for word in SHORT if not word.startswith("--trainer.callbacks")),

@@ -213,6 +213,7 @@ def test_full_sharding_learns_the_same(whole_weights: bool) -> None:
 EXPERTS = replace(CONFIG, moe=MoEConfig(num_experts=4, ffn_hidden_size=16))
 
 
+@pytest.mark.full
 def test_replicas_that_share_experts_draw_together() -> None:
     """Their answers have other lengths, and a replica that is done takes part in the passes of the other."""
     ((figures, weights, _),) = run(trained, 1, {}, {"config": EXPERTS})

@@ -55,6 +55,7 @@ def test_nothing_lies_between_them_in_batch_invariant_mode() -> None:
     assert all(drift > 0 for drift in drifts(False))
 
 
+@pytest.mark.full
 def test_recompute_and_interleaved_stages_change_nothing() -> None:
     plain = run(figures_of, 1, {}, {}, {})[0]
     ways = [{"recompute": RecomputeOptions(granularity="full")}, {"pipeline_parallel": 2, "pipeline_layout": "E|t|t|L"}]

@@ -188,7 +188,7 @@ OWN = {"own_loss": True, "scale": 0.3, "temperature": 2.0}
     [
         pytest.param(1, {}, False, {}, {}, marks=pytest.mark.full),
         (2, SHARES, False, {**PIPELINE, "pipeline_layout": "Et|ttL"}, OWN),
-        (2, PIPELINE, True, {**SHARES}, {"divergence": "reverse_kl"}),
+        pytest.param(2, PIPELINE, True, {**SHARES}, {"divergence": "reverse_kl"}, marks=pytest.mark.full),
         pytest.param(
             2,
             {},

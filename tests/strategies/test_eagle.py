@@ -227,7 +227,7 @@ CHUNKS = {"pipeline_parallel": 2, "pipeline_layout": "Et|t|t|tL"}
     [
         (1, {}, True, config(), {}),
         pytest.param(2, TP, False, config(), {}, marks=pytest.mark.full),
-        (2, SP, True, config(()), TP),
+        pytest.param(2, SP, True, config(()), TP, marks=pytest.mark.full),
         pytest.param(2, {}, True, config(), {"pipeline_parallel": 2}, marks=pytest.mark.full),
         (2, CP, True, config(), CHUNKS),
         pytest.param(2, CP, False, config(), SP, marks=pytest.mark.full),

@@ -96,7 +96,11 @@ def both(folder: Path, layout: Any, kimi: bool, packed: bool) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "layout", "kimi", "packed"),
-    [(1, {}, False, False), (2, SP, True, True), pytest.param(2, CP, False, False, marks=pytest.mark.full)],
+    [
+        (1, {}, True, True),
+        (2, SP, False, False),
+        *(pytest.param(2, *each, marks=pytest.mark.full) for each in ((SP, True, True), (CP, False, False))),
+    ],
 )
 def test_losses_are_those_beside_the_base(folder: Path, ranks: int, layout: Any, kimi: bool, packed: bool) -> None:
     run(both, ranks, folder, layout, kimi, packed)

@@ -100,7 +100,7 @@ def _fit(layout: str, level: str, balanced: bool) -> dict[str, Any]:
     return {**found, "gradients": gradients.first}
 
 
-FULL = ("tp2dp2etp2ep2", "tp2dp2ep4", "ep2", "ep4", "pp2ep2", "cp2ep4")
+FULL = ("tp2dp2etp2ep2", "tp2dp2ep4", "ep2", "ep4", "pp2ep2", "cp2ep4", "ep2edp2")
 """Layouts that only whole runs have: others divide experts beside each of these axes."""
 
 

@@ -122,7 +122,13 @@ def _frozen(name: str, strategy: dict[str, Any], options: dict[str, Any]) -> dic
     [
         ("gqa", 1, {}, {}),
         ("tied", 2, {"pipeline_parallel": 2}, {}),
-        ("tied", 2, {"tensor_parallel": 2, "sequence_parallel": True}, {"find_unused_parameters": True}),
+        pytest.param(
+            "tied",
+            2,
+            {"tensor_parallel": 2, "sequence_parallel": True},
+            {"find_unused_parameters": True},
+            marks=pytest.mark.full,
+        ),
         ("gqa", 2, {}, {"level": "optim_grads_params"}),
         pytest.param(
             "gqa",

@@ -194,6 +194,7 @@ def _one_module_many_trainers(options: dict[str, Any]) -> list[float]:
     return found
 
 
+@pytest.mark.full
 def test_one_module_and_several_trainers() -> None:
     (expected,) = run(_one_module_many_trainers, 1, {})
     for ranks, options in (LAYOUTS[0], LAYOUTS[2], (4, LAYOUTS[1][1])):

@@ -303,7 +303,7 @@ def alone(folder: Path) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
         pytest.param((DISJOINT, DISJOINT_SHARDED), marks=pytest.mark.full),
         pytest.param((STAGES_SHARDED, TOGETHER), marks=pytest.mark.full),
         pytest.param((TOGETHER, STAGES_SHARDED), marks=pytest.mark.full),
-        (DISJOINT_CP, ALONE),
+        pytest.param((DISJOINT_CP, ALONE), marks=pytest.mark.full),
         (COLOCATED_SHARDED, ALONE),
         (ALONE, COLOCATED_CP),
         pytest.param((COLOCATED_CP, DISJOINT_CP), marks=pytest.mark.full),

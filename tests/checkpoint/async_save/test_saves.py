@@ -486,7 +486,7 @@ def _rounds(folder: Path, kind: Kind | None, seed: int, rounds: int) -> None:
 SEEDS: dict[Kind | None, int] = {"persistent": 12, "per_save": 11, None: 40}
 """How many seeds of eight kills each kind of save has in the full run: 504 kills. Slow kinds have fewer."""
 CASES = [
-    pytest.param(kind, seed, marks=[pytest.mark.full] if seed else [])
+    pytest.param(kind, seed, marks=[pytest.mark.full] if seed or kind == "per_save" else [])
     for kind, seeds in SEEDS.items()
     for seed in range(seeds + 1)
 ]

@@ -185,7 +185,7 @@ def test_a_bomb_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             decode(png(side, side), "here")
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_workers_have_the_limit_of_the_process(
     workers: int, prepared: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
