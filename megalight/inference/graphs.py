@@ -35,6 +35,8 @@ from megalight.inference.speculator import EagleSpeculator, Speculator
 from megalight.models.gpt import GPTConfig
 from megalight.models.hf import HFConfig
 from megalight.models.hidden import KEPT, keeping
+from megalight.nn.gated_delta_net import GatedDeltaNet
+from megalight.nn.mamba2 import Mamba2
 from megalight.nn.moe import MoE
 from megalight.ops.common import HALF
 from megalight.ops.jit import overlapping
@@ -109,9 +111,10 @@ class StepGraphs:
                 config = self._parallel.config
                 assert isinstance(config, GPTConfig)
                 self._incoming = torch.zeros(most, config.hidden_size, dtype=self._dtype, device=newest.device)
-        # Recurrent layers read the numbers of new tokens on the host, unless all are 1.
-        reversible = cache.reversible if self._parallel is None else self._parallel.every(cache.reversible)
-        self.dimensions = [each for each in dimensions if reversible or not each.prefill_req_count]
+        # Scans read the numbers of new tokens on the host, unless all are 1.
+        prompts = not any(isinstance(module, Mamba2 | GatedDeltaNet) for module in model.modules())
+        prompts = prompts if self._parallel is None else self._parallel.every(prompts)
+        self.dimensions = [each for each in dimensions if prompts or not each.prefill_req_count]
         self.last: InferenceBatchDimensions | None = None
         self._steps: dict[InferenceBatchDimensions, _Step] = {}
         # Whether all steps were asked for; after :meth:`drop` each is recorded again when it is needed.
@@ -420,11 +423,13 @@ class _Step:
         # Layers that see a span have rows to write and tables of their own, after those of the others.
         pools = len(cache.blocks.pools)
         draws = 6 * (tokens if self.all_rows else requests)
-        wide = [tokens, tokens, tokens if drafted else 0, requests, requests, draws, *[tokens] * pools]
+        wide = [tokens, tokens, tokens if drafted else 0, requests, requests, draws, self._sequences]
+        wide += [tokens] * pools
         narrow = [self._sequences + 1, self._sequences, *[self._sequences * width] * pools]
         self._wide, self._buffer = len(wide), InputBuffer(wide, narrow, newest.device)
         parts = self._buffer.parts
-        self._positions, self.ids, self.following, self.slots, last, self.draws, *self._writes = parts[: self._wide]
+        self._positions, self.ids, self.following, self.slots, last, self.draws, self._entries = parts[:7]
+        self._writes = parts[7 : self._wide]
         self._offsets, self._lengths, *self._tables = parts[self._wide :]
         self.rows = last if prefills and not all_rows else None
         # On the host bounds alone.
@@ -444,7 +449,7 @@ class _Step:
                 self._lengths,
                 self._offsets,
                 write,
-                self.slots,
+                self._entries,
                 self._cache.blocks.size,
                 self._most,
                 self._bounds,
@@ -498,12 +503,12 @@ class _Step:
         following: Sequence[int],
     ) -> None:
         size = self.dimensions
-        positions, ids, after, own, last, own_draws, *writes = parts[: self._wide]
+        positions, ids, after, own, last, own_draws, entries, *writes = parts[: self._wide]
         offsets, lengths, *tables = parts[self._wide :]
         after[: len(following)], after[len(following) :] = following, 0
         counts, rows = np.array([*map(len, fresh)], np.int64), np.asarray(slots, np.int64)
         count, tokens = len(counts), int(counts.sum())
-        own[count:], last[count:] = cache.dummy_slot, 0
+        own[count:], last[count:], entries[:] = cache.dummy_slot, 0, cache.dummy_slot
         positions[tokens:], ids[tokens:] = 0, 0
         # Where each sequence is among those of the graph: places that decode, then those for prefill.
         decodes = int((counts == 1).cumprod().sum())
@@ -517,7 +522,7 @@ class _Step:
         else:
             queries = np.ones(self._sequences, np.int64)
             lengths[:] = 1
-        queries[place] = counts
+        queries[place], entries[place] = counts, rows
         offsets[0] = 0
         offsets[1:] = np.cumsum(queries)
         if count:

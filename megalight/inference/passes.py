@@ -252,8 +252,7 @@ class PassesInFlight:
         hidden = graph = None
         following = [] if self._eagle is None else _following(counts, schedule)
         if self.graphs is not None:
-            recordable = not (plan.restored or scored)
-            results = self.graphs.run(slots, fresh, sampling, rows, following, recordable)
+            results = self.graphs.run(slots, fresh, sampling, rows, following, recordable=not scored)
             hidden, graph = self.graphs.hidden, self.graphs.last
         if graph is None and self._eagle is not None:
             results, hidden = self._run_drafted(slots, fresh, sampling, rows, following)

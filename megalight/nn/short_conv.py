@@ -121,7 +121,11 @@ def _with_earlier(
     ends = sequences.cu_seqlens[1:].long() + kept * numbers
     # The next pass continues after the last new token; a short pass leaves some of the earlier inputs in the state.
     pages.store(pool, rows[ends[:, None] + offsets])
-    return rows, PackedSequences.of_lengths([kept + length for length in sequences.lengths], x.device), new
+    # From the device's own offsets: those of a recorded pass are known there alone.
+    starts = torch.repeat_interleave(old, sequences.sizes + kept, output_size=len(rows))
+    positions = torch.arange(len(rows), device=x.device) - starts
+    offsets = torch.cat([old, ends[-1:] + kept]).int()
+    return rows, PackedSequences(tuple(kept + length for length in sequences.lengths), offsets, positions), new
 
 
 class ShortConv(nn.Module):

@@ -19,7 +19,7 @@ from tests.inference.test_generate import build
 from tests.inference.test_speculator import Told, draft_of
 from tests.parallel.graphs.tape import Tape
 
-RECURRENT = ("hybrid", "mamba", "delta")
+RECURRENT = ("mamba", "delta")
 D = InferenceBatchDimensions
 DIMENSIONS = [D(8, 5, 0), D(6, 2, 3), D(4, 1, 2), D(5, 0, 5), D(2, 0, 2)]
 

@@ -15,7 +15,15 @@ from megalight.inference.batch_dimensions import InferenceBatchDimensions
 from megalight.inference.parallel import ParallelGPT
 from megalight.inference.speculator import DraftSpeculator, EagleSpeculator, NGramSpeculator, Speculator
 from megalight.models.eagle import DraftModel, EagleConfig
-from megalight.models.gpt import GPT, AttentionConfig, GPTConfig, InitConfig, LatentConfig
+from megalight.models.gpt import (
+    GPT,
+    AttentionConfig,
+    DeltaNetConfig,
+    GPTConfig,
+    InitConfig,
+    LatentConfig,
+    MambaConfig,
+)
 from megalight.nn.init import initialize
 from megalight.nn.moe import MoEConfig
 from megalight.ops.draws import exponentials
@@ -32,6 +40,14 @@ MODELS: dict[str, Any] = {
         "latent": LatentConfig(kv_rank=64, q_rank=64, head_dim=32, rotary_dim=16, value_dim=32),
     },
     "experts": {"moe": MoEConfig(num_experts=8, ffn_hidden_size=64)},
+    "convolutions": {"mixer_pattern": ("conv", "attention")},
+}
+SCANS: dict[str, Any] = {
+    "mamba": {"mixer_pattern": ("mamba", "attention"), "mamba": MambaConfig(num_heads=4, num_groups=2)},
+    "delta": {
+        "mixer_pattern": ("gated_delta_net", "attention"),
+        "delta": DeltaNetConfig(num_heads=4, num_key_heads=2, head_dim=64, key_dim=64),
+    },
 }
 
 
@@ -44,7 +60,7 @@ def build(name: str) -> GPT:
         vocab_size=512,
         max_sequence_length=128,
         init=InitConfig(std=0.3),
-        **MODELS[name],
+        **(MODELS | SCANS)[name],
     )
     with torch.device("cuda"):
         model = GPT(config).bfloat16()
@@ -166,7 +182,7 @@ def test_steps_with_guesses_are_replayed(name: str, kind: str) -> None:
         assert (sum(count for used, count in uses.items() if used.prefill_req_count) > 5) == (graphs > 0)
 
 
-@pytest.mark.parametrize("name", ["llama", "experts"])
+@pytest.mark.parametrize("name", ["llama", "experts", "convolutions", *SCANS])
 def test_steady_decode_with_sampling_is_one_replay(name: str) -> None:
     model = build(name)
     engine = DynamicEngine(model, num_blocks=200, max_sequences=16)
