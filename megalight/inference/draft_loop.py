@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megalight.inference.cache import Cache, InputBuffer
 from megalight.nn.moe.dispatch import HostCounts
+from megalight.ops.batch_invariant import batch_invariant_mode
 from megalight.ops.jit import overlapping
 from megalight.parallel.graphs.recorder import Recorder, Recording
 from megalight.types import PackedSequences, Pages
@@ -116,7 +117,8 @@ class DraftLoop:
             for place, guesses in enumerate(self._chain(begin, inputs.sequences())):
                 found[:, place].copy_(guesses)
 
-        with overlapping(device):
+        # A guess may be anything.
+        with overlapping(device), batch_invariant_mode(False):
             run()  # kernels are compiled
             return _Graph(inputs, begin, found, recorder.record(run, pool="draft", settle=False))
 
