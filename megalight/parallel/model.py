@@ -39,7 +39,7 @@ from megalight.parallel.apply import check_backends, check_overlap, split, warn_
 from megalight.parallel.coupling import Coupling, couples
 from megalight.parallel.data_parallel.units import Units
 from megalight.parallel.initial_values import initialize, is_materialized, materialize, unknown
-from megalight.parallel.layers import layers_of
+from megalight.parallel.layers import PRETRAINED, is_a, layers_of
 from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import TOKEN_AXES, ParallelMesh
 from megalight.parallel.pipeline.layout import Stage
@@ -239,11 +239,13 @@ class ParallelModel:
         """Move everything to a device. Parameters on meta get the device, but no memory yet; meta buffers become NaN.
 
         Args:
-            dtype: dtype of floating-point parameters and buffers; None: unchanged.
+            dtype: dtype of floating-point parameters and buffers; None: unchanged. As with ``from_pretrained`` of
+                ``transformers``, its buffers that are not saved (frequencies of angles), and those that it declares to
+                stay in float32 (biases of routers), become no narrower.
         """
         if dtype is not None:
             # Before memory is made: buffers of a run are laid out by dtype.
-            self.root.to(dtype=dtype)
+            _cast(self.root, dtype)
         materialize(self.root, device, memory=False)
         self.device = torch.empty(0, device=device).device
         if self.grafted is not None:
@@ -565,3 +567,18 @@ class ParallelModel:
         shadow.__dict__.update(self.__dict__)
         shadow.root, shadow.chunks = copy.deepcopy((self.root, self.chunks), memo)
         return shadow
+
+
+def _cast(root: nn.Module, dtype: torch.dtype) -> None:
+    kept = [
+        (module, local, buffer)
+        for model in root.modules()
+        if is_a(model, PRETRAINED)
+        for module in model.modules()
+        for local, buffer in module._buffers.items()
+        if buffer is not None and buffer.is_floating_point() and buffer.dtype.itemsize > dtype.itemsize
+        if local in (*module._non_persistent_buffers_set, *(getattr(model, "_keep_in_fp32_modules_strict", None) or ()))
+    ]
+    root.to(dtype=dtype)
+    for module, local, buffer in kept:
+        module._buffers[local] = buffer

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor
@@ -156,6 +157,40 @@ def test_the_first_loss_is_that_of_transformers(tmp_path: Path) -> None:
     assert module.model is not None
     loss = module.double().training_step(rows, 0)
     torch.testing.assert_close(loss, (losses * mask).sum() / mask.sum(), rtol=1e-9, atol=0)
+
+
+class Alone(pl.LightningModule):
+    """A model of ``transformers`` as its users train it."""
+
+    def __init__(self, net: torch.nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def training_step(self, ids: Tensor, index: int) -> Tensor:
+        loss: Tensor = self.net(ids, labels=ids).loss
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _in_bfloat16(weights: Path) -> tuple[float, float, set[torch.dtype], set[torch.dtype]]:
+    load: Any = transformers.AutoModelForCausalLM.from_pretrained
+    ids = torch.randint(0, 53, (1, 600), generator=torch.Generator().manual_seed(4))
+    theirs = load(weights, dtype=torch.bfloat16, attn_implementation="eager")(ids, labels=ids).loss
+    strategy = MegatronStrategy()
+    module = Alone(load(weights, dtype=torch.float32, attn_implementation="eager"))
+    runner = trainer(strategy, precision="bf16-true", max_steps=1)
+    runner.fit(module, DataLoader(ids, batch_size=1))  # type: ignore[arg-type]
+    assert strategy.report is not None
+    types = {p.dtype for p in module.parameters()}, {b.dtype for b in module.buffers()}
+    return float(strategy.report.loss), float(theirs), *types
+
+
+def test_frequencies_of_angles_stay_in_float32(tmp_path: Path) -> None:
+    loss, theirs, parameters, buffers = run(_in_bfloat16, 1, folder(tmp_path))[0]
+    assert loss == theirs
+    assert (parameters, buffers) == ({torch.bfloat16}, {torch.float32})
 
 
 def test_what_transformers_has_not() -> None:

@@ -7,7 +7,7 @@ what is stored. So a model needs no code for caches, and ``past_key_values`` sta
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -126,22 +126,6 @@ class HFModel(nn.Module):
         taken = inspect.signature(self.net.forward).parameters
         self.positions, self.narrows = "position_ids" in taken, "logits_to_keep" in taken
         self._caches: dict[nn.Module, AttentionCache] = {}
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # As ``from_pretrained`` does: frequencies of angles stay in float32, whatever the dtype of the weights.
-        kept = [
-            (module, local, buffer)
-            for module in self.modules()
-            for local, buffer in module._buffers.items()
-            if buffer is not None and local in module._non_persistent_buffers_set and buffer.is_floating_point()
-        ]
-        found: Self = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for module, local, buffer in kept:
-            changed = module._buffers[local]
-            assert changed is not None
-            if changed.dtype.itemsize < buffer.dtype.itemsize:
-                module._buffers[local] = buffer.to(changed.device)
-        return found
 
     @classmethod
     def around(cls, net: Any) -> Self:
