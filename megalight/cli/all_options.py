@@ -25,6 +25,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "megalight.models.vlm.VLMModule",
         "megalight.models.eagle.EagleModule",
         "megalight.rl.module.GRPOModule",
+        "megalight.rl.module.HFGRPOModule",
     ),
     "data": (
         "megalight.data.gpt.module.GPTDataModule",

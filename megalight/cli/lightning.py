@@ -48,7 +48,7 @@ from megalight.models.family.module import FamilyModule
 from megalight.models.module import MegalightModule
 from megalight.registry import load_plugins
 from megalight.rl.data import PromptDataModule
-from megalight.rl.module import GRPOModule
+from megalight.rl.module import GRPOModule, HFGRPOModule
 from megalight.strategies import (
     MegatronFSDPStrategy,
     MegatronStrategy,
@@ -149,6 +149,7 @@ NAMED = (
     StreamingSFTDataModule,
     PromptDataModule,
     GRPOModule,
+    HFGRPOModule,
     MegatronStrategy,
     MegatronFSDPStrategy,
     MegatronTowersStrategy,

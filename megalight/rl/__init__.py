@@ -9,5 +9,6 @@ from megalight.rl.environment import PromptBatch as PromptBatch
 from megalight.rl.environment import RLTask as RLTask
 from megalight.rl.loss import PolicyLoss as PolicyLoss
 from megalight.rl.module import GRPOModule as GRPOModule
+from megalight.rl.module import HFGRPOModule as HFGRPOModule
 from megalight.rl.rollouts import Rollouts as Rollouts
 from megalight.rl.rollouts import Trajectory as Trajectory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
@@ -15,8 +16,11 @@ from megalight.data.chat.dataset import best_fit
 from megalight.errors import ConfigurationError, DataError
 from megalight.models.batches import masked_sum
 from megalight.models.config import require_choice
+from megalight.models.family.module import ConfigT, FamilyModule
 from megalight.models.gpt.config import GPTConfig
 from megalight.models.gpt.module import GPTModule
+from megalight.models.hf.config import HFConfig
+from megalight.models.hf.module import HFCausalLM
 from megalight.models.module import Carry
 from megalight.models.saved import Keys
 from megalight.ops.batch_invariant import batch_invariant_mode
@@ -45,15 +49,17 @@ REFERENCE = "reference"
 """Name of the reference policy among the frozen models of a run."""
 
 
-class GRPOModule(GPTModule):
-    """Trains a GPT on rewards, with group relative policy optimization (https://arxiv.org/abs/2402.03300).
+class GRPO(FamilyModule[ConfigT]):
+    """Trains a policy on rewards, with group relative policy optimization (https://arxiv.org/abs/2402.03300).
 
     A batch is a :class:`~megalight.rl.environment.PromptBatch`: this replica's share of the prompts of a step. Before
     the step, the policy samples a group of answers to each, in the layout in which it trains. The environment scores
     them, and the step trains on them, packed into rows: ``micro_batch_size`` counts rows.
 
+    It goes before the module of a family among the bases of a class: :class:`GRPOModule`, :class:`HFGRPOModule`.
+
     Args:
-        config: the policy; see :class:`~megalight.models.gpt.module.GPTModule`.
+        config: the policy; see the module of the family.
         optimizer: settings of Adam, parameter groups and learning-rate schedule.
         seed: seed of the initial weights, and of samples. They are the same in every layout, up to rounding.
         weights: a checkpoint, a run's folder, or a ``transformers`` folder to start from.
@@ -83,7 +89,7 @@ class GRPOModule(GPTModule):
 
     def __init__(
         self,
-        config: GPTConfig | str | None = None,
+        config: ConfigT | str | None = None,
         optimizer: AdamConfig | None = None,
         seed: int = 1234,
         weights: str | os.PathLike[str] | None = None,
@@ -100,7 +106,7 @@ class GRPOModule(GPTModule):
         require_choice("advantages", advantages, get_args(Scale))
         self.advantages: Scale = advantages
         self.reference_layout = reference_layout or Layout()
-        self._reference: GPTModule | None = None
+        self._reference: FamilyModule[ConfigT] | None = None
         self._held: TokenBatch | None = None
         # With its engine, which is suspended between batches.
         self._policy: Policy | None = None
@@ -114,7 +120,7 @@ class GRPOModule(GPTModule):
                     "loss.kl compares with a reference policy, and there is none: give its folder (reference, or "
                     "weights to begin with), or set loss.kl to 0."
                 )
-            self._reference = GPTModule(weights=folder)
+            self._reference = self.alone(folder)
             if self._reference.config.vocab_size != self.config.vocab_size:
                 raise ConfigurationError(
                     f"the reference in {folder} has vocab_size={self._reference.config.vocab_size}, and the policy has "
@@ -124,20 +130,25 @@ class GRPOModule(GPTModule):
         elif reference is not None:
             raise ConfigurationError("reference has no effect while loss.kl is 0; set loss.kl, or leave it out.")
 
+    @abstractmethod
+    def alone(self, weights: str | os.PathLike[str]) -> FamilyModule[ConfigT]:
+        """Return the module of the family around a model in a folder, which gives losses of tokens."""
+
+    @abstractmethod
+    def dropout_of(self, config: ConfigT) -> Mapping[str, float]:
+        """Return the probabilities of dropout in a model that are not 0, by name."""
+
     def _check(self) -> None:
-        if self.config.num_depths:
-            raise ConfigurationError("mtp is set: a policy predicts one token at a time. Set config.mtp to null.")
         room, longest = self.config.max_sequence_length - 1, self.rollouts.max_new_tokens
         if longest > room:
             raise ConfigurationError(
                 f"rollouts.max_new_tokens is {longest}, and the model has room for {room} tokens after the shortest "
                 f"prompt (max_sequence_length={room + 1}); set it to {room} or less."
             )
-        dropout = self.config.dropout
-        if any(vars(dropout).values()):
+        if dropout := self.dropout_of(self.config):
             raise ConfigurationError(
-                f"the model has dropout ({dropout}), so that it would train with other probabilities than it samples "
-                "with. Set config.dropout to 0."
+                f"the model has dropout ({', '.join(f'{name}={p}' for name, p in dropout.items())}), so that it would "
+                "train with other probabilities than it samples with. Set it to 0 in config."
             )
 
     def forward_step(self, model: nn.Module, batch: TokenBatch | WithResults, carry: Carry | None = None) -> Carry:
@@ -147,8 +158,6 @@ class GRPOModule(GPTModule):
 
     def frozen_models(self) -> Mapping[str, FrozenModel]:
         """Return the reference policy, if there is one."""
-        if self.distiller is not None:
-            raise ConfigurationError("GRPOModule has rewards and no teacher; remove the callback Distillation.")
         if self._reference is None:
             return {}
         declared = FrozenModel(
@@ -215,7 +224,8 @@ class GRPOModule(GPTModule):
         rows, results = opened(batch)
         if OLD_LOG_PROBS not in rows.columns:
             raise DataError(
-                "the batch has no answers: GRPOModule trains on prompts, a PromptBatch. Use PromptDataModule."
+                f"the batch has no answers: {type(self).__name__} trains on prompts, a PromptBatch. Use "
+                "PromptDataModule."
             )
         columns = {name: column.flatten() for name, column in rows.columns.items()}
         mask = rows.loss_mask.flatten()
@@ -241,6 +251,57 @@ class GRPOModule(GPTModule):
     def loss_tokens(self, batch: TokenBatch) -> Tensor:
         """Return what the tokens of answers count in all."""
         return batch.columns[COUNTS].sum()
+
+
+class GRPOModule(GRPO[GPTConfig], GPTModule):
+    """Trains a GPT on rewards; see :class:`GRPO`.
+
+    Args:
+        config: the policy; see :class:`~megalight.models.gpt.module.GPTModule`.
+        others, options: those of :class:`GRPO`.
+    """
+
+    def __init__(self, config: GPTConfig | str | None = None, *others: Any, **options: Any) -> None:
+        super().__init__(config, *others, **options)
+        if self.config.num_depths:
+            raise ConfigurationError("mtp is set: a policy predicts one token at a time. Set config.mtp to null.")
+
+    def alone(self, weights: str | os.PathLike[str]) -> GPTModule:
+        """Return a GPT in a folder."""
+        return GPTModule(weights=weights)
+
+    def dropout_of(self, config: GPTConfig) -> Mapping[str, float]:
+        """Return ``config.dropout`` where it is not 0."""
+        return {name: p for name, p in vars(config.dropout).items() if p}
+
+    def frozen_models(self) -> Mapping[str, FrozenModel]:
+        """Return the reference policy, if there is one; a teacher is refused."""
+        if self.distiller is not None:
+            raise ConfigurationError("GRPOModule has rewards and no teacher; remove the callback Distillation.")
+        return super().frozen_models()
+
+
+class HFGRPOModule(GRPO[HFConfig], HFCausalLM):
+    """Trains any causal language model of ``transformers`` on rewards; see :class:`GRPO`.
+
+    Its layers use the attention interface of ``transformers``, by which answers are packed and keys are kept.
+
+    Args:
+        config: the policy; see :class:`~megalight.models.hf.HFCausalLM`.
+        others, options: those of :class:`GRPO`.
+    """
+
+    def __init__(self, config: HFConfig | None = None, *others: Any, **options: Any) -> None:
+        super().__init__(config, *others, **options)
+
+    def alone(self, weights: str | os.PathLike[str]) -> HFCausalLM:
+        """Return a model of ``transformers`` in a folder."""
+        return HFCausalLM(weights=weights)
+
+    def dropout_of(self, config: HFConfig) -> Mapping[str, float]:
+        """Return what the configuration calls dropout and is not 0."""
+        values = vars(config.read.get_text_config())
+        return {name: p for name, p in values.items() if ("drop" in name) and isinstance(p, float) and p}
 
 
 # Packed sequences of answers

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from megalight.rl.environment import Answer, Environment, PromptBatch, RLTask
-from megalight.rl.module import GRPOModule
+from megalight.rl.module import GRPO, GRPOModule, HFGRPOModule
 from megalight.rl.rollouts import Rollouts
 from tests.strategies.training import BASE, SEED
 
@@ -51,11 +51,11 @@ def prompts_of(step: int, rows: int = 4) -> list[RLTask]:
     return [RLTask(tuple(PROMPTS[number]), {"least": 8 + number % 3}, number) for number in numbers]
 
 
-class Policy(GRPOModule):
+class Prompted(GRPO[Any]):
     """Two steps of four prompts, shared by the replicas."""
 
     def __init__(self, steps: int = 2, **options: Any) -> None:
-        super().__init__(**{"config": CONFIG, "seed": SEED, "rollouts": ROLLOUTS, **options})
+        super().__init__(**{"seed": SEED, "rollouts": ROLLOUTS, **options})
         self.steps = steps
         self.seen: list[list[list[list[int]]]] = []
 
@@ -73,3 +73,14 @@ class Policy(GRPOModule):
         return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
 
     val_dataloader = train_dataloader
+
+
+class Policy(Prompted, GRPOModule):
+    """A tiny GPT."""
+
+    def __init__(self, steps: int = 2, **options: Any) -> None:
+        super().__init__(steps, **{"config": CONFIG, **options})
+
+
+class HFPolicy(Prompted, HFGRPOModule):
+    """A model of ``transformers``."""

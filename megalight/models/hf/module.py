@@ -18,7 +18,8 @@ from megalight.models.module import Carry
 from megalight.models.saved import Keys
 from megalight.optim import AdamConfig
 from megalight.parallel.apply import whole_tokens
-from megalight.types import Loss, TokenBatch
+from megalight.types import Loss, TokenBatch, WithResults
+from megalight.types.batch import opened
 
 
 class HFCausalLM(FamilyModule[HFConfig]):
@@ -49,13 +50,14 @@ class HFCausalLM(FamilyModule[HFConfig]):
     ) -> None:
         super().__init__(config, optimizer, seed, weights, weights_keys)
 
-    def forward_step(self, model: nn.Module, batch: TokenBatch, carry: Carry | None = None) -> Carry:
+    def forward_step(self, model: nn.Module, batch: TokenBatch | WithResults, carry: Carry | None = None) -> Carry:
         """From tokens ``[b, s]`` to ``losses [T]``."""
-        sequences = batch.sequences.pad_to(self.token_multiple)
+        rows, _ = opened(batch)
+        sequences = rows.sequences.pad_to(self.token_multiple)
         if sequences.uniform is not None and sequences.uniform[1] % self.token_multiple:
             sequences = replace(sequences, uniform=None)  # as one row, whose length is a multiple
-        labels = batch.labels.masked_fill(batch.loss_mask == 0, IGNORED)
-        output = model(pack(batch.tokens, sequences, 0), sequences, labels=pack(labels, sequences, IGNORED))
+        labels = rows.labels.masked_fill(rows.loss_mask == 0, IGNORED)
+        output = model(pack(rows.tokens, sequences, 0), sequences, labels=pack(labels, sequences, IGNORED))
         return {"losses": output.losses}
 
     def loss_step(self, carry: Carry, batch: TokenBatch) -> Loss:
