@@ -41,6 +41,7 @@ SIZES = {
     "encoder_layers": 2, "decoder_layers": 2, "num_encoder_layers": 2, "num_decoder_layers": 2, "rotary_dim": 4,
     "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "dropout_rate": 0.0, "state_size": 8, "d_kv": 8,
     "attn_dropout": 0.0, "summary_last_dropout": 0.0, "chunk_size": 4, "mamba_chunk_size": 4, "word_embed_proj_dim": 32,
+    "mm_embed_dim": 32, "mm_posemb_size": 8, "output_proj_dims": 32,
 }  # fmt: skip
 STEPS = 2
 OWN: dict[str, dict[str, Any]] = {

@@ -7,6 +7,9 @@ code between them makes masks, position ids and rotary tables. Every stage runs 
 - the first layer of the stage gets the hidden states of the previous stage in place of its own;
 - where the code calls the first layer of the next stage, :class:`StageEnd` leaves it with the hidden states.
 
+Layers may return more than hidden states. What the code gives to the next layer travels, too, and of the rest, such as
+attention weights, that there is one.
+
 The last stage goes on to the norm, the head and the loss, and to the caller's own code behind the model. So a step
 is written for the whole model, as without a pipeline, and its carry is not asked for.
 """
@@ -28,6 +31,8 @@ from megalight.parallel.pipeline.carry import Carry
 from megalight.parallel.pipeline.layout import Stage
 
 HIDDEN = "hidden_states"
+READ, UNREAD = "read_", "unread_"
+"""Prefixes of what layers return beside hidden states, by place: what the next layer reads, and what it does not."""
 INSTEAD = (
     "Derive from megalight.models.module.MegalightModule, and write forward_step and loss_step, which run on each stage"
 )
@@ -206,7 +211,9 @@ class DeclaredStage:
         if not stage.head:
             self.changes |= {name: _Away(self, name) for name in parts.last}
         self.received: Tensor | None = None
-        self.sent: Tensor | None = None
+        self.others: tuple[Tensor | None, ...] = ()
+        """What layers of earlier stages returned beside hidden states; None: nobody reads it."""
+        self.sent: Carry | None = None
         self.next = 0
 
     def run(self, step: Callable[[nn.Module], Carry], received: Carry | None) -> Carry:
@@ -214,28 +221,28 @@ class DeclaredStage:
 
         Args:
             step: gets the module with the model, and calls that once.
-            received: the hidden states of the previous stage; None on the first.
+            received: what the previous stage sends; None on the first.
 
         Raises:
             ConfigurationError: the step, or the model, cannot run on stages.
         """
         made: Carry = {}
-        with self.entered(None if received is None else received[HIDDEN]):
+        with self.entered(received or {}):
             made = step(self.root)
         sent, self.sent = self.sent, None
-        return made if sent is None else {HIDDEN: sent}
+        return made if sent is None else sent
 
     @contextmanager
-    def entered(self, received: Tensor | None) -> Iterator[None]:
+    def entered(self, received: Carry) -> Iterator[None]:
         """Let the model run this stage inside, once. A stage before the last leaves by :class:`StageEnd`.
-
-        Args:
-            received: hidden states of the previous stage; None on the first.
 
         Raises:
             ConfigurationError: the model was not called, or not all of its layers.
         """
-        self.received, self.sent, self.next = received, None, 0
+        self.received, self.sent, self.next = received.get(HIDDEN), None, 0
+        self.others = tuple(
+            value if name.startswith(READ) else None for name, value in received.items() if name != HIDDEN
+        )
         before = {name: _at(self.root, name) for name in self.changes}
         put(self.root, self.changes)
         # Of the model and what holds it: a sum over all weights would miss those of other stages without a word.
@@ -247,7 +254,7 @@ class DeclaredStage:
                 yield
         finally:
             put(self.root, before)
-            self.received = None
+            self.received, self.others = None, ()
         if self.sent is None and (not self.stage.head or self.next != self.parts.count):
             ran = f"ran {self.next} of its {self.parts.count} layers" if self.next else "was not called"
             raise ConfigurationError(
@@ -267,22 +274,26 @@ class DeclaredStage:
         if index == 0:
             self._check_recorded(kwargs)
         last = index == self.parts.count - 1
+        given = (*args[1:], *(value for name, value in kwargs.items() if name != HIDDEN))
         if index < self.start:
             # What this layer returns is read by nobody, except by the head of a stage without layers.
-            return self.received if last else hidden
+            passed = self.received if last else hidden
+            return (passed, *self.others) if self.others else passed
         if index == self.start:
             hidden = hidden if self.received is None else self.received
-            self._check_others(layer, (*args[1:], *(value for name, value in kwargs.items() if name != HIDDEN)))
+            self._check_others(layer, given)
         if index == self.stop:
-            self._leave(hidden)
+            self._leave(hidden, given)
         made = layer(hidden, *args[1:], **kwargs) if args else layer(**{**kwargs, HIDDEN: hidden})
-        if not isinstance(made, Tensor):
+        hidden, *others = made if isinstance(made, tuple) else (made,)
+        if not isinstance(hidden, Tensor):
             raise ConfigurationError(
                 f"{self.parts.layers}.{index} ({type(layer).__name__}) returns {type(made).__name__}, and a pipeline "
-                f"sends hidden states alone. {INSTEAD}."
+                f"sends tensors alone, hidden states first. {INSTEAD}."
             )
+        self.others = tuple(each if isinstance(each, Tensor) else None for each in others)
         if last and not self.stage.head:
-            self._leave(made)
+            self._leave(hidden, ())
         return made
 
     def _few(self, holder: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -293,8 +304,14 @@ class DeclaredStage:
             f"{INSTEAD}."
         )
 
-    def _leave(self, hidden: Tensor) -> None:
-        self.sent = hidden
+    def _leave(self, hidden: Tensor, given: Sequence[Any]) -> None:
+        """Leave the code of the model, which gives hidden states and others to the next layer."""
+        self.sent = {HIDDEN: hidden}
+        for place, other in enumerate(self.others):
+            if other is not None and any(other is each for each in given):
+                self.sent[f"{READ}{place}"] = other
+            else:  # tensors without elements are no messages
+                self.sent[f"{UNREAD}{place}"] = hidden.new_zeros(1, dtype=torch.uint8)
         raise StageEnd
 
     def _check_recorded(self, given: Mapping[str, Any]) -> None:
@@ -309,7 +326,8 @@ class DeclaredStage:
     def _check_others(self, layer: nn.Module, others: Iterable[Any]) -> None:
         """Refuse what layers read beside hidden states, and later stages would get from zeros."""
         # On every stage the code makes it again; only from the embedding it cannot, where that is away.
-        if self.parts.first and any(isinstance(each, Tensor) and each.requires_grad for each in others):
+        unknown = [each for each in others if isinstance(each, Tensor) and all(each is not one for one in self.others)]
+        if self.parts.first and any(each.requires_grad for each in unknown):
             raise ConfigurationError(
                 f"{type(layer).__name__} of {self.parts.layers} reads a tensor with a gradient beside the hidden "
                 f"states, which later stages of a pipeline do not get. {INSTEAD}."

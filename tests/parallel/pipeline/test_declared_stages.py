@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.parallel.layout import Layout
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.pipeline.declared_stages import DeclaredStage, declared_parts
+from megalight.parallel.pipeline.declared_stages import HIDDEN, DeclaredStage, declared_parts
 from megalight.parallel.pipeline.layout import Stage
 from megalight.parallel.step import StepDriver
 from megalight.strategies.user_stages import UserStages, WeightedBatch
@@ -61,7 +61,7 @@ def errors_of(family: str, **layout: Any) -> dict[str, float]:
     return {**errors, **{f"loss {place}": relative_error(*pair) for place, pair in enumerate(pairs)}}
 
 
-FAMILIES = ["gemma2", "gpt_neox", "gpt_oss", "gemma4_text", "nanochat"]
+FAMILIES = ["gemma2", "gpt_neox", "gpt_oss", "gemma4_text", "nanochat", "bamba", "glm_moe_dsa"]
 """They differ in masks by layer, what follows the embedding, names of parts, sinks, inputs of each layer, and in what
 they declare: the last one its head alone."""
 
@@ -71,6 +71,7 @@ EVERY = [
     "apertus",
     "arcee",
     "aria_text",
+    "bamba",
     "cohere",
     "cohere2",
     "cohere2_moe",
@@ -96,6 +97,7 @@ EVERY = [
     "glm4",
     "glm4_moe",
     "glm4_moe_lite",
+    "glm_moe_dsa",
     "gpt_neox",
     "gpt_oss",
     "granite",
@@ -218,7 +220,7 @@ class Steps(nn.Module):
 
     def run(self, step: Callable[[Steps], object]) -> None:
         """Run a step on the stage."""
-        with self.stage[0].entered(torch.randn(2, 8, 32, dtype=torch.float64)):
+        with self.stage[0].entered({HIDDEN: torch.randn(2, 8, 32, dtype=torch.float64)}):
             step(self)
 
 
