@@ -23,7 +23,7 @@ ROWS = 4
 COLUMNS = 2048, 1024, 512
 """Columns that a program loads at once: the first number that divides those of the weight."""
 WARPS = 4
-FP8_ROWS, FP8_COLUMNS, FP8_WARPS = 4, (4096, 2048, 1024), 4
+FP8_ROWS, FP8_COLUMNS, FP8_WARPS = 4, (2048, 1024), 4
 """The same for weights in e4m3."""
 
 
