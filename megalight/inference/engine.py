@@ -129,7 +129,7 @@ class DynamicEngine:
         model = generative(model)
         _check_model(model)
         if batch_invariant:
-            check_batch_invariant(model, kv_cache_dtype)
+            check_batch_invariant(model, kv_cache_dtype, attention_backend)
         if (num_blocks is None) == (cache_memory is None):
             raise ConfigurationError("an engine needs either num_blocks or cache_memory, not both.")
         num_blocks = None if num_blocks is None else integer("num_blocks", num_blocks)
@@ -704,7 +704,7 @@ UNCOVERED = (Mamba2, GatedDeltaNet, ShortConv, AdapterSet)
 """Modules without a batch-invariant form."""
 
 
-def check_batch_invariant(model: GenerativeModel, kv_cache_dtype: str = "auto") -> None:
+def check_batch_invariant(model: GenerativeModel, kv_cache_dtype: str, attention_backend: str) -> None:
     """Check that a model can run in batch-invariant mode.
 
     Raises:
@@ -716,6 +716,8 @@ def check_batch_invariant(model: GenerativeModel, kv_cache_dtype: str = "auto") 
         why = "sums over tensor-, context- or expert-parallel ranks are rounded as messages are divided"
     elif kv_cache_dtype != "auto":
         why = f"kv_cache_dtype is {kv_cache_dtype!r}, and a training forward does not read keys in 8 bits"
+    elif attention_backend != "auto":
+        why = f"attention_backend is {attention_backend!r}, and all passes, of training too, have one kernel of ours"
     elif (found := next((each for each in model.modules() if isinstance(each, UNCOVERED)), None)) is not None:
         why = f"{type(found).__name__} has no batch-invariant form"
     elif any(precision_of(each) is not None for each in model.parameters()):

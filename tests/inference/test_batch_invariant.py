@@ -191,6 +191,8 @@ def test_recurrent_layers_are_refused(name: str, message: str) -> None:
 def test_what_follows_from_the_batch_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="kv_cache_dtype is 'fp8'"):
         DynamicEngine(build(), num_blocks=9, batch_invariant=True, kv_cache_dtype="fp8")
+    with pytest.raises(ConfigurationError, match="attention_backend is 'reference'"):
+        DynamicEngine(build(), num_blocks=9, batch_invariant=True, attention_backend="reference")
     dropped = build(moe=MoEConfig(num_experts=4, ffn_hidden_size=10, capacity=CapacityConfig(factor=1.0)))
     with pytest.raises(ConfigurationError, match="routers that balance"), batch_invariant_mode():
         dropped(torch.tensor([1, 2]), PackedSequences.of_lengths([2]))

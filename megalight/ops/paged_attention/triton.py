@@ -302,6 +302,8 @@ def _launch(
     group, shared = heads // kv_heads, v_pool.data_ptr() == k_pool.data_ptr()
     # Those of few long prompts, if all passes are to have the same.
     rows, keys, warps, stages = _blocks(LONG if fixed else queries * group, size, value_size, shared)
+    if fixed and shared and q.dtype == torch.float32:
+        rows, keys, stages = 16, 16, 1  # latents of four bytes: more would not fit into shared memory
     blocks = cdiv(queries * group, rows)
     # Blocks of many latent rows fill the shared memory of an SM; two others run there at once, and more wait.
     wanted = num_sms(q.device) * (0.9 if shared and rows == 64 else 1.9)
