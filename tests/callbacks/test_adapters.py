@@ -222,6 +222,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+@pytest.mark.full
 def test_adapters_alone_beside_their_base(base: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lora = {**LORA, "save_base": False}
     run(saving, 2, str(tmp_path), FULL, None, lora, base)

@@ -107,6 +107,7 @@ def test_a_family_that_has_its_own_code_alone(folders: tuple[Path, Path], tmp_pa
     check_same(ours(starcoder, given=given, batch_tokens=7), theirs(starcoder, given), ["colors", "answers"])
 
 
+@pytest.mark.full
 def test_batches_and_parts_change_nothing(folders: tuple[Path, Path], reference: dict[str, Any]) -> None:
     # Sequences longer than 7 tokens run in parts, through a cache.
     check_same(ours(folders, batch_tokens=7, max_sequences=2), reference, ALL)

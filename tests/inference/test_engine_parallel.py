@@ -56,8 +56,7 @@ def _complete(name: str, options: dict[str, Any]) -> Any:
     # of "early", the second stage has attention alone, and needs no states
     [
         LAYOUTS[0],
-        LAYOUTS[1],
-        LAYOUTS[3],
+        *(pytest.param(*LAYOUTS[i], marks=pytest.mark.full) for i in (1, 3)),
         LAYOUTS[4],
         LAYOUTS[6],
         ("latent", 2, SP),

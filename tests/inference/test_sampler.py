@@ -149,6 +149,7 @@ def test_a_function_may_end_a_completion_after_its_least_tokens() -> None:
     assert asked == [1, 2, 3]
 
 
+@pytest.mark.full
 def test_guesses_change_no_text_whatever_the_settings() -> None:
     model = build()
     wanted = expected(model)

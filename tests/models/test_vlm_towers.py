@@ -191,7 +191,7 @@ def test_8_bits_in_both_towers_are_those_of_one_device(recipe: str, ranks: int, 
 @pytest.mark.parametrize(
     ("recipe", "ranks", "layout"),
     [
-        ("tensorwise", 2, {"tensor_parallel": 2}),
+        pytest.param("tensorwise", 2, {"tensor_parallel": 2}, marks=pytest.mark.full),
         pytest.param("delayed", 2, {"tensor_parallel": 2}, marks=pytest.mark.full),
         pytest.param("rowwise", 2, {"tensor_parallel": 2}, marks=pytest.mark.full),
         pytest.param("delayed", 2, {**DISJOINT, "tower": Layout()}, marks=pytest.mark.full),

@@ -103,7 +103,8 @@ def _rank(config: GPTConfig, strategy: dict[str, Any], options: dict[str, Any]) 
 
 LAYOUTS: list[Any] = [
     (BIASED, 1, {}, "optim"),
-    (BASE, 4, {"tensor_parallel": 4}, "optim"),  # ranks of one key head hold other query heads
+    # ranks of one key head hold other query heads
+    pytest.param((BASE, 4, {"tensor_parallel": 4}, "optim"), marks=pytest.mark.full),
     (BASE, 2, {"context_parallel": 2}, "optim"),
     (LATENT, 2, {"tensor_parallel": 2}, "optim"),
     *(

@@ -74,7 +74,9 @@ def _every_optimizer(level: str) -> None:
         assert_models_close(model, reference)
 
 
-@pytest.mark.parametrize(("level", "world"), [("optim", 1), ("optim", 2), ("no_shard", 2)])
+@pytest.mark.parametrize(
+    ("level", "world"), [("optim", 1), ("optim", 2), pytest.param("no_shard", 2, marks=pytest.mark.full)]
+)
 def test_every_elementwise_optimizer_trains_like_one_process(level: str, world: int) -> None:
     run(_every_optimizer, world, level)
 
@@ -222,7 +224,9 @@ def _skipping(level: str) -> None:
         assert_models_close(model, reference)
 
 
-@pytest.mark.parametrize(("level", "world"), [("optim", 1), ("optim", 2), ("no_shard", 2)])
+@pytest.mark.parametrize(
+    ("level", "world"), [("optim", 1), ("optim", 2), pytest.param("no_shard", 2, marks=pytest.mark.full)]
+)
 def test_parameters_without_a_gradient_are_left_as_they_are(level: str, world: int) -> None:
     run(_skipping, world, level)
 

@@ -215,6 +215,7 @@ def _pass(names: tuple[str, ...]) -> tuple[int, dict[str, Tensor]]:
     return counting.peak, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.full
 def test_every_name_of_megatron_saves_memory() -> None:
     whole, expected = _pass(())
     for name in NAMES:

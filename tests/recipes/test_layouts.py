@@ -74,6 +74,7 @@ STACKED = {
 """Recipe -> options that make it as small as the demo."""
 
 
+@pytest.mark.full
 def test_layouts_train_the_same_model(tmp_path: Path) -> None:
     one = ["--trainer.devices=1", "--trainer.strategy.tensor_parallel=1", "--trainer.strategy.sequence_parallel=false"]
     alone = metrics(tmp_path / "one", *one)

@@ -185,7 +185,7 @@ def test_every_way_to_divide_is_saved_and_loaded() -> None:
     assert set(COVER) == {source for sources in COVER.values() for source in sources} == LAYOUTS.keys() - twice
 
 
-PLAIN = ("one", "tp2", "pp2vpp2", "cp2", "dp2", "full2")
+PLAIN = ("one", "tp2", "pp2vpp2", "cp2", "dp2")
 """One of each axis. The others divide along the same ones."""
 
 

@@ -137,6 +137,7 @@ def _averaged(options: dict[str, Any], path: str) -> tuple[float, float]:
     return float(runner.callback_metrics["val_loss"]), float(runner.callback_metrics["train_loss"])
 
 
+@pytest.mark.full
 def test_a_moving_average_under_a_pipeline(tmp_path: Path) -> None:
     (expected,) = run(_averaged, 1, {}, str(tmp_path / "one.ckpt"))
     names = {name for name in checkpoint.open(tmp_path / "one.ckpt").tensors if name.startswith("ema.")}

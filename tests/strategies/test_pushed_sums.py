@@ -33,7 +33,6 @@ COVER = {
     ("dp2", "optim"),
     ("dp2", "optim_grads"),
     ("ep edp", FULL),
-    ("accumulation", FULL),
 }
 ROWS = [
     pytest.param(layout, level, marks=() if (layout, level) in COVER else pytest.mark.full)

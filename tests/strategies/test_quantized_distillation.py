@@ -105,7 +105,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [(2, SHARES), (2, PIPELINE)])
+@pytest.mark.parametrize(("ranks", "layout"), [pytest.param(2, SHARES, marks=pytest.mark.full), (2, PIPELINE)])
 def test_a_rounded_student_learns_as_by_hand(ranks: int, layout: dict[str, Any], teacher: Path) -> None:
     found = run(learn, ranks, teacher, layout, True, timeout=240)[0]
     np.testing.assert_allclose(found, by_hand(), rtol=1e-9)

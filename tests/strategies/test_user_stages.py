@@ -102,6 +102,7 @@ def test_every_layout_trains_as_one_device(name: str) -> None:
     check(ranks, {"pipeline_parallel": 2, **options}, {})
 
 
+@pytest.mark.full
 def test_checkpoints_resume_in_another_layout_and_become_folders(tmp_path: Path) -> None:
     path = str(tmp_path / "half.ckpt")
     straight = run(trained, 1, {}, {"max_steps": 3}, timeout=300)[0]

@@ -55,6 +55,7 @@ def test_replacing_survives_a_kill_at_any_call(
     assert simple.step_of(path) == 3
 
 
+@pytest.mark.full
 def test_a_first_save_survives_a_kill_at_any_call(faults: Faults, tmp_path: Path) -> None:
     simple.save(tmp_path / "1.ckpt", 1)
     for _ in faults.kills(lambda: simple.save(tmp_path / "2.ckpt", 2)):

@@ -101,7 +101,7 @@ def _go_on(blends: list[Any], name: str, layout: str, steps: int, save: str, res
 @pytest.mark.parametrize(
     ("name", "order"),
     [
-        ("qwen", ("context", "interleaved", "disjoint")),
+        pytest.param("qwen", ("context", "interleaved", "disjoint"), marks=pytest.mark.full),
         pytest.param("llava", ("context", "interleaved", "disjoint"), marks=pytest.mark.full),
         pytest.param("qwen", ("tower a stage", "colocated", "sharded"), marks=pytest.mark.full),
         pytest.param("llava", ("sharded", "tower a stage", "colocated"), marks=pytest.mark.full),

@@ -461,7 +461,7 @@ def _low_precision_sums(replicate: int, both: bool = False) -> None:
     [
         pytest.param(2, 1, False, marks=pytest.mark.full),
         pytest.param(4, 2, False, marks=pytest.mark.full),
-        (4, 2, True),
+        pytest.param(4, 2, True, marks=pytest.mark.full),
     ],
 )
 def test_sums_in_float32_of_gradients_in_bfloat16(world: int, replicate: int, both: bool) -> None:

@@ -248,6 +248,7 @@ def _dropped_out() -> float:
     return max(relative_error(found[0][name], found[1][name]) for name in found[0])
 
 
+@pytest.mark.full
 def test_recompute_draws_the_same_numbers_again() -> None:
     assert max(run(_dropped_out, 2)) <= 1e-12
 
