@@ -30,7 +30,8 @@ from megalight.parallel.shard import ShardSpec
 from megalight.parallel.source import Target
 
 Quantization: TypeAlias = Literal["auto", "fp8", "none"]
-"""``auto``: weights that were published in FP8 stay so; ``fp8``: all do; ``none``: all are widened."""
+"""``auto``: weights that were published in FP8 stay so (those of models of ``transformers`` with their own code are
+widened); ``fp8``: all are stored so; ``none``: all are widened."""
 
 
 def check_quantization(quantization: str) -> None:
@@ -68,14 +69,14 @@ def quantize_loaded(
     Raises:
         ConfigurationError: the model computes with code of ``transformers``.
     """
-    scales = None if folder is None else fp8_scales(folder)
-    if quantization == "auto" and (scales is None or not scales.tensors):
-        return
     if isinstance(model.root, HFModel):
+        if quantization == "auto":
+            return
         raise ConfigurationError(
             f"{type(model.root.net).__name__} is a model of transformers with its own code, whose weights are not "
             "stored in FP8 here; set quantization='none'."
         )
+    scales = None if folder is None else fp8_scales(folder)
     if scales is not None and scales.tensors:
         with nullcontext(None) if divided else alone() as group:
             _keep(model, scales, group)

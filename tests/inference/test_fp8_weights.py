@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from torch import Tensor
 
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.inference import DynamicEngine
-from megalight.inference.fp8_weights import quantize_weights
+from megalight.inference.fp8_weights import quantize_loaded, quantize_weights
 from megalight.inference.text import load_model
 from megalight.models.gpt import GPT
+from megalight.models.hf import HFModel
 from megalight.nn.linear import Linear
 from megalight.ops.quantized_weight import stored_of
 from tests.inference.test_engine import alone, ask, tokens_of
@@ -111,6 +113,13 @@ def test_any_weights_are_quantized_and_leave_the_device_with_others() -> None:
     assert codes.data.untyped_storage().nbytes() == 0
     engine.resume()
     assert tokens_of(engine.run()) == expected
+
+
+def test_models_with_code_of_transformers_are_widened_or_refused(tmp_path: Path) -> None:
+    model: Any = SimpleNamespace(root=HFModel.around(theirs("llama")))
+    quantize_loaded(model, tmp_path, "auto", False)  # nothing is read
+    with pytest.raises(ConfigurationError, match="LlamaForCausalLM is a model of transformers with its own code"):
+        quantize_loaded(model, tmp_path, "fp8", False)
 
 
 def test_what_cannot_be_kept_is_refused(tmp_path: Path) -> None:
