@@ -14,10 +14,12 @@ from megalight.errors import ConfigurationError
 from megalight.inference import Completion, DynamicEngine, SamplingParams
 from megalight.inference.speculator import DraftSpeculator, EagleSpeculator, NGramSpeculator
 from megalight.models.gpt import GPT, GPTConfig, InitConfig
+from megalight.nn import DistillationTarget
 from megalight.nn.init import initialize
 from megalight.nn.moe import MoEConfig
 from megalight.nn.moe.config import CapacityConfig, RouterConfig
 from megalight.ops.batch_invariant import MODE, batch_invariant_mode
+from megalight.ops.divergence import Projection
 from megalight.parallel.recompute.regions import run_region
 from megalight.types import PackedSequences
 from tests.inference.test_engine import GREEDY, MODELS, tokens_of
@@ -28,6 +30,7 @@ from tests.support.workers import run
 
 ROUTED = RouterConfig(top_k=2, score="sigmoid", dtype="float32")
 SHARED: dict[str, Any] = {"moe": MoEConfig(num_experts=6, ffn_hidden_size=10, router=ROUTED)}
+TEACHER = Projection(torch.zeros(2, 24).double(), torch.zeros(61, 24).double(), None, None)
 LONG = [*range(9, 26), 9, 10]
 
 
@@ -193,6 +196,8 @@ def test_what_follows_from_the_batch_is_refused() -> None:
         DynamicEngine(build(), num_blocks=9, batch_invariant=True, kv_cache_dtype="fp8")
     with pytest.raises(ConfigurationError, match="attention_backend is 'reference'"):
         DynamicEngine(build(), num_blocks=9, batch_invariant=True, attention_backend="reference")
+    with pytest.raises(ConfigurationError, match="divergences from a teacher"), batch_invariant_mode():
+        build().head.learn(torch.zeros(2, 24).double(), torch.tensor([1, 2]), DistillationTarget(TEACHER))
     dropped = build(moe=MoEConfig(num_experts=4, ffn_hidden_size=10, capacity=CapacityConfig(factor=1.0)))
     with pytest.raises(ConfigurationError, match="routers that balance"), batch_invariant_mode():
         dropped(torch.tensor([1, 2]), PackedSequences.of_lengths([2]))

@@ -19,6 +19,7 @@ from megalight.models.fused import CausalLM
 from megalight.models.hf.config import HFConfig
 from megalight.nn.state import KeysAndValues, Slots
 from megalight.nn.transformers_attention import Core, MaskPattern, calling, plain, use_attention, why_not_packed
+from megalight.ops.batch_invariant import refuse
 from megalight.ops.paged_attention import paged_attention
 from megalight.parallel.apply import whole_tokens
 from megalight.types import AttentionSpan, PackedSequences
@@ -220,6 +221,7 @@ class HFModel(nn.Module):
         Raises:
             LayoutError: the tokens are packed, and the model takes whole rows only.
         """
+        refuse("models of transformers, whose code computes in its own ways")
         core = self.core if states is None else PagedCore(states, self._caches)
         if labels is None:
             return self._scored(tokens, sequences, core, rows, scored)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megalight.ops.batch_invariant import refuse
 from megalight.ops.common import lazy, serve_all, triton_why_not
 from megalight.ops.cross_entropy.chunked import Combine
 from megalight.ops.divergence import chunked, top_k
@@ -90,6 +91,7 @@ def linear_divergence(
     Returns:
         divergences ``[T]``, and cross entropies ``[T]`` or None, in float32 (float64 for float64).
     """
+    refuse("divergences from a teacher")
     size = student.weight.shape[0]
     real = max(0, min(size, (first_row + size if num_rows is None else num_rows) - first_row))
     student = _as_autocast(student)
