@@ -155,7 +155,7 @@ WHOLE_RUNS = (
     # Others have these features, beside more.
     *("pp", "vpp", "experts, delayed scales", "layer, dp", "layer, tp", "layer, experts"),
     *("layer, vpp, first layer in bf16", "experts, forced", "layer, experts, ep", "layer, depths"),
-    *("dp", "cp", "layer, FP8 weights"),
+    *("dp", "cp", "layer, FP8 weights", "layer, hybrid", "experts, ep"),
 )
 """Runs, of steps and of parts, that whole test sessions make."""
 

@@ -111,7 +111,7 @@ RUNS: dict[str, tuple[str, int, str, str, dict[str, Any], list[int]]] = {
         [2 * 4] * 2,
     ),
 }
-DEFAULT = ("disjoint, cp of the tower", "colocated, whole steps, replicas")
+DEFAULT = ("disjoint", "colocated, whole steps, replicas")
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ def _on_ranks(words: list[str], out: Path) -> int:
     return main([*words, "-o", str(out)])
 
 
+@pytest.mark.full
 def test_replicas_share_the_questions(folders: tuple[Path, Path], tmp_path: Path) -> None:
     asked = words(folders, "--tasks", "endings", "--device", "cpu", "--bootstrap-iters", "0")
     assert run(_on_ranks, 2, asked, tmp_path / "two.json") == [0, 0]

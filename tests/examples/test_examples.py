@@ -36,7 +36,8 @@ SPLIT = {
 OFTEN = ("plain_lightning", "fully_shard_trainer")
 """Those that run on two devices in every test run, and on one in whole ones: replicas, and sharded parameters.
 
-Pipelines do in test_llama_pipeline.py, and a module with a plan of its own does in ``docs/from-lightning.md``.
+Pipelines do in test_llama_pipeline.py, and modules with plans of their own do in ``docs/from-lightning.md`` and
+``docs/transformers.md``.
 """
 ELSEWHERE = (*OFTEN, "llama_pipeline", "own_transformer", "transformers_llama")
 

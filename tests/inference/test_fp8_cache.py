@@ -24,7 +24,7 @@ def stored_bytes(engine: DynamicEngine) -> int:
     "name",
     [
         pytest.param("llama", marks=pytest.mark.full),
-        "windowed",
+        pytest.param("windowed", marks=pytest.mark.full),
         pytest.param("sinks", marks=pytest.mark.full),
         "hybrid",
     ],

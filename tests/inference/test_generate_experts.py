@@ -37,7 +37,7 @@ def _generate(degrees: dict[str, int]) -> tuple[int, list[list[int]], list[list[
     ("ranks", "degrees"),
     [
         (2, {"expert_parallel": 2}),
-        (4, {"expert_parallel": 4}),
+        pytest.param(4, {"expert_parallel": 4}, marks=pytest.mark.full),
         pytest.param(4, {"tensor_parallel": 2, "expert_parallel": 4}, marks=pytest.mark.full),
         pytest.param(4, {"pipeline_parallel": 2, "expert_parallel": 2}, marks=pytest.mark.full),
     ],

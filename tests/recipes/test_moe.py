@@ -20,6 +20,7 @@ WORDS = [
 ONE = ["--trainer.devices=1", "--trainer.strategy.expert_parallel=1"]
 
 
+@pytest.mark.full
 def test_the_recipe_of_experts(tmp_path: Path) -> None:
     recipe = str(RECIPES / "moe.yaml")
     megalight(tmp_path, "fit", "-c", recipe, *WORDS, "--trainer.max_steps=3")

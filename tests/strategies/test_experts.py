@@ -164,7 +164,10 @@ def whole_batches() -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(name, marks=[pytest.mark.full] * (name in ("dp2", "ep2", "tp2dp2ep2"))) for name in ALL_LAYOUTS],
+    [
+        pytest.param(name, marks=[pytest.mark.full] * (name in ("dp2", "ep2", "tp2dp2ep2", "pp2ep2")))
+        for name in ALL_LAYOUTS
+    ],
 )
 def test_no_layout_changes_losses_and_biases(layout: str) -> None:
     """Tensor, context, expert, pipeline and data parallelism, micro-batches, padding and recompute."""

@@ -182,6 +182,7 @@ def _evaluates(level: str, precision: str) -> dict[str, Any]:
     return {**found, "generated": generates.found}
 
 
+@pytest.mark.full
 def test_half_precision_is_that_of_level_optim_with_validation_and_generation() -> None:
     """Bit for bit: two ranks' gradients of one micro-batch each have one sum, whatever is sharded."""
     expected = run(_evaluates, 2, "optim", "bf16-mixed")

@@ -35,6 +35,7 @@ def answers(module: GPTModule, data: SFTDataModule) -> dict[str, str]:
     return found
 
 
+@pytest.mark.full
 def test_a_fine_tuned_model_answers(prepared, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def fit(facts: Mapping[str, str], lr: float, *callbacks: pl.Callback, weights: Path | None = None) -> pl.Trainer:
         rows = [chat(f"capital of {country}?", city) for country, city in facts.items()] * 10
