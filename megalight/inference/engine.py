@@ -65,7 +65,7 @@ class DynamicEngine:
     Args:
         model: a whole model on any device, or this rank's part of a model; or a causal language model of
             ``transformers`` whose layers use the attention interface. Its weights may change while the engine is
-            suspended.
+            suspended, and after :meth:`reset_cache`.
         num_blocks: blocks of the cache. Each layer has ``num_blocks * block_size`` rows; one with a window or chunks
             has fewer, if ``max_sequences`` sequences see fewer. Or give ``cache_memory``.
         cache_memory: the memory of the cache on this rank: a number of bytes; or, between 0 and 1, a share of the
@@ -606,9 +606,7 @@ class DynamicEngine:
         for request in [] if self.suspended else self._scheduler.running:
             request.events.append(RequestEvent.now(RequestEventKind.PAUSE))
         if not keep_cache:
-            self._passes.abandon()
-            self._scheduler.preempt_all()
-            cache.clear()
+            self._restart()
         if self._speculator is not None:
             self._speculator.drop()
         # Results of a pass that is on its way are on the host, or come there.
@@ -646,6 +644,27 @@ class DynamicEngine:
             self._scheduler.cache.allocate(self._forms)
         self.suspended = False
 
+    def reset_cache(self) -> None:
+        """Drop what is kept of all tokens, as the weights change now. No prefix is found, and requests start again
+        with the next step, from the tokens that they have. Memory and CUDA graphs stay.
+        """
+        self._check_asked()
+        self._tell("_reset_cache")
+        self._reset_cache()
+
+    def _reset_cache(self) -> None:
+        if self.suspended:
+            self._suspend(False, False)
+            return
+        self._restart()
+        if self._speculator is not None:
+            self._speculator.drop()
+
+    def _restart(self) -> None:
+        self._passes.abandon()
+        self._scheduler.preempt_all()
+        self._scheduler.cache.clear()
+
     def _every(self, flag: bool) -> bool:
         """Return whether a flag is set on all ranks of the replica."""
         return flag if self._parallel is None else bool(self._parallel.least(int(flag)))
@@ -667,9 +686,7 @@ class DynamicEngine:
         if self._passes.graphs is None:
             return
         if reset_context:
-            self._passes.abandon()
-            self._scheduler.preempt_all()
-            self._scheduler.cache.clear()
+            self._restart()
         self._passes.record()
 
     @property

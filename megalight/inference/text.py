@@ -27,6 +27,7 @@ from megalight.inference.images import ImageFile, prepare_images
 from megalight.inference.parallel import GenerativeModel, ParallelGPT
 from megalight.inference.scheduler import Completion
 from megalight.inference.text_requests import TextCompletion, TextRequest, before, stop_at
+from megalight.inference.weights import LoadedWeights
 from megalight.models.eagle import DraftModel
 from megalight.models.family import Family, family, family_of_transformers
 from megalight.models.fused import fuse
@@ -82,19 +83,7 @@ def load_model(
         CheckpointError: the checkpoint is missing or incomplete, or does not describe its model.
         ConfigurationError: the ``transformers`` model is not supported here, or the model has no such adapter.
     """
-    path = latest_checkpoint(path)
-    if path.is_file():
-        refuse_keys(keys, path)
-        check_quantization(quantization)
-        known, model = single_file_model(path, device, dtype)
-        _check_generates(known, path)
-        if quantization == "fp8":
-            quantize_weights(model)
-        if adapter is not None:
-            activate(model, adapter)
-        return cast(GPT | HFModel, model.eval())
-    found = _found(path, device, dtype, base, None, keys, adapter, quantization)
-    return cast(GPT | HFModel, found.root.eval())
+    return cast(GPT | HFModel, _loaded(path, device, dtype, base, None, keys, adapter, quantization)[0])
 
 
 def load_divided(
@@ -118,10 +107,36 @@ def load_divided(
         LayoutError: the model cannot be divided so, or is in a single file.
         CheckpointError, ConfigurationError: see :func:`load_model`.
     """
+    return cast(ParallelGPT, _loaded(path, device, dtype, base, mesh, keys, adapter)[0])
+
+
+def _loaded(
+    path: str | os.PathLike[str],
+    device: torch.device | str,
+    dtype: torch.dtype | None,
+    base: str | os.PathLike[str] | None,
+    mesh: ParallelMesh | None,
+    keys: Keys,
+    adapter: str | None,
+    quantization: str,
+) -> tuple[GenerativeModel, LoadedWeights | None]:
+    """Return a model with its weights, or without these if it is from a single file."""
     path = latest_checkpoint(path)
-    if path.is_file():
+    if not path.is_file():
+        found = _found(path, device, dtype, base, mesh, keys, adapter, quantization)
+        model = ParallelGPT(found.eval()) if mesh is not None else cast(GPT | HFModel, found.root.eval())
+        return model, LoadedWeights(found)
+    if mesh is not None:
         raise LayoutError(f"{path} is a single file, which one process reads; leave out the layout.")
-    return ParallelGPT(_found(path, device, dtype, base, mesh, keys, adapter, quantization).eval())
+    refuse_keys(keys, path)
+    check_quantization(quantization)
+    known, root = single_file_model(path, device, dtype)
+    _check_generates(known, path)
+    if quantization == "fp8":
+        quantize_weights(root)
+    if adapter is not None:
+        activate(root, adapter)
+    return cast(GPT | HFModel, root.eval()), None
 
 
 def _found(
@@ -171,12 +186,14 @@ class TextGenerator:
         tokenizer: converts text to token ids and back.
         ends: tokens that end a completion, beside the tokenizer's end of a document.
         start: tokens that are put before prompts that do not begin with them.
+        weights: the model's; others may take their place. None: it is not from a folder.
     """
 
     model: GenerativeModel
     tokenizer: Tokenizer
     ends: frozenset[int] = frozenset()
     start: tuple[int, ...] = ()
+    weights: LoadedWeights | None = None
 
     @classmethod
     def from_checkpoint(
@@ -215,8 +232,7 @@ class TextGenerator:
         # Before the weights: a missing tokenizer is then found at once.
         path = latest_checkpoint(path)
         found = Tokenizer.load(tokenizer) if tokenizer else tokenizer_of(path)
-        options = device, dtype, base, keys, adapter, quantization
-        model = load_model(path, *options) if mesh is None else load_divided(path, mesh, *options)
+        model, weights = _loaded(path, device, dtype, base, mesh, keys, adapter, quantization)
         if found.vocab_size > model.config.vocab_size:
             raise DataError(
                 f"the tokenizer has {found.vocab_size} tokens and the model {model.config.vocab_size}; "
@@ -225,7 +241,7 @@ class TextGenerator:
         # Beyond the vocabulary no token can end a completion.
         named = frozenset[int]() if tokenizer else _ends(path)
         ends = frozenset(token for token in named if 0 <= token < model.config.vocab_size)
-        return cls(model, found, ends, tuple(found.start) if is_folder(path) else ())
+        return cls(model, found, ends, tuple(found.start) if is_folder(path) else (), weights)
 
     @property
     def whole(self) -> GPT:

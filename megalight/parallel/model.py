@@ -334,12 +334,7 @@ class ParallelModel:
         Raises:
             CheckpointError: names or shapes differ.
         """
-        stored = [name for name, parameter in self.root.named_parameters() if stored_of(parameter) is not None]
-        if stored:
-            raise ConfigurationError(
-                f"{stored[0]} and {len(stored) - 1} more weights are stored quantized, and cannot be read again. Load "
-                "into a new module."
-            )
+        self.check_readable()
         self.allocate()
         self.pending, self.filled = False, True
         # A source fills pieces only. Padding of a vocabulary would otherwise keep the NaN of fresh memory.
@@ -361,6 +356,19 @@ class ParallelModel:
         if self.shards is not None:
             self.shards.expire()
         return filled
+
+    def check_readable(self) -> None:
+        """Refuse to read where weights are stored quantized.
+
+        Raises:
+            ConfigurationError: they are.
+        """
+        stored = [name for name, parameter in self.root.named_parameters() if stored_of(parameter) is not None]
+        if stored:
+            raise ConfigurationError(
+                f"{stored[0]} and {len(stored) - 1} more weights are stored quantized, and cannot be read again. Load "
+                "into a new module."
+            )
 
     @property
     def empty(self) -> bool:

@@ -33,6 +33,7 @@ from megalight.serving.messages import (
     Control,
     ControlAck,
     EngineReply,
+    Fault,
     Frame,
     Header,
     Heartbeat,
@@ -81,6 +82,9 @@ STEPS: dict[tuple[Header, State], tuple[Header, ...]] = {
     ("STOP", "RUNNING"): ("STOP",),
     ("STOP", "PAUSED"): ("STOP",),
     ("STOP", "SUSPENDED"): ("STOP",),
+    ("UPDATE_WEIGHTS", "RUNNING"): ("CHECK_WEIGHTS", "PAUSE", "UPDATE_WEIGHTS", "UNPAUSE"),
+    ("UPDATE_WEIGHTS", "PAUSED"): ("CHECK_WEIGHTS", "UPDATE_WEIGHTS"),
+    ("UPDATE_WEIGHTS", "SUSPENDED"): ("CHECK_WEIGHTS", "UPDATE_WEIGHTS"),
 }
 """What a client wants in a state -> what engines are told. Nothing, if it is so already."""
 ENTERED: dict[State, tuple[Header, ...]] = {
@@ -217,6 +221,11 @@ class DataParallelInferenceCoordinator:
         self._controls: deque[tuple[bytes, Control]] = deque()
         self._steps: deque[Header] = deque()
         self._awaited: dict[bytes, int] = {}
+        # The weights that all engines have, by epoch and place; and those that they are told to read.
+        self._weights = self._next_weights = (0, "")
+        self._updated_in: State = "PAUSED"
+        self._refusal: Fault | None = None
+        self._draining = False
         self._count = 0
         self._closed = False
 
@@ -286,11 +295,12 @@ class DataParallelInferenceCoordinator:
             else:
                 engine.seen = time.monotonic()
                 if isinstance(message, EngineReply):
-                    self._reply(engine, message.outputs)
+                    self._reply(engine, message.outputs, message.weights_epoch)
                 elif isinstance(message, Heartbeat):
                     engine.status = message.status or engine.status
                 elif isinstance(message, Ack) and self._awaited.get(identity) == message.number:
                     del self._awaited[identity]
+                    self._refusal = self._refusal or message.error
                     self._advance()
         elif engine is not None:
             self.dropped["client's message from an engine"] += 1
@@ -334,7 +344,7 @@ class DataParallelInferenceCoordinator:
 
     def _dispatch(self) -> None:
         """Send requests that wait to engines."""
-        while self._waiting and self._engines:
+        while self._waiting and self._engines and not self._draining:
             number = self._waiting.popleft()
             if (pending := self._pending.get(number)) is None:
                 continue
@@ -351,7 +361,7 @@ class DataParallelInferenceCoordinator:
         """Return the engine for a prompt; of equals the one that had the fewest requests."""
         return min(self._engines.values(), key=lambda each: (each.load - each.shared(pieces), each.total, each.order))
 
-    def _reply(self, engine: _Engine, outputs: Sequence[Output]) -> None:
+    def _reply(self, engine: _Engine, outputs: Sequence[Output], weights_epoch: int) -> None:
         """Send outputs to their clients, in one frame for each."""
         replies: dict[bytes, list[Output]] = {}
         for output in outputs:
@@ -372,8 +382,10 @@ class DataParallelInferenceCoordinator:
             if ended:
                 self._end(number)
         for client, several in replies.items():
-            if not self._send(client, Reply(several)):
+            if not self._send(client, Reply(several, weights_epoch)):
                 self._leave(client)
+        if self._draining:
+            self._advance()
 
     def _end(self, number: str) -> None:
         pending = self._pending.pop(number)
@@ -394,6 +406,8 @@ class DataParallelInferenceCoordinator:
         self._end(number)
         if engine is not None:
             self._send(engine.identity, AbortRequest(number))
+        if self._draining:
+            self._advance()
 
     def _leave(self, client: bytes) -> None:
         """A client is gone: its blocks are for others."""
@@ -407,8 +421,19 @@ class DataParallelInferenceCoordinator:
         if (older := self._engines.get(identity)) is not None:
             self._lose(older)
         self._engines[identity] = _Engine(identity, hello.name, hello.epoch, time.monotonic(), self._count)
-        for header in ENTERED.get(self.state, ()):
+        updating = self.state == "UPDATING"
+        for header in ENTERED.get(self._updated_in if updating else self.state, ()):
             self._tell(identity, header, awaited=self.state.endswith("ING") and self.state != "RUNNING")
+        behind = []
+        if hello.weights_epoch > self._weights[0]:
+            # This coordinator has come after them.
+            self._weights = hello.weights_epoch, hello.weights
+            behind = [other for other in self._engines if other != identity]
+        if updating or hello.weights_epoch < self._weights[0]:
+            behind = [identity]
+        for other in behind:
+            self._tell(other, "UPDATE_WEIGHTS", awaited=updating)
+        self._advance()
         self._dispatch()
 
     def _lose(self, engine: _Engine) -> None:
@@ -436,24 +461,26 @@ class DataParallelInferenceCoordinator:
 
     def _tell(self, identity: bytes, header: Header, *, awaited: bool) -> None:
         self._count += 1
-        if self._send(identity, Command(header, self._count)) and awaited:
+        epoch, weights = self._next_weights if self.state == "UPDATING" or header == "CHECK_WEIGHTS" else self._weights
+        if self._send(identity, Command(header, self._count, weights, epoch)) and awaited:
             self._awaited[identity] = self._count
 
     def _advance(self) -> None:
         """Enter the state that all engines have acknowledged, and go on with what clients want."""
         while not self._awaited and self.state != "STOPPED":
             if self._steps:
-                self.state = DURING[self._steps.popleft()][1]
-            if self._steps:
-                self._begin(self._steps[0])
-            elif self._controls:
-                client, control = self._controls[0]
-                if steps := self._left(control.header):
-                    self._steps.extend(steps)
-                    self._begin(steps[0])
+                self._enter(self._steps.popleft())
+                if self._steps:
+                    self._begin(self._steps[0])
                 else:
-                    self._controls.popleft()
-                    self._send(client, ControlAck(control.ticket, self.state))
+                    self._answer()
+            elif self._controls and self._may_begin(self._controls[0][1]):
+                if self._refusal is None:
+                    self._steps.extend(STEPS.get((self._controls[0][1].header, self.state), ()))
+                if self._steps:
+                    self._begin(self._steps[0])
+                else:
+                    self._answer()
             else:
                 return
         if self.state == "STOPPED":
@@ -463,13 +490,44 @@ class DataParallelInferenceCoordinator:
                 error = ("", "the engines have stopped.")
                 self._send(pending.client, Reply([Output(pending.request.id, error=error)]))
 
-    def _left(self, header: Header) -> tuple[Header, ...]:
-        return STEPS.get((header, self.state), ())
+    def _may_begin(self, control: Control) -> bool:
+        """Return whether a client can have now what it wants: new weights may wait for engines, and for requests."""
+        if control.header != "UPDATE_WEIGHTS":
+            return True
+        if control.wait and any(engine.requests for engine in self._engines.values()):
+            if self.state != "RUNNING":
+                text = "in_flight is 'wait', and requests wait for a resume; resume, or choose 'keep'."
+                self._refusal = "configuration", text
+                return True
+            self._draining = True
+            return False
+        return bool(self._engines)
 
     def _begin(self, header: Header) -> None:
-        self.state = DURING[header][0]
+        if header == "CHECK_WEIGHTS":
+            self._next_weights = self._weights[0] + 1, self._controls[0][1].weights
+        elif header == "UPDATE_WEIGHTS":
+            self._updated_in, self.state = self.state, "UPDATING"
+        else:
+            self.state = DURING[header][0]
         for identity in [*self._engines]:
             self._tell(identity, header, awaited=True)
+
+    def _enter(self, header: Header) -> None:
+        """All engines have acknowledged."""
+        if header == "UPDATE_WEIGHTS":
+            self.state, self._weights = self._updated_in, self._next_weights
+        elif header != "CHECK_WEIGHTS":
+            self.state = DURING[header][1]
+        elif self._refusal is not None:
+            self._steps.clear()
+
+    def _answer(self) -> None:
+        """Tell a client that all engines have done what it wanted, or why not."""
+        client, control = self._controls.popleft()
+        error, self._refusal, self._draining = self._refusal, None, False
+        self._send(client, ControlAck(control.ticket, self.state, self._weights[0], error))
+        self._dispatch()
 
 
 def _joined(outputs: Sequence[Output]) -> Output:

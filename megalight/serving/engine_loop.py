@@ -23,6 +23,7 @@ from megalight.inference.parallel import GenerativeModel
 from megalight.inference.scheduler import Completion, Reason
 from megalight.inference.speculator import EagleSpeculator, load_draft
 from megalight.inference.text_requests import is_text
+from megalight.inference.weights import LoadedWeights, NewWeights
 from megalight.models.hf.config import UNBOUNDED
 
 log = logging.getLogger(__name__)
@@ -152,6 +153,7 @@ class EngineOutput:
         top_log_probs: for each new token the most probable ones with theirs; None: nobody asked.
         prompt_log_probs: with the first token, of the prompt's tokens but the first; None: nobody asked.
         cached_tokens: tokens of the prompt that did not run, because the prefix cache had them.
+        weights_epoch: how often the weights had been replaced that gave its tokens.
         error: why the request was refused, or lost. Nothing follows.
     """
 
@@ -163,6 +165,7 @@ class EngineOutput:
     top_log_probs: list[dict[int, float]] | None = None
     prompt_log_probs: list[float] | None = None
     cached_tokens: int = 0
+    weights_epoch: int = 0
     error: Exception | None = None
 
     @property
@@ -183,6 +186,7 @@ class EngineStatus:
         steps: forward passes.
         graphed: those of them that were a CUDA graph.
         preempted: how often a sequence gave its blocks back, to start again later.
+        weights_epoch: how often its weights were replaced.
         drafted: tokens that a draft guessed, as the first, the second and so on after a token.
         accepted: those of them that were right.
     """
@@ -194,6 +198,7 @@ class EngineStatus:
     steps: int = 0
     graphed: int = 0
     preempted: int = 0
+    weights_epoch: int = 0
     drafted: tuple[int, ...] = ()
     accepted: tuple[int, ...] = ()
 
@@ -240,9 +245,11 @@ class EngineLoop:
         engine: the engine, with no requests of others.
         tokenizer: decodes tokens; None: outputs have no text.
         ends: returns the tokens that end a text of a grammar.
+        weights: those of the engine's model; None: no others may take their place.
 
     Attributes:
         paused: whether no step is to run.
+        weights_epoch: how often weights were replaced.
     """
 
     def __init__(
@@ -250,9 +257,10 @@ class EngineLoop:
         engine: DynamicEngine,
         tokenizer: Tokenizer | None,
         ends: Callable[[], Collection[int]] = tuple,
+        weights: LoadedWeights | None = None,
     ) -> None:
-        self.engine, self._tokenizer = engine, tokenizer
-        self.paused = False
+        self.engine, self._tokenizer, self._weights = engine, tokenizer, weights
+        self.paused, self.weights_epoch = False, 0
         self._ends, self._compiling = ends, threading.Lock()
         self._compiler: GrammarCompiler | None = None
         self._grammars: OrderedDict[GrammarSource, Grammar] = OrderedDict()
@@ -273,6 +281,7 @@ class EngineLoop:
             steps=self._steps,
             graphed=self.engine.step_log.graphed,
             preempted=self._preempted,
+            weights_epoch=self.weights_epoch,
             drafted=tuple(rounds.drafted),
             accepted=tuple(rounds.accepted),
         )
@@ -335,6 +344,36 @@ class EngineLoop:
         for request_id in [*self._numbers]:
             self.abort(request_id)
 
+    def check_weights(self, weights: NewWeights) -> None:
+        """Compare names and shapes of other weights with those of the model.
+
+        Raises:
+            ConfigurationError: those of this model cannot be replaced.
+            CheckpointError: see :meth:`LoadedWeights.check`.
+        """
+        if self._weights is None:
+            raise ConfigurationError("the model is not from a folder, so its weights cannot be replaced.")
+        self._weights.check(weights)
+
+    def update_weights(self, weights: NewWeights, epoch: int | None = None) -> int:
+        """Replace the weights; return the new epoch. Requests go on from the tokens that they have.
+
+        Keys and values of the old weights are forgotten, those of prefixes, too.
+
+        Args:
+            weights: the new ones.
+            epoch: None: the next one.
+
+        Raises:
+            ConfigurationError, CheckpointError: see :meth:`check_weights`; nothing has changed.
+        """
+        self.check_weights(weights)
+        assert self._weights is not None
+        self.engine.reset_cache()
+        self._weights.read(weights)
+        self.weights_epoch = self.weights_epoch + 1 if epoch is None else epoch
+        return self.weights_epoch
+
     @property
     def idle(self) -> bool:
         """Whether no request is left, or the loop is paused, or the engine suspended."""
@@ -367,6 +406,7 @@ class EngineLoop:
                     top_log_probs=top,
                     prompt_log_probs=prompt,
                     cached_tokens=step.shared.get(number, 0),
+                    weights_epoch=self.weights_epoch,
                 )
             )
             if completion is not None:

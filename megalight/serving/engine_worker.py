@@ -20,7 +20,9 @@ from megalight.serving.messages import (
     LARGEST,
     AbortRequest,
     Ack,
+    Command,
     EngineReply,
+    Fault,
     Frame,
     Header,
     Heartbeat,
@@ -30,14 +32,23 @@ from megalight.serving.messages import (
     SubmitRequest,
     decode_for_engine,
     encode,
+    fault_of,
 )
 
 log = logging.getLogger(__name__)
 
 
-def obey(loop: EngineLoop, header: Header) -> None:
-    """Change the state of a loop."""
-    if header == "PAUSE":
+def obey(loop: EngineLoop, header: Header, weights: str = "", weights_epoch: int = 0) -> None:
+    """Change the state of a loop, or its weights.
+
+    Raises:
+        CheckpointError, ConfigurationError: see :meth:`EngineLoop.check_weights`.
+    """
+    if header == "CHECK_WEIGHTS":
+        loop.check_weights(weights)
+    elif header == "UPDATE_WEIGHTS":
+        loop.update_weights(weights, weights_epoch)
+    elif header == "PAUSE":
         loop.paused = True
     elif header == "UNPAUSE":
         loop.paused = False
@@ -69,6 +80,7 @@ class EngineWorker:
         self._name = self._identity.hex()[:8] if name is None else name
         self._epochs = itertools.count(1)
         self._epoch = 0
+        self._weights = ""
         self._failure: BaseException | None = None
 
     async def run(self) -> None:
@@ -94,7 +106,7 @@ class EngineWorker:
 
         def sink(outputs: list[EngineOutput]) -> None:
             # The epoch is the one in which the requests came: outputs of those before are of no use.
-            frame = EngineReply(self._epoch, [Output.of(output) for output in outputs])
+            frame = EngineReply(self._epoch, [Output.of(output) for output in outputs], self._loop.weights_epoch)
             events.call_soon_threadsafe(self._send, frame)
 
         self._thread = EngineThread(self._loop, sink, failed)
@@ -127,7 +139,7 @@ class EngineWorker:
 
     def _hello(self) -> None:
         self._epoch = next(self._epochs)
-        self._send(Hello(self._epoch, self._name))
+        self._send(Hello(self._epoch, self._name, self._loop.weights_epoch, self._weights))
 
     async def _listen(self, stopped: asyncio.Event) -> None:
         while True:
@@ -146,22 +158,33 @@ class EngineWorker:
             elif isinstance(message, AbortRequest):
                 self._thread.submit(Abort(message.id))
             elif isinstance(message, Rejoin):
-                await self._between_steps("STOP")
+                await self._between_steps(Command("STOP", 0))
                 self._loop.paused = False
                 self._hello()
             else:
-                await self._between_steps(message.header)
-                self._send(Ack(self._epoch, message.number))
+                error = await self._between_steps(message)
+                if message.header == "UPDATE_WEIGHTS":
+                    self._weights = message.weights
+                self._send(Ack(self._epoch, message.number, error))
                 if message.header == "STOP":
                     stopped.set()
 
-    async def _between_steps(self, header: Header) -> None:
+    async def _between_steps(self, told: Command) -> Fault | None:
+        """Do what the coordinator says; return why weights are refused. Any other error ends the engine."""
         events = asyncio.get_running_loop()
         done = events.create_future()
 
         def command(loop: EngineLoop) -> None:
-            obey(loop, header)
-            events.call_soon_threadsafe(lambda: None if done.done() else done.set_result(None))
+            error = None
+            try:
+                obey(loop, told.header, told.weights, told.weights_epoch)
+            except MegalightError as raised:
+                # After the check all others have read them, or will.
+                if told.header != "CHECK_WEIGHTS":
+                    raise
+                error = fault_of(raised)
+            events.call_soon_threadsafe(lambda: None if done.done() else done.set_result(error))
 
         self._thread.submit(command)
-        await done
+        found: Fault | None = await done
+        return found

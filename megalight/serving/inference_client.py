@@ -30,6 +30,7 @@ from megalight.serving.messages import (
     SubmitRequest,
     decode_for_client,
     encode,
+    error_of,
 )
 
 
@@ -60,7 +61,7 @@ class InferenceClient:
         check_endpoint(endpoint, keys)
         self._endpoint, self._keys, self._retry = endpoint, keys, retry
         self._streams: dict[str, _Stream] = {}
-        self._tickets: dict[int, tuple[Header, asyncio.Future[State]]] = {}
+        self._tickets: dict[int, tuple[Control, asyncio.Future[ControlAck]]] = {}
         self._numbers = itertools.count()
         self._epoch: str | None = None
         self._heard = 0.0
@@ -153,13 +154,33 @@ class InferenceClient:
         """End all engines and the coordinator."""
         return await self._control("STOP")
 
+    async def update_weights(self, weights: str, *, wait: bool = False) -> int:
+        """Let all engines read other weights; return how often that was done. They stop meanwhile.
+
+        Args:
+            weights: a checkpoint, or a folder of ``transformers``, where all engines find it now and later.
+            wait: whether requests that run end with the old weights first. Otherwise they go on with the new ones.
+
+        Raises:
+            CheckpointError, ConfigurationError: an engine refuses the weights, and all keep theirs; or requests wait
+                for a resume.
+        """
+        ack = await self._acknowledged("UPDATE_WEIGHTS", weights, wait)
+        if ack.error is not None:
+            raise error_of(ack.error)
+        return ack.weights_epoch
+
     async def _control(self, header: Header) -> State:
+        return (await self._acknowledged(header)).state
+
+    async def _acknowledged(self, header: Header, weights: str = "", wait: bool = False) -> ControlAck:
         ticket, done = next(self._numbers), asyncio.get_running_loop().create_future()
-        self._tickets[ticket] = header, done
+        control = Control(header, ticket, weights, wait)
+        self._tickets[ticket] = control, done
         await self._connected.wait()
-        self._send(Control(header, ticket))
+        self._send(control)
         try:
-            found: State = await done
+            found: ControlAck = await done
             return found
         finally:
             del self._tickets[ticket]
@@ -185,13 +206,13 @@ class InferenceClient:
                     if (stream := self._streams.get(output.id)) is None:
                         continue
                     stream.generated += output.tokens
-                    found = output.output(output.id)
+                    found = output.output(output.id, message.weights_epoch)
                     stream.outputs.put_nowait(found)
                     if found.last:
                         del self._streams[output.id]
             elif isinstance(message, ControlAck):
                 if message.ticket in self._tickets and not (done := self._tickets[message.ticket][1]).done():
-                    done.set_result(message.state)
+                    done.set_result(message)
             else:
                 self.state, self.engines = message.state, message.engines
                 if message.epoch != self._epoch:
@@ -203,8 +224,8 @@ class InferenceClient:
         self._connected.set()
         for stream in self._streams.values():
             self._send(SubmitRequest(replace(stream.request, generated=stream.generated)))
-        for ticket, (header, _) in self._tickets.items():
-            self._send(Control(header, ticket))
+        for control, _ in self._tickets.values():
+            self._send(control)
 
     def lose(self, message: str) -> None:
         """Let all requests that have not ended raise."""

@@ -10,11 +10,12 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mappi
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import lightning.pytorch as pl
 import torch
 
+from megalight.checkpoint.disk.latest_checkpoint import latest_checkpoint
 from megalight.data.chat.template import ChatTemplate
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError, LayoutError, MegalightError, integer
@@ -25,6 +26,7 @@ from megalight.inference.grammar import GrammarSource
 from megalight.inference.parallel import GenerativeModel
 from megalight.inference.scheduler import Reason
 from megalight.inference.text import NEW_TOKENS, begun
+from megalight.inference.weights import LoadedWeights, NewWeights
 from megalight.parallel.mesh import ParallelMesh, join_ranks
 from megalight.serving.asynchronous import Queue, QueueShutDown, get_asyncio_loop
 from megalight.serving.engine_loop import (
@@ -36,13 +38,28 @@ from megalight.serving.engine_loop import (
     EngineStatus,
     EngineThread,
 )
-from megalight.serving.rank_processes import RankProcesses
+from megalight.serving.rank_processes import LedWeights, RankProcesses
 from megalight.strategies.inference import InferenceModel, model_of
 
 Prompt: TypeAlias = str | Sequence[int]
 """A text, or token ids."""
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 """A conversation: ``[{"role": "user", "content": "Hello"}]``."""
+
+
+InFlight: TypeAlias = Literal["keep", "wait"]
+"""What becomes of requests that run when weights are replaced."""
+T = TypeVar("T")
+
+
+def check_in_flight(in_flight: str) -> None:
+    """Refuse another word than those of :data:`InFlight`.
+
+    Raises:
+        ConfigurationError: it is one.
+    """
+    if in_flight not in get_args(InFlight):
+        raise ConfigurationError(f"in_flight is {in_flight!r}; choose 'keep' or 'wait'.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,11 +176,13 @@ class ServedModel(ModelText):
         model: the model, whole or this rank's part.
         options: sizes of the engine.
         ranks: the processes that this one has started for other parts of the model.
+        weights: the model's; None: no others may take their place.
     """
 
     model: GenerativeModel
     options: EngineOptions
     ranks: RankProcesses | None = None
+    weights: LoadedWeights | None = None
 
     @classmethod
     def of(
@@ -214,7 +233,7 @@ class ServedModel(ModelText):
         try:
             found = TextGenerator.from_checkpoint(path, device=where, mesh=mesh, **weights)
             served = cls.of(found.model, found.tokenizer, frozenset(found.all_ends()), found.start, options)
-            served.ranks = ranks
+            served.ranks, served.weights = ranks, found.weights
             if ranks is not None:
                 _ = served.loop  # the other ranks make theirs now
         except BaseException:
@@ -228,7 +247,10 @@ class ServedModel(ModelText):
         """The engine's loop, which the first caller makes."""
         engine = self.options.engine(self.model, self.tokenizer, first_rank_only=self.ranks is not None)
         engine.create_cuda_graphs()  # no request waits for a recording later
-        return EngineLoop(engine, self.tokenizer, self.grammar_ends)
+        weights = self.weights
+        if self.ranks is not None and weights is not None:
+            weights = LedWeights(weights, engine)
+        return EngineLoop(engine, self.tokenizer, self.grammar_ends, weights)
 
     def close(self) -> None:
         """End the processes of the other ranks."""
@@ -409,6 +431,19 @@ class LLM:
                 return self.served.ranks.score(self.served.loop.engine, pairs)
             return log_likelihoods(self.served.model, pairs)
 
+    def update_weights(self, weights: NewWeights) -> int:
+        """Replace the weights; return how often that was done.
+
+        Args:
+            weights: a checkpoint, a run's folder (its newest one), a folder of ``transformers``; or, if one process has
+                the whole model, its tensors by canonical name, as of ``canonical_tensors(model)``.
+
+        Raises:
+            CheckpointError: they are of another model, or damaged; nothing has changed.
+            ConfigurationError: the model is not from a folder, or its weights are stored quantized.
+        """
+        return self.served.loop.update_weights(weights)
+
     def suspend(self) -> None:
         """Give the memory of the cache back. The next call allocates it again."""
         self.served.loop.engine.suspend()
@@ -553,6 +588,23 @@ class AsyncClient(ABC):
         """Go on with all requests: after a suspend from their first token."""
 
     @abstractmethod
+    async def update_weights(self, weights: NewWeights, *, in_flight: InFlight = "keep") -> int:
+        """Replace the weights of all engines, which stop meanwhile; return how often that was done.
+
+        Outputs say by ``weights_epoch`` which weights have given them.
+
+        Args:
+            weights: see :meth:`LLM.update_weights`. They must stay where they are until the next ones come: engines
+                that start again read them.
+            in_flight: ``keep``: requests that run go on with the new weights, from the tokens that they have; their
+                keys and values are computed again. ``wait``: they end with the old ones first, and others wait.
+
+        Raises:
+            CheckpointError, ConfigurationError: see :meth:`LLM.update_weights`; nothing has changed. Or requests that
+                run cannot end, as engines are paused or suspended.
+        """
+
+    @abstractmethod
     async def shutdown(self) -> None:
         """End after the step that runs. Streams that have not ended raise a ``MegalightError``."""
 
@@ -652,11 +704,20 @@ class AsyncLLM(AsyncClient):
         self._events: asyncio.AbstractEventLoop | None = None
         self._thread: EngineThread | None = None
         self._closed = False
+        # Clear while requests end with the old weights.
+        self._admits, self._ended_one = asyncio.Event(), asyncio.Event()
+        self._admits.set()
+        self._held = 0
+        self._updating = asyncio.Lock()
 
     async def submit(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
         """See :class:`AsyncClient`."""
-        if self._closed or self.failure is not None:
-            raise MegalightError("the engine has stopped; start it again.") from self.failure
+        self._held += 1
+        try:
+            await self._admits.wait()
+        finally:
+            self._held -= 1
+        self._check_open()
         if request.id in self._streams:
             raise ConfigurationError(f"a request {request.id!r} runs already; give each an id of its own.")
         thread, stream = self._started(), Queue[EngineOutput]()
@@ -675,6 +736,7 @@ class AsyncLLM(AsyncClient):
         finally:
             if self._streams.pop(request.id, None) is not None:
                 thread.submit(Abort(request.id))
+                self._ended_one.set()
 
     async def prepare(self, grammar: GrammarSource) -> None:
         """Compile the grammar in another thread than the engine's.
@@ -687,7 +749,7 @@ class AsyncLLM(AsyncClient):
     @property
     def unfinished(self) -> int:
         """Number of requests that run or wait."""
-        return len(self._streams)
+        return len(self._streams) + self._held
 
     @property
     def engines(self) -> Mapping[str, EngineStatus]:
@@ -711,6 +773,37 @@ class AsyncLLM(AsyncClient):
 
         await self._between_steps(act)
 
+    async def update_weights(self, weights: NewWeights, *, in_flight: InFlight = "keep") -> int:
+        """See :class:`AsyncClient`."""
+        self._check_open()
+        check_in_flight(in_flight)
+        if not isinstance(weights, Mapping):
+            # Once: all ranks must read the same.
+            weights = await asyncio.to_thread(latest_checkpoint, weights)
+        async with self._updating:
+            try:
+                if in_flight == "wait":
+                    await self._between_steps(lambda loop: loop.check_weights(weights))
+                    await self._drain()
+                return await self._between_steps(lambda loop: loop.update_weights(weights))
+            finally:
+                self._admits.set()
+
+    async def _drain(self) -> None:
+        """Admit no more requests, and wait until those that run have ended."""
+        loop = self.served.loop
+        if self._streams and (loop.paused or loop.engine.suspended):
+            raise ConfigurationError("in_flight is 'wait', and requests wait for a resume; resume, or choose 'keep'.")
+        self._admits.clear()
+        while self._streams:
+            self._ended_one.clear()
+            await self._ended_one.wait()
+        self._check_open()
+
+    def _check_open(self) -> None:
+        if self._closed or self.failure is not None:
+            raise MegalightError("the engine has stopped; start it again.") from self.failure
+
     async def shutdown(self) -> None:
         """End after the step that runs. Streams that have not ended raise a ``MegalightError``."""
         self._closed = True
@@ -719,17 +812,24 @@ class AsyncLLM(AsyncClient):
         await asyncio.to_thread(self.served.close)
         self._end_streams()
 
-    async def _between_steps(self, act: Callable[[EngineLoop], None]) -> None:
+    async def _between_steps(self, act: Callable[[EngineLoop], T]) -> T:
         thread, done = self._started(), get_asyncio_loop().create_future()
 
         def command(loop: EngineLoop) -> None:
-            act(loop)
-            events.call_soon_threadsafe(done.set_result, None)
+            try:
+                found = act(loop)
+            except BaseException as error:
+                events.call_soon_threadsafe(done.set_exception, error)
+                if not isinstance(error, MegalightError):
+                    raise
+            else:
+                events.call_soon_threadsafe(done.set_result, found)
 
         events = get_asyncio_loop()
         thread.submit(command)
         # Shielded: nobody sets a future that was cancelled.
-        await asyncio.shield(done)
+        answer: T = await asyncio.shield(done)
+        return answer
 
     def _started(self) -> EngineThread:
         if self._thread is None:
@@ -750,6 +850,7 @@ class AsyncLLM(AsyncClient):
                 stream.put_nowait(output)
                 if output.last:
                     del self._streams[output.id]
+                    self._ended_one.set()
 
     def _ended(self, error: BaseException) -> None:
         assert self._events is not None
@@ -764,3 +865,4 @@ class AsyncLLM(AsyncClient):
         for stream in self._streams.values():
             stream.shutdown()
         self._streams.clear()
+        self._ended_one.set()

@@ -10,18 +10,36 @@ from typing import Literal
 
 import msgspec
 
-from megalight.errors import ConfigurationError, DataError, MegalightError
+from megalight.errors import CheckpointError, ConfigurationError, DataError, MegalightError
 from megalight.inference.scheduler import Reason
 from megalight.serving.engine_loop import EngineOutput, EngineRequest, EngineStatus
 
-Header = Literal["PAUSE", "UNPAUSE", "SUSPEND", "RESUME", "STOP"]
-"""What engines can be told."""
-State = Literal["RUNNING", "PAUSING", "PAUSED", "SUSPENDING", "SUSPENDED", "RESUMING", "STOPPING", "STOPPED"]
+Header = Literal["PAUSE", "UNPAUSE", "SUSPEND", "RESUME", "STOP", "CHECK_WEIGHTS", "UPDATE_WEIGHTS"]
+"""What engines can be told. Clients ask for all but the check, which comes before each update."""
+State = Literal[
+    "RUNNING", "PAUSING", "PAUSED", "SUSPENDING", "SUSPENDED", "RESUMING", "STOPPING", "STOPPED", "UPDATING"
+]
 """What all engines do."""
 LARGEST = 64 * 2**20
 """Bytes of the largest frame. Who sends more is disconnected."""
-ERRORS: dict[str, type[MegalightError]] = {"data": DataError, "configuration": ConfigurationError}
+ERRORS: dict[str, type[MegalightError]] = {
+    "data": DataError,
+    "configuration": ConfigurationError,
+    "checkpoint": CheckpointError,
+}
 """Errors that keep their class on the way; others become a ``MegalightError``."""
+Fault = tuple[str, str]
+"""An error in a message: its kind and its text."""
+
+
+def fault_of(error: Exception) -> Fault:
+    """Return an error as it is sent."""
+    return next((name for name, known in ERRORS.items() if isinstance(error, known)), ""), str(error)
+
+
+def error_of(fault: Fault) -> MegalightError:
+    """Return an error that was sent."""
+    return ERRORS.get(fault[0], MegalightError)(fault[1])
 
 
 class Frame(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -39,15 +57,11 @@ class Output(msgspec.Struct, array_like=True, gc=False):
     top_log_probs: list[dict[int, float]] | None = None
     prompt_log_probs: list[float] | None = None
     cached_tokens: int = 0
-    error: tuple[str, str] | None = None
+    error: Fault | None = None
 
     @classmethod
     def of(cls, output: EngineOutput) -> Output:
         """Return an output as a message."""
-        error = None
-        if output.error is not None:
-            kind = next((name for name, known in ERRORS.items() if isinstance(output.error, known)), "")
-            error = (kind, str(output.error))
         return cls(
             output.id,
             output.text,
@@ -57,12 +71,11 @@ class Output(msgspec.Struct, array_like=True, gc=False):
             output.top_log_probs,
             output.prompt_log_probs,
             output.cached_tokens,
-            error,
+            None if output.error is None else fault_of(output.error),
         )
 
-    def output(self, request_id: str) -> EngineOutput:
+    def output(self, request_id: str, weights_epoch: int) -> EngineOutput:
         """Return the message as the output of a request."""
-        error = None if self.error is None else ERRORS.get(self.error[0], MegalightError)(self.error[1])
         return EngineOutput(
             id=request_id,
             text=self.text,
@@ -72,7 +85,8 @@ class Output(msgspec.Struct, array_like=True, gc=False):
             top_log_probs=self.top_log_probs,
             prompt_log_probs=self.prompt_log_probs,
             cached_tokens=self.cached_tokens,
-            error=error,
+            weights_epoch=weights_epoch,
+            error=None if self.error is None else error_of(self.error),
         )
 
 
@@ -109,30 +123,40 @@ class AbortRequest(Frame, frozen=True):
 
 
 class Control(Frame, frozen=True):
-    """A client wants all engines to change their state. The ticket is in the answer."""
+    """A client wants all engines to change their state, or their weights. The ticket is in the answer.
+
+    ``wait``: requests that run end with the old weights first.
+    """
 
     header: Header
     ticket: int
+    weights: str = ""
+    wait: bool = False
 
 
 class ControlAck(Frame, frozen=True):
-    """All engines have acknowledged, or the state was such before."""
+    """All engines have acknowledged, or the state was such before. Or an engine refuses the weights."""
 
     ticket: int
     state: State
+    weights_epoch: int = 0
+    error: Fault | None = None
 
 
 class Reply(Frame, frozen=True):
     """What a step gave the requests of a client."""
 
     outputs: list[Output]
+    weights_epoch: int = 0
 
 
 class Hello(Frame, frozen=True):
-    """An engine is there, and has no requests. Each hello has a new epoch."""
+    """An engine is there, and has no requests. Each hello has a new epoch. ``weights`` are those that it was given."""
 
     epoch: int
     name: str = ""
+    weights_epoch: int = 0
+    weights: str = ""
 
 
 class Rejoin(Frame, frozen=True):
@@ -144,6 +168,7 @@ class EngineReply(Frame, frozen=True):
 
     epoch: int
     outputs: list[Output]
+    weights_epoch: int = 0
 
 
 class Heartbeat(Frame, frozen=True):
@@ -154,17 +179,20 @@ class Heartbeat(Frame, frozen=True):
 
 
 class Command(Frame, frozen=True):
-    """An engine is to change its state, and acknowledge the number."""
+    """An engine is to change its state or weights, and acknowledge the number."""
 
     header: Header
     number: int
+    weights: str = ""
+    weights_epoch: int = 0
 
 
 class Ack(Frame, frozen=True):
-    """An engine has changed its state."""
+    """An engine has done what it was told, or refuses the weights."""
 
     epoch: int
     number: int
+    error: Fault | None = None
 
 
 ToCoordinator = Connect | SubmitRequest | AbortRequest | Control | Hello | EngineReply | Heartbeat | Ack

@@ -110,6 +110,7 @@ class _Engines(Collector):
             (CounterMetricFamily, "steps", "Forward passes", "steps"),
             (CounterMetricFamily, "graphed_steps", "Forward passes that were a CUDA graph", "graphed"),
             (CounterMetricFamily, "preemptions", "Sequences that gave their blocks back", "preempted"),
+            (GaugeMetricFamily, "weights_epoch", "How often the weights were replaced", "weights_epoch"),
         ):
             family = kind(f"megalight_{name}", what, labels=["model", "engine"])
             for engine, status in engines.items():

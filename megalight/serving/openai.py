@@ -21,6 +21,7 @@ from megalight.errors import MegalightError
 from megalight.inference import SamplingParams
 from megalight.inference.grammar import GrammarSource
 from megalight.serving.engine_loop import EngineOutput
+from megalight.serving.llm import InFlight
 from megalight.serving.tool_calls import AnswerParser, Part, ToolForm, call_id
 
 FINISH = {"end": "stop", "stop": "stop", "length": "length"}
@@ -475,6 +476,13 @@ class DetokenizeBody(Body):
 
     model: str | None = None
     tokens: list[Token]
+
+
+class WeightsBody(Body):
+    """``/weights``."""
+
+    path: Annotated[str, Field(min_length=1, max_length=4096)]
+    in_flight: InFlight = "keep"
 
 
 @dataclass

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megalight.errors import DataError, LayoutError, MegalightError
+from megalight.errors import CheckpointError, ConfigurationError, DataError, LayoutError, MegalightError
 from megalight.evaluation import Continuation, LogLikelihood, log_likelihoods
 from megalight.inference import DynamicEngine, ParallelGPT, TextGenerator
+from megalight.inference.weights import LoadedWeights, NewWeights
 from megalight.parallel.groups import end_at_exit
 from megalight.parallel.mesh import ParallelMesh
 from megalight.serving.engine_loop import EngineOptions
@@ -161,9 +162,8 @@ class RankProcesses:
 
     def score(self, engine: DynamicEngine, continuations: Sequence[Continuation]) -> list[LogLikelihood]:
         """Score continuations with all ranks."""
-        assert isinstance(engine.model, ParallelGPT)
-        engine.close()
-        return log_likelihoods(engine.model, engine.model.call([*continuations]))
+        _lead(engine, "score", [*continuations])
+        return log_likelihoods(engine.model, continuations)
 
     def close(self) -> None:
         """End the processes."""
@@ -171,6 +171,36 @@ class RankProcesses:
         atexit.unregister(self.close)
         for process in self._processes:
             end_process(process)
+
+
+class LedWeights(LoadedWeights):
+    """The weights of a model whose other ranks follow the first one."""
+
+    def __init__(self, weights: LoadedWeights, engine: DynamicEngine) -> None:
+        self._weights, self._engine = weights, engine
+
+    def check(self, weights: NewWeights) -> None:
+        """See :class:`LoadedWeights`."""
+        _lead(self._engine, "check", _place(weights))
+        self._weights.check(weights)
+
+    def read(self, weights: NewWeights) -> None:
+        """See :class:`LoadedWeights`."""
+        _lead(self._engine, "read", _place(weights))
+        self._weights.read(weights)
+
+
+def _place(weights: NewWeights) -> str:
+    if isinstance(weights, Mapping):
+        raise ConfigurationError("the model is divided over processes, which read new weights from a folder; save one.")
+    return os.fspath(weights)
+
+
+def _lead(engine: DynamicEngine, *job: Any) -> None:
+    """Let the other ranks do something beside the engine, as the first one does now."""
+    assert isinstance(engine.model, ParallelGPT)
+    engine.close()
+    engine.model.call(job)
 
 
 def _join(store: dist.Store, size: int, rank: int, kind: str) -> tuple[ParallelMesh, torch.device]:
@@ -189,16 +219,22 @@ def follow() -> None:
     mesh, device = _join(store, settings["size"], settings["rank"], settings["device"])
     path, options, weights = from_settings(settings)
     try:
-        model = TextGenerator.from_checkpoint(path, device=device, mesh=mesh, **weights).model
-        engine = options.engine(model, first_rank_only=True)
+        found = TextGenerator.from_checkpoint(path, device=device, mesh=mesh, **weights)
+        engine = options.engine(found.model, first_rank_only=True)
     except MegalightError:
         sys.exit(1)  # the first rank tells it
-    assert isinstance(model, ParallelGPT)
+    assert isinstance(found.model, ParallelGPT) and found.weights is not None
+    jobs: dict[str, Callable[[Any], Any]] = {
+        "score": lambda continuations: log_likelihoods(found.model, continuations),
+        "check": found.weights.check,
+        "read": found.weights.read,
+    }
     try:
         while True:
             engine.follow()
-            with suppress(DataError):  # the first rank raises it, too
-                log_likelihoods(model, model.call(list[Continuation]()))
+            name, argument = found.model.call(("", None))
+            with suppress(DataError, CheckpointError, ConfigurationError):  # the first rank raises it, too
+                jobs[name](argument)
     except RuntimeError:
         # If the first rank is gone, this process ends meanwhile: connections may close before the standard input.
         time.sleep(LOST_SECONDS)

@@ -22,14 +22,15 @@ import torch
 from megalight import errors
 from megalight.checkpoint.disk.latest_checkpoint import latest_checkpoint
 from megalight.data.tokenizer import Tokenizer
-from megalight.errors import LayoutError, MegalightError, integer
+from megalight.errors import ConfigurationError, LayoutError, MegalightError, integer
 from megalight.inference.grammar import GrammarSource
 from megalight.inference.text import tokenizer_of
+from megalight.inference.weights import NewWeights
 from megalight.serving.coordinator import DataParallelInferenceCoordinator
 from megalight.serving.engine_loop import EngineOptions, EngineOutput, EngineRequest, EngineStatus
 from megalight.serving.engine_worker import EngineWorker
 from megalight.serving.inference_client import InferenceClient
-from megalight.serving.llm import AsyncClient, ModelText, ServedModel
+from megalight.serving.llm import AsyncClient, InFlight, ModelText, ServedModel, check_in_flight
 from megalight.serving.rank_processes import as_settings, end_process, from_settings, settings_of, start_process
 
 log = logging.getLogger(__name__)
@@ -315,6 +316,15 @@ class ReplicatedLLM(AsyncClient):
     async def resume(self) -> None:
         """Go on with all requests: after a suspend from their first token."""
         await self._started().resume()
+
+    async def update_weights(self, weights: NewWeights, *, in_flight: InFlight = "keep") -> int:
+        """See :class:`AsyncClient`. The weights are in a folder."""
+        check_in_flight(in_flight)
+        if isinstance(weights, Mapping):
+            raise ConfigurationError("the engines are other processes, which read new weights from a folder; save one.")
+        # Once: all engines must read the same.
+        path = await asyncio.to_thread(latest_checkpoint, weights)
+        return await self._started().update_weights(str(path), wait=in_flight == "wait")
 
     async def shutdown(self) -> None:
         """End all processes. Streams that have not ended raise a ``MegalightError``."""

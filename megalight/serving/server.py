@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from importlib.resources import files
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO, TypeAlias, TypeVar
 
 import fastapi
 import uvicorn
@@ -44,6 +44,7 @@ from megalight.serving.openai import (
     CompletionBody,
     DetokenizeBody,
     TokenizeBody,
+    WeightsBody,
     refused,
 )
 from megalight.serving.tool_calls import END_THINK, THINK, AnswerParser, ToolForm, marks_of, rules
@@ -64,7 +65,7 @@ PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 """A browser runs the page's own script alone, and asks this server alone."""
-CONTROLS = ("/pause", "/suspend", "/resume")
+CONTROLS = ("/pause", "/suspend", "/resume", "/weights")
 """Routes for whoever runs the server, with a key of their own."""
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"description": "A field, and the rule that it breaks"},
@@ -258,6 +259,10 @@ def _response(error: APIError) -> JSONResponse:
     return JSONResponse(error.body, error.status, headers)
 
 
+Outputs: TypeAlias = list[tuple[int, EngineOutput]]
+"""What choices have got meanwhile, each with its place."""
+
+
 @dataclass(frozen=True)
 class _Answered:
     """What a route has made of a body.
@@ -311,8 +316,7 @@ class Endpoints:
 
     async def ready(self) -> Response:
         """Say whether requests are accepted: 200, or 503."""
-        if self.llm.failure is not None:
-            raise APIError(503, "the engine has stopped.")
+        self._check_engine()
         if self._state != "running":
             raise APIError(503, f"the engine is {self._state}.", None, self._state)
         return JSONResponse({"status": "ready"})
@@ -329,13 +333,28 @@ class Endpoints:
         """Go on with all requests."""
         return await self._control(self.llm.resume, "running")
 
+    async def weights(self, request: Request) -> Response:
+        """Replace the weights of all engines. They stop meanwhile."""
+        body = WeightsBody.read(await request.body())
+        self._check_engine()
+        async with self._controlling:
+            try:
+                epoch = await self.llm.update_weights(body.path, in_flight=body.in_flight)
+            except MegalightError as error:
+                self._check_engine()
+                raise APIError(400, str(error), "path") from error
+        return JSONResponse({"state": self._state, "weights_epoch": epoch})
+
     async def _control(self, act: Callable[[], Awaitable[None]], state: str) -> Response:
-        if self.llm.failure is not None:
-            raise APIError(503, "the engine has stopped.")
+        self._check_engine()
         async with self._controlling:
             await act()
             self._state = state
         return JSONResponse({"state": state})
+
+    def _check_engine(self) -> None:
+        if self.llm.failure is not None:
+            raise APIError(503, "the engine has stopped.")
 
     async def embeddings(self) -> Response:
         """Refuse: the models that generate text have no embeddings of texts."""
@@ -492,9 +511,11 @@ class Endpoints:
         async with aclosing(outputs):  # type: ignore[type-var]
 
             async def rest() -> None:
-                answer.take(*first)
-                async for choice, output in outputs:
+                for choice, output in first:
                     answer.take(choice, output)
+                async for several in outputs:
+                    for choice, output in several:
+                        answer.take(choice, output)
 
             await while_connected(request.receive, rest())
         return JSONResponse(answer.whole())
@@ -522,7 +543,7 @@ class Endpoints:
         if self._grammars is not None:
             await self._grammars.close()
 
-    async def _first(self, outputs: AsyncIterator[tuple[int, EngineOutput]], body: Body) -> tuple[int, EngineOutput]:
+    async def _first(self, outputs: AsyncIterator[Outputs], body: Body) -> Outputs:
         with _refusing(body, lost=lambda: self.llm.failure is not None):
             try:
                 async with asyncio.timeout(self.limits.first_token_seconds):
@@ -536,22 +557,25 @@ class Endpoints:
     async def _chunks(
         self,
         answer: CompletionAnswer,
-        first: tuple[int, EngineOutput],
-        outputs: AsyncIterator[tuple[int, EngineOutput]],
+        first: Outputs,
+        outputs: AsyncIterator[Outputs],
         body: CompletionBody | ChatBody,
     ) -> AsyncIterator[str]:
-        """Yield the events of a stream. An error in the midst of it is the last one."""
+        """Yield the events of a stream, together those that are there. An error in the midst of it is the last one."""
         try:
             async with aclosing(outputs):  # type: ignore[type-var]
                 for chunk in answer.first_chunks():
                     yield _event(chunk)
-                choice, output = first
-                while True:
-                    for chunk in answer.chunks(choice, output, answer.take(choice, output)):
-                        yield _event(chunk)
-                    if (following := await anext(outputs, None)) is None:
-                        break
-                    choice, output = following
+                several: Outputs | None = first
+                while several is not None:
+                    events = [
+                        _event(chunk)
+                        for choice, output in several
+                        for chunk in answer.chunks(choice, output, answer.take(choice, output))
+                    ]
+                    if events:
+                        yield "".join(events)
+                    several = await anext(outputs, None)
             if body.wants_usage:
                 yield _event(answer.usage_chunk())
         except APIError as error:
@@ -577,8 +601,8 @@ def _refusing(body: Body, lost: Callable[[], bool] = lambda: False) -> Iterator[
         raise APIError(503, "the engine has stopped; send the request again.", None, "unavailable", 1) from error
 
 
-async def merged(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T]]:
-    """Yield what several streams give, each with the stream's place. The first error ends all."""
+async def merged(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[list[tuple[int, T]]]:
+    """Yield what several streams have given meanwhile, each with the stream's place. The first error ends all."""
     queue = Queue[tuple[int, T | None, BaseException | None]]()
 
     async def drain(place: int, stream: AsyncIterator[T]) -> None:
@@ -595,13 +619,20 @@ async def merged(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int
     try:
         left = len(tasks)
         while left:
-            place, item, error = await queue.get()
-            if error is not None:
-                raise error
-            if item is None:
-                left -= 1
-            else:
-                yield place, item
+            found, failed = list[tuple[int, T]](), None
+            events = [await queue.get()]
+            while not queue.empty():
+                events.append(queue.get_nowait())
+            for place, item, error in events:
+                failed = failed or error
+                if item is not None:
+                    found.append((place, item))
+                elif error is None:
+                    left -= 1
+            if found:
+                yield found
+            if failed is not None:
+                raise failed
     finally:
         for task in tasks:
             task.cancel()
@@ -680,9 +711,7 @@ def app_of(
         ("/tokenize", routes.tokenize, TokenizeBody),
         ("/detokenize", routes.detokenize, DetokenizeBody),
     ):
-        # Bodies are read by the routes: FastAPI's reader recurses in deeply nested ones.
-        schema = {"required": True, "content": {"application/json": {"schema": _flat(body.model_json_schema())}}}
-        app.post(path, response_model=None, responses=ERRORS, openapi_extra={"requestBody": schema})(route)
+        app.post(path, response_model=None, responses=ERRORS, openapi_extra=_described(body))(route)
     for path, get in (
         ("/health", routes.health),
         ("/ready", routes.ready),
@@ -693,9 +722,11 @@ def app_of(
 
     app.get("/metrics", response_model=None, response_class=PlainTextResponse)(routes.metrics_page)
     app.post("/v1/embeddings", response_model=None, responses=ERRORS)(routes.embeddings)
-    for path, control in zip(CONTROLS, (routes.pause, routes.suspend, routes.resume), strict=True):
-        if control_keys:
+    if control_keys:
+        for path, control in zip(CONTROLS, (routes.pause, routes.suspend, routes.resume), strict=False):
             app.post(path, response_model=None)(control)
+        described = _described(WeightsBody)
+        app.post("/weights", response_model=None, responses=ERRORS, openapi_extra=described)(routes.weights)
     for path, (file, kind) in PAGE.items():
         app.get(path, response_model=None, include_in_schema=False)(_page_route(file, kind))
 
@@ -725,6 +756,12 @@ def _page_route(file: str, kind: str) -> Callable[[], Awaitable[Response]]:
         return Response(data, media_type=f"{kind}; charset=utf-8", headers=PAGE_HEADERS)
 
     return page
+
+
+def _described(body: type[Body]) -> dict[str, Any]:
+    """Return what OpenAPI says of a body. Routes read it: FastAPI's reader recurses in deeply nested ones."""
+    schema = _flat(body.model_json_schema())
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def _flat(schema: dict[str, Any]) -> dict[str, Any]:

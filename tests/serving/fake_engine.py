@@ -30,6 +30,7 @@ class FakeEngine:
         self._seconds = seconds
         self._running: dict[int, dict[str, Any]] = {}
         self.step_log = SimpleNamespace(graphed=0)
+        self.resets = 0
 
     @property
     def running(self) -> int:
@@ -87,6 +88,9 @@ class FakeEngine:
         for number in finished:
             del self._running[number]
         return EngineStep(tokens, finished, [], {})
+
+    def reset_cache(self) -> None:
+        self.resets += 1
 
     def suspend(self) -> None:
         self.suspended = True

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megalight.data.tokenizer import Tokenizer
-from megalight.errors import ConfigurationError, DataError, MegalightError
+from megalight.errors import CheckpointError, ConfigurationError, DataError, MegalightError
 from megalight.inference import SamplingParams
 from megalight.serving import LLM, EngineLoop, EngineOutput, EngineRequest
 from tests.serving.fake_engine import FakeEngine
@@ -263,6 +263,73 @@ def test_a_new_engine_comes_into_the_state_of_the_others(tmp_path: Path, tokeniz
         assert await client.resume() == "RUNNING"
         assert await task == alone(request(1), tokenizer)
         assert not loop.paused
+
+    run(tmp_path, tokenizer, test)
+
+
+class FakeWeights:
+    """Weights that are read by their name; ``bad`` ones are refused."""
+
+    def __init__(self) -> None:
+        self.read_from: list[str] = []
+
+    def check(self, weights: str) -> None:
+        if weights == "bad":
+            raise CheckpointError("bad is of another model")
+
+    def read(self, weights: str) -> None:
+        self.check(weights)
+        self.read_from.append(weights)
+
+
+def test_all_engines_have_new_weights_or_none(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    requests = mixed(16, tokens=200)
+
+    async def test(cluster: Cluster, client: InferenceClient) -> None:
+        weights = [FakeWeights() for _ in range(3)]
+        for loop, each in zip(cluster.loops, weights, strict=False):
+            loop._weights = each  # type: ignore[assignment]
+        answers = asyncio.gather(*(answer(client, each) for each in requests))
+        await asyncio.sleep(0.05)
+        with pytest.raises(CheckpointError, match="bad is of another model"):
+            await client.update_weights("bad")
+        assert await client.update_weights("first") == 1
+        assert [each.read_from for each in weights] == [["first"], ["first"], []]
+        assert [loop.engine.resets for loop in cluster.loops] == [1, 1]  # type: ignore[attr-defined]
+        # One that comes later reads them first, also from a coordinator that has come after the engines.
+        await cluster.kill_coordinator()
+        cluster.start()
+        await cluster.ready(2)
+        cluster.engine()._weights = weights[2]  # type: ignore[assignment]
+        await cluster.ready(3)
+        assert await client.pause() == "PAUSED"
+        assert weights[2].read_from == ["first"]
+        waits = asyncio.create_task(answer(client, request(77)))
+        with pytest.raises(ConfigurationError, match="wait for a resume"):
+            await client.update_weights("second", wait=True)
+        assert await client.update_weights("second") == 2
+        assert (cluster.coordinator.state, waits.done()) == ("PAUSED", False)
+        assert await client.resume() == "RUNNING"
+        assert await answers == [alone(each, tokenizer) for each in requests]
+        assert await waits == alone(request(77), tokenizer)
+        # Those that run end with the old ones, and others wait.
+        epochs: dict[int, set[int]] = {}
+
+        async def one(number: int) -> None:
+            outputs = [output async for output in client.submit(request(number, tokens=60))]
+            epochs[number] = {output.weights_epoch for output in outputs}
+
+        before = [asyncio.create_task(one(number)) for number in range(100, 106)]
+        await asyncio.sleep(0.03)
+        update = asyncio.create_task(client.update_weights("third", wait=True))
+        async with asyncio.timeout(5):
+            while not cluster.coordinator._draining:
+                await asyncio.sleep(0.001)
+        after = [asyncio.create_task(one(number)) for number in range(106, 112)]
+        assert await update == 3
+        await asyncio.gather(*before, *after)
+        assert [epochs[number] for number in range(100, 112)] == [{2}] * 6 + [{3}] * 6
+        assert [each.read_from[-1] for each in weights] == ["third"] * 3
 
     run(tmp_path, tokenizer, test)
 

@@ -478,6 +478,13 @@ def test_a_server_is_paused_suspended_and_resumed(folder: Path) -> None:
             assert not waiting.done(), "accepted, and waits"
             await control("/resume", "running", 200)
             assert (await task).json()["choices"] == (await waiting).json()["choices"] == expected
+        for values, text in (({"path": "/none"}, "/none"), ({"path": str(folder), "in_flight": "now"}, "in_flight")):
+            answer = await served.post("/weights", values, Authorization="Bearer control")
+            assert (answer.status_code, text in answer.json()["error"]["message"]) == (400, True)
+        answer = await served.post("/weights", {"path": str(folder)}, Authorization="Bearer control")
+        assert answer.json() == {"state": "running", "weights_epoch": 1}
+        assert (await served.post("/v1/completions", body)).json()["choices"] == expected
+        assert 'megalight_weights_epoch{engine="0",model="small"} 1.0' in (await served.http.get("/metrics")).text
         answer = await served.post("/v1/embeddings", {"model": "small", "input": "a"})
         assert (answer.status_code, answer.json()["error"]["param"]) == (404, "model")
 
@@ -656,7 +663,7 @@ def test_merged_streams_keep_their_order_and_end_with_the_first_error() -> None:
             closed.append(name)
 
     async def main() -> None:
-        found = [item async for item in merged([count("a", 3), count("b", 5)])]
+        found = [item async for several in merged([count("a", 3), count("b", 5)]) for item in several]
         assert [item for place, item in found if place == 0] == ["a0", "a1", "a2"]
         assert [item for place, item in found if place == 1] == ["b0", "b1", "b2", "b3", "b4"]
         with pytest.raises(ValueError, match="c"):

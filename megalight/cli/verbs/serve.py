@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--control-key",
         action="append",
         default=[],
-        help=f"a key for /pause, /suspend and /resume (default: {CONTROL_KEY}). Without one there are no such routes",
+        help=f"a key for /pause, /suspend, /resume, /weights (default: {CONTROL_KEY}). Without it there are none",
     )
     parser.add_argument("--events", help="a file to which a line of JSON is added for each event of a request")
     for option, kind, what in (
