@@ -23,7 +23,7 @@ from megalight.errors import ConfigurationError, DataError, integer
 from megalight.inference.blocks import BLOCK_SIZE, BlockPool, span_counts
 from megalight.inference.cache import Cache
 from megalight.inference.engine_memory import CacheForms, HostWeights, ManagedPages, Memory, check_memory, layers_of
-from megalight.inference.grammar import Grammar
+from megalight.inference.grammar import Grammar, GrammarSource
 from megalight.inference.parallel import GenerativeModel, ParallelGPT, device_of, generative
 from megalight.inference.passes import NOT_FINITE, EngineStep, OpenStep, PassesInFlight
 from megalight.inference.prompts import check_prompts, end_ids, new_seed
@@ -219,6 +219,7 @@ class DynamicEngine:
         if first_rank_only and self._parallel is not None:
             self._leads, self._follows = self._parallel.first, not self._parallel.first
         self._calls: list[_Call] = []
+        self._compile: Callable[[GrammarSource, frozenset[int]], Grammar] | None = None
         self._agreement: Callable[[], int] | None = None
         self._count = 0
         self._seeds: Generator | None = None
@@ -309,8 +310,9 @@ class DynamicEngine:
                 matcher=None if grammar is None else grammar.start(),
             )
             self._enter(request)
-            # What a request does after each token, its first rank alone knows.
-            self._tell("_enter", replace(request, tokens=[*prompt], stop=None))
+            # What a request does after each token, its first rank alone knows. Each rank compiles its grammar.
+            told = replace(request, tokens=[*prompt], stop=None, matcher=None)
+            self._tell("_enter", told, *(() if grammar is None else (grammar.source, grammar.ends)))
         return number
 
     def _check_grammar(self, grammar: Grammar, sampling_params: SamplingParams) -> None:
@@ -325,10 +327,6 @@ class DynamicEngine:
             raise ConfigurationError(
                 f"min_new_tokens is {sampling_params.min_new_tokens}, but a grammar says itself when a text may end; "
                 "leave it 0."
-            )
-        if self._leads:
-            raise ConfigurationError(
-                "a grammar needs equal calls on all ranks; make the engine with first_rank_only=False."
             )
 
     def log_probs(self, number: int) -> tuple[list[float] | None, list[dict[int, float]] | None, list[float] | None]:
@@ -416,7 +414,11 @@ class DynamicEngine:
                 "end. Lower max_new_tokens (--max-new-tokens), or raise num_blocks (--cache-tokens)."
             )
 
-    def _enter(self, request: Request) -> None:
+    def _enter(self, request: Request, source: GrammarSource | None = None, ends: frozenset[int] = frozenset()) -> None:
+        if source is not None:
+            if self._compile is None:
+                raise ConfigurationError("a request has a grammar, and follow() has no function that compiles it.")
+            request.matcher = self._compile(source, ends).start()
         self._count = request.number + 1
         request.events.append(RequestEvent.now(RequestEventKind.ADD))
         self._requests[request.number] = request
@@ -514,17 +516,21 @@ class DynamicEngine:
         self._agreement = self._parallel.asking_replicas(int(wanted))
         return True
 
-    def follow(self) -> None:
+    def follow(self, grammar: Callable[[GrammarSource, frozenset[int]], Grammar] | None = None) -> None:
         """Do what the first rank of the replica is asked to do, until its :meth:`close`. The other ranks call this.
 
+        Args:
+            grammar: compiles the grammar of a request, whose text ends with one of the tokens. None: there are none.
+
         Raises:
-            ConfigurationError: this rank is the first, or all ranks make the same calls.
+            ConfigurationError: this rank is the first, or all ranks make the same calls; or there is a grammar.
         """
         if self._parallel is None or not self._follows:
             raise ConfigurationError(
                 "this rank follows no other: it is the first rank of its replica, or all ranks make the same calls "
                 "(first_rank_only=False)."
             )
+        self._compile = grammar
         while True:
             for name, argument in self._parallel.call(list[_Call]()):
                 if name == "close":

@@ -34,12 +34,13 @@ class Grammar:
     """What a completion may be; :class:`GrammarCompiler` makes it.
 
     Attributes:
+        source: its text.
         ends: tokens that end a text which is complete.
         vocab_size: of the model.
     """
 
-    def __init__(self, matcher: Any, ends: frozenset[int], vocab_size: int) -> None:
-        self._matcher, self.ends, self.vocab_size = matcher, ends, vocab_size
+    def __init__(self, matcher: Any, source: GrammarSource, ends: frozenset[int], vocab_size: int) -> None:
+        self._matcher, self.source, self.ends, self.vocab_size = matcher, source, ends, vocab_size
 
     def start(self) -> Any:
         """Return a matcher at the beginning of a text."""
@@ -77,7 +78,7 @@ class GrammarCompiler:
             made = self._package.LLMatcher.grammar_from_json_schema(json.dumps(values))
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigurationError(f"the JSON schema cannot be read: {error}.") from error
-        return self._grammar("JSON schema", made)
+        return self._grammar("JSON schema", made, GrammarSource("json_schema", json.dumps(values)))
 
     def regex(self, pattern: str) -> Grammar:
         """Return the grammar of texts that a regular expression matches as a whole.
@@ -87,7 +88,8 @@ class GrammarCompiler:
         """
         if not isinstance(pattern, str):
             raise ConfigurationError(f"the regular expression is {pattern!r}; it must be a text.")
-        return self._grammar("regular expression", self._package.LLMatcher.grammar_from_regex(pattern))
+        made = self._package.LLMatcher.grammar_from_regex(pattern)
+        return self._grammar("regular expression", made, GrammarSource("regex", pattern))
 
     def lark(self, rules: str) -> Grammar:
         """Return the grammar of rules in the language of ``lark``, of which ``start`` is the whole.
@@ -95,7 +97,8 @@ class GrammarCompiler:
         Raises:
             ConfigurationError: they are none, or too large.
         """
-        return self._grammar("grammar", self._package.LLMatcher.grammar_from_lark(rules))
+        made = self._package.LLMatcher.grammar_from_lark(rules)
+        return self._grammar("grammar", made, GrammarSource("lark", rules))
 
     def compile(self, source: GrammarSource) -> Grammar:
         """Return the grammar of a text.
@@ -105,9 +108,9 @@ class GrammarCompiler:
         """
         return {"json_schema": self.json_schema, "regex": self.regex, "lark": self.lark}[source.kind](source.text)
 
-    def _grammar(self, what: str, made: str) -> Grammar:
+    def _grammar(self, what: str, made: str, source: GrammarSource) -> Grammar:
         # Its limits on symbols, states and work hold now, and in each step.
         matcher = self._package.LLMatcher(self._tokenizer, made, log_level=0)
         if matcher.is_error():
             raise ConfigurationError(f"the {what} is wrong or too large: {matcher.get_error()}.")
-        return Grammar(matcher, self._ends, self._vocab_size)
+        return Grammar(matcher, source, self._ends, self._vocab_size)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -23,10 +24,11 @@ import torch.distributed as dist
 from megalight.errors import CheckpointError, ConfigurationError, DataError, LayoutError, MegalightError
 from megalight.evaluation import Continuation, LogLikelihood, log_likelihoods
 from megalight.inference import DynamicEngine, ParallelGPT, TextGenerator
+from megalight.inference.grammar import Grammar, GrammarCompiler, GrammarSource
 from megalight.inference.weights import LoadedWeights, NewWeights
 from megalight.parallel.groups import end_at_exit
 from megalight.parallel.mesh import ParallelMesh
-from megalight.serving.engine_loop import EngineOptions
+from megalight.serving.engine_loop import KEPT_GRAMMARS, EngineOptions
 
 HOST = "127.0.0.1"
 CLOSE_SECONDS = 10
@@ -229,9 +231,19 @@ def follow() -> None:
         "check": found.weights.check,
         "read": found.weights.read,
     }
+    vocabulary = found.model.config.vocab_size
+
+    @cache
+    def compiler(ends: frozenset[int]) -> GrammarCompiler:
+        return GrammarCompiler(found.tokenizer, vocabulary, ends)
+
+    @lru_cache(KEPT_GRAMMARS)
+    def grammar(source: GrammarSource, ends: frozenset[int]) -> Grammar:
+        return compiler(ends).compile(source)
+
     try:
         while True:
-            engine.follow()
+            engine.follow(grammar)
             name, argument = found.model.call(("", None))
             with suppress(DataError, CheckpointError, ConfigurationError):  # the first rank raises it, too
                 jobs[name](argument)

@@ -448,7 +448,10 @@ class Endpoints:
         thinking = thinks and text.rstrip().endswith(THINK)
 
         def parser() -> AnswerParser | None:
-            return AnswerParser(form, thinks=thinks, thinking=thinking) if thinks or form is not None else None
+            if not thinks and form is None:
+                return None
+            functions = [tool["function"] for tool in tools]
+            return AnswerParser(form, thinks=thinks, thinking=thinking, tools=functions)
 
         limit = body.max_completion_tokens or body.max_tokens or served.room(ids)
         answered = _Answered("chatcmpl", [ids], [limit], ends, parser, form, grammar, frozenset(marks.values()))

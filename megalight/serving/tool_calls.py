@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -20,6 +20,9 @@ THINK, END_THINK = "<think>", "</think>"
 HERMES, END_HERMES = "<tool_call>", "</tool_call>"
 MISTRAL, MISTRAL_ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
 LLAMA = "<|python_tag|>"
+FUNCTION, END_FUNCTION = "<function=", "</function>"
+PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
+KEY, END_KEY, VALUE, END_VALUE = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 NAME = re.compile(r"[\w.-]{1,64}")
 
 
@@ -32,12 +35,20 @@ class ToolForm(StrEnum):
     """``[TOOL_CALLS]`` and a list of such objects, or for each call its name, ``[ARGS]`` and its arguments."""
     LLAMA = "llama"
     """``{"name": ..., "parameters": {...}}`` as the whole answer, several with ``;``, as Llama 3."""
+    QWEN = "qwen"
+    """``<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>``, as Qwen3-Coder."""
+    GLM = "glm"
+    """``<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>``, as GLM-4.5."""
 
     @classmethod
     def of(cls, template: str) -> ToolForm | None:
         """Return the form that a chat template teaches; None: none of these."""
-        if "tools" not in template or "<arg_key>" in template or "<function=" in template:
+        if "tools" not in template:
             return None
+        if KEY in template:
+            return cls.GLM
+        if FUNCTION in template:
+            return cls.QWEN
         if MISTRAL in template:
             return cls.MISTRAL
         if HERMES in template:
@@ -49,6 +60,8 @@ def marks_of(form: ToolForm | None, thinks: bool) -> list[str]:
     """Return what :class:`AnswerParser` must see, also where a tokenizer has a special token for it."""
     calls = {
         ToolForm.HERMES: [HERMES, END_HERMES],
+        ToolForm.QWEN: [HERMES, END_HERMES],
+        ToolForm.GLM: [HERMES, END_HERMES, KEY, END_KEY, VALUE, END_VALUE],
         ToolForm.MISTRAL: [MISTRAL, MISTRAL_ARGUMENTS],
         ToolForm.LLAMA: [LLAMA],
         None: [],
@@ -82,15 +95,25 @@ class AnswerParser:
         form: how calls are written; None: there are none.
         thinks: whether the answer may begin with ``<think>``.
         thinking: whether the prompt has ended with it.
+        tools: the functions that may be called: ``name`` and ``parameters``, a JSON schema. Values between tags are
+            texts where it says so, and otherwise JSON.
     """
 
-    def __init__(self, form: ToolForm | None, *, thinks: bool = False, thinking: bool = False) -> None:
+    def __init__(
+        self,
+        form: ToolForm | None,
+        *,
+        thinks: bool = False,
+        thinking: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
         self._form = form
+        self._schemas = {tool["name"]: _properties(tool) for tool in tools}
         self._state = "reasoning" if thinking else "start" if thinks or form is ToolForm.LLAMA else "content"
         self._thinks = thinks
         # The space at the beginning of reasoning, and of what follows it or a call, is dropped.
         self._text, self._trims = "", thinking
-        self._mark = {ToolForm.HERMES: HERMES, ToolForm.MISTRAL: MISTRAL, ToolForm.LLAMA: LLAMA, None: ""}[form]
+        self._mark = {ToolForm.MISTRAL: MISTRAL, ToolForm.LLAMA: LLAMA, None: ""}.get(form, HERMES)
         self._held_mark = ""
 
     def add(self, text: str) -> list[Part]:
@@ -150,11 +173,22 @@ class AnswerParser:
             yield Part(content=text)
 
     def _calls(self, last: bool) -> Iterator[Part]:
-        if self._form is ToolForm.HERMES:
-            inner, found, tail = self._text.partition(END_HERMES)
+        if self._mark == HERMES:
+            # In a value of Qwen's form the end of a call is text.
+            end = CLOSED.search(self._text) if self._form is ToolForm.QWEN else None
+            place = end.start(1) if end is not None else -1 if self._form is ToolForm.QWEN else None
+            if place is None:
+                inner, found, tail = self._text.partition(END_HERMES)
+            elif place < 0:
+                inner, found, tail = self._text, "", ""
+            else:
+                inner, found, tail = self._text[:place], END_HERMES, self._text[place + len(END_HERMES) :]
             if not found and not last:
                 return
-            calls = _objects(inner)
+            if self._form is ToolForm.HERMES:
+                calls = _objects(inner)
+            else:
+                calls = _tagged(inner, self._form is ToolForm.QWEN, self._schemas) if found else []
             self._state, self._text, self._trims = "content", tail, bool(calls)
             closing = found
         else:
@@ -189,6 +223,44 @@ def _objects(text: str) -> list[ToolCall]:
         found.append(call)
         place += end
     return found
+
+
+CLOSED = re.compile(rf"{END_FUNCTION}\s*({END_HERMES})")
+QWEN_CALL = re.compile(rf"\s*{FUNCTION}([^>\n]*)>(.*){END_FUNCTION}\s*", re.DOTALL)
+QWEN_PAIR = re.compile(rf"\s*{PARAMETER}([^>\n]*)>\n?(.*?)\n?{END_PARAMETER}\s*(?={PARAMETER}|\Z)", re.DOTALL)
+GLM_CALL = re.compile(rf"\s*([^\s<]*)\s*((?:{KEY}.*)?)", re.DOTALL)
+GLM_PAIR = re.compile(rf"\s*{KEY}(.*?){END_KEY}\s*{VALUE}(.*?){END_VALUE}\s*(?={KEY}|\Z)", re.DOTALL)
+
+
+def _tagged(text: str, qwen: bool, schemas: Mapping[str, Mapping[str, Any]]) -> list[ToolCall]:
+    """Return the call that tags describe; none if the text is another."""
+    found = (QWEN_CALL if qwen else GLM_CALL).fullmatch(text)
+    if found is None or not NAME.fullmatch(found[1]):
+        return []
+    arguments, place, pair, pairs = dict[str, Any](), 0, QWEN_PAIR if qwen else GLM_PAIR, found[2]
+    while place < len(pairs.rstrip()):
+        if (each := pair.match(pairs, place)) is None:
+            return []
+        arguments[each[1].strip()] = _typed(each[2], schemas.get(found[1], {}).get(each[1].strip()))
+        place = each.end()
+    return [ToolCall(found[1], json.dumps(arguments))]
+
+
+def _properties(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = (tool.get("parameters") or {}).get("properties")
+    return found if isinstance(found, Mapping) else {}
+
+
+def _is_text(schema: Any) -> bool:
+    """Return whether a value between tags is a text, and no JSON."""
+    return not isinstance(schema, Mapping) or schema.get("type") == "string"
+
+
+def _typed(text: str, schema: Any) -> Any:
+    if _is_text(schema):
+        return text
+    value, end = _value(text.strip())
+    return value if end == len(text.strip()) and end else text
 
 
 def _mistral(text: str) -> list[ToolCall]:
@@ -268,6 +340,8 @@ def rules(form: ToolForm, tools: Sequence[Mapping[str, Any]], marks: Mapping[str
     def mark(text: str) -> str:
         return f"<[{marks[text]}]>" if text in marks else json.dumps(text)
 
+    if form in (ToolForm.QWEN, ToolForm.GLM):
+        return _tagged_rules(form, tools, mark, several)
     if form is ToolForm.HERMES:
         one = f'{mark(HERMES)} "\\n" call "\\n" {mark(END_HERMES)}'
         more = ' ("\\n" one)*' if several else ""
@@ -279,3 +353,51 @@ def rules(form: ToolForm, tools: Sequence[Mapping[str, Any]], marks: Mapping[str
     if not several:
         items["maxItems"] = 1
     return f'start: {mark(MISTRAL)} " "? calls\ncalls: %json {json.dumps(items)}\n'
+
+
+TEXT_RULES = {"type", "enum", "const", "description", "title", "default", "examples"}
+"""Keys of schemas of texts that rules can keep to."""
+
+
+def _tagged_rules(form: ToolForm, tools: Sequence[Mapping[str, Any]], mark: Callable[[str], str], several: bool) -> str:
+    """Return :func:`rules` of calls whose values are between tags. Arguments come in the order of the schema."""
+    lines, calls = list[str](), list[str]()
+    for place, tool in enumerate(tools):
+        schema = tool.get("parameters") or {}
+        shared = {"$defs": schema["$defs"]} if "$defs" in schema else {}
+        pairs = list[str]()
+        for number, (name, value) in enumerate(_properties(tool).items()):
+            if form is ToolForm.QWEN:
+                begin, end = json.dumps(f"{PARAMETER}{name}>\n"), json.dumps(f"\n{END_PARAMETER}\n")
+            else:
+                begin = f'{mark(KEY)} {json.dumps(name)} {mark(END_KEY)} "\\n" {mark(VALUE)}'
+                end = mark(END_VALUE)
+            rule, found = f"value_{place}_{number}", _value_rule(f"{tool['name']}.{name}", value, shared)
+            if found is not None:
+                lines.append(f"{rule}: {found}")
+            elif end.startswith("<"):
+                lines.append(f"{rule}: /(?s:.*)/")  # no text is a special token
+            else:
+                lines.append(f"{rule}[suffix={end}]: /(?s:.*)/")
+                end = ""
+            end += "" if form is ToolForm.QWEN else ' "\\n"'
+            pairs.append(f"({begin} {rule} {end})" + ("" if name in schema.get("required", ()) else "?"))
+        inner = " ".join(pairs)
+        if form is ToolForm.QWEN:
+            first, last = json.dumps(f"\n{FUNCTION}{tool['name']}>\n"), json.dumps(f"{END_FUNCTION}\n")
+        else:
+            first, last = json.dumps(f"{tool['name']}\n"), '""'
+        calls.append(f"{mark(HERMES)} {first} {inner} {last} {mark(END_HERMES)}")
+    more = ' ("\\n" one)*' if several else ""
+    return "\n".join([f"start: one{more}", f"one: {' | '.join(calls)}", *lines]) + "\n"
+
+
+def _value_rule(where: str, schema: Any, shared: Mapping[str, Any]) -> str | None:
+    """Return the rule of a value; None: any text."""
+    if not _is_text(schema):
+        return f"%json {json.dumps({**schema, **shared, 'x-guidance': {'whitespace_flexible': False}})}"
+    schema = schema if isinstance(schema, Mapping) else {}
+    if unkept := sorted(schema.keys() - TEXT_RULES):
+        raise DataError(f"tools: {where} is a text with {unkept[0]!r}, which calls between tags cannot keep to.")
+    texts = [schema["const"]] if "const" in schema else schema.get("enum")
+    return None if texts is None else " | ".join(json.dumps(str(text), ensure_ascii=False) for text in texts)

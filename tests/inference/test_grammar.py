@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+import megalight
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError
 from megalight.imports import has
-from megalight.inference import Completion, DynamicEngine, SamplingParams, generate
+from megalight.inference import Completion, DynamicEngine, ParallelGPT, SamplingParams, generate
 from megalight.inference.grammar import GrammarCompiler
 from megalight.inference.sampler import PassSampling, TokenCounts
 from megalight.inference.scheduler import Request
@@ -22,6 +23,7 @@ from megalight.nn.init import initialize
 from megalight.ops.sample_tokens import VocabularyRanks
 from tests.inference.test_generate import PROMPTS, build
 from tests.inference.test_speculator import Told
+from tests.support.workers import run
 
 pytestmark = pytest.mark.skipif(not has("llguidance"), reason="needs llguidance")
 
@@ -35,9 +37,13 @@ SCHEMA = {
 WORDS = "(hello|wor+ld) [0-9]{2,4}"
 
 
+def words() -> Tokenizer:
+    return Tokenizer.train(['{"name": "ab", "count": 12} hello world 0123456789 xyz'] * 20, VOCABULARY - 10)
+
+
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer.train(['{"name": "ab", "count": 12} hello world 0123456789 xyz'] * 20, VOCABULARY - 10)
+    return words()
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +57,35 @@ def model() -> GPT:
 def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
     assert tokenizer.eod_id is not None
     return GrammarCompiler(tokenizer, VOCABULARY, [tokenizer.eod_id])
+
+
+def _constrained(engine: DynamicEngine, compiler: GrammarCompiler) -> list[list[int]]:
+    options: dict[str, Any] = {"max_new_tokens": 40, "sampling_params": SamplingParams(temperature=0.8, top_k=200)}
+    engine.add(PROMPTS[0], grammar=compiler.json_schema(SCHEMA), seed=3, **options)
+    engine.add(PROMPTS[1], grammar=compiler.regex(WORDS), seed=9, n=2, **options)
+    engine.add(PROMPTS[2], seed=4, **options)
+    return [completion.tokens for completion in engine.run().values()]
+
+
+def _on_one_rank(options: dict[str, int]) -> list[list[int]] | None:
+    root = GPT(replace(build().config, vocab_size=VOCABULARY, max_sequence_length=128)).double().to("meta")
+    split = megalight.parallelize(root, megalight.Layout(**options), seed=5, fill=True)  # type: ignore[arg-type]
+    engine, tokenizer = DynamicEngine(ParallelGPT(split), num_blocks=17, first_rank_only=True), words()
+    if split.mesh.global_rank:
+        engine.follow(lambda source, ends: GrammarCompiler(tokenizer, VOCABULARY, ends).compile(source))
+        return None
+    assert tokenizer.eod_id is not None
+    found = _constrained(engine, GrammarCompiler(tokenizer, VOCABULARY, [tokenizer.eod_id]))
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("options", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}], ids=str)
+def test_the_first_rank_of_a_divided_model_is_asked_alone(options: dict[str, int], compiler: GrammarCompiler) -> None:
+    model = GPT(replace(build().config, vocab_size=VOCABULARY, max_sequence_length=128)).double()
+    initialize(model, 5, "model.")
+    expected = _constrained(DynamicEngine(model.eval(), num_blocks=17), compiler)
+    assert run(_on_one_rank, 2, options) == [expected, None]
 
 
 @pytest.mark.parametrize("ahead", [False, True])

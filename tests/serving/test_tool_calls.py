@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from megalight.data.tokenizer import Tokenizer
+from megalight.errors import DataError
 from megalight.serving.engine_loop import EngineOutput, EngineRequest
-from megalight.serving.tool_calls import AnswerParser, Part, ToolForm
+from megalight.serving.tool_calls import AnswerParser, Part, ToolForm, rules
 from tests.serving.test_server import HELLO, TOOL, Served, run
 
 pytest.importorskip("openai")
@@ -19,7 +21,20 @@ pytest.importorskip("openai")
 HERMES = "{{ tools }}<tool_call></tool_call>"
 LLAMA = '{{ tools }}{"name": function name, "parameters": dictionary}'
 MISTRAL = "{{ tools }}[TOOL_CALLS]"
+QWEN = "{{ tools }}<tool_call>\n<function=name>"
+GLM = "{{ tools }}<tool_call>name\n<arg_key>"
 CALL = '{"name": "age", "arguments": {"age": 22}}'
+QWEN_CALL = (
+    "<tool_call>\n<function=f>\n<parameter=x>\n3\n</b>\n</parameter>\n<parameter=n>\n3\n</parameter>\n"
+    "</function>\n</tool_call>"
+)
+GLM_CALL = (
+    "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>3</arg_value>\n<arg_key>n</arg_key>\n<arg_value>[3]</arg_value>\n"
+    "<arg_key>z</arg_key>\n<arg_value>4</arg_value>\n</tool_call>"
+)
+TOOLS: list[dict[str, Any]] = [
+    {"name": "f", "parameters": {"properties": {"x": {"type": "string"}, "n": {"type": ["integer", "array"]}}}}
+]
 Found = tuple[str, str, list[tuple[str, str]]]
 ANSWERS: list[tuple[ToolForm | None, bool, bool, str, Found]] = [
     (ToolForm.HERMES, False, False, f"Sure. \n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>{CALL}</tool_call>\n",
@@ -44,6 +59,18 @@ ANSWERS: list[tuple[ToolForm | None, bool, bool, str, Found]] = [
     (ToolForm.MISTRAL, False, False, '[TOOL_CALLS]f[ARGS]{"a": 2}[TOOL_CALLS]g[ARGS]{}',
      ("", "", [("f", '{"a": 2}'), ("g", "{}")])),
     (ToolForm.MISTRAL, False, False, "[TOOL_CALLS] [{", ("", "[TOOL_CALLS] [{", [])),
+    (ToolForm.QWEN, True, False, f"<think>a</think>\nOn it.\n{QWEN_CALL}<tool_call>\n<function=g></function></tool_call>",
+     ("a", "On it.", [("f", '{"x": "3\\n</b>", "n": 3}'), ("g", "{}")])),
+    (ToolForm.QWEN, False, False, QWEN_CALL[:-2], ("", QWEN_CALL[:-2], [])),
+    (ToolForm.QWEN, False, False, "<tool_call><function=f><parameter=x></tool_call></parameter></function></tool_call>",
+     ("", "", [("f", '{"x": "</tool_call>"}')])),
+    (ToolForm.QWEN, False, False, "<tool_call><function=f>x</function></tool_call>.",
+     ("", "<tool_call><function=f>x</function></tool_call>.", [])),
+    (ToolForm.GLM, False, False, f"So {GLM_CALL}{GLM_CALL}", ("", "So", [("f", '{"x": "3", "n": [3], "z": "4"}')] * 2)),
+    (ToolForm.GLM, False, False, "<tool_call>g</tool_call>", ("", "", [("g", "{}")])),
+    (ToolForm.GLM, False, False, GLM_CALL[:-3], ("", GLM_CALL[:-3], [])),
+    (ToolForm.GLM, False, False, "<tool_call>f\n<arg_key>x</arg_key></tool_call>",
+     ("", "<tool_call>f\n<arg_key>x</arg_key></tool_call>", [])),
 ]  # fmt: skip
 
 
@@ -58,7 +85,7 @@ def test_an_answer_reads_the_same_however_it_is_cut(
 ) -> None:
     cuts = random.Random(0)
     for size in (1, 2, 3, 7, len(text), 0):
-        parser, parts, place = AnswerParser(form, thinks=thinks, thinking=thinking), list[Part](), 0
+        parser, parts, place = AnswerParser(form, thinks=thinks, thinking=thinking, tools=TOOLS), list[Part](), 0
         while place < len(text):
             count = size or cuts.randint(1, 9)
             parts += parser.add(text[place : place + count])
@@ -67,8 +94,8 @@ def test_an_answer_reads_the_same_however_it_is_cut(
 
 
 def test_forms_follow_from_templates() -> None:
-    found = [ToolForm.of(template) for template in (HERMES, LLAMA, MISTRAL, "{{ messages }}", HERMES + "<function=")]
-    assert found == [ToolForm.HERMES, ToolForm.LLAMA, ToolForm.MISTRAL, None, None]
+    found = [ToolForm.of(template) for template in (HERMES, LLAMA, MISTRAL, QWEN, GLM, "{{ messages }}")]
+    assert found == [*map(ToolForm, ("hermes", "llama", "mistral", "qwen", "glm")), None]
 
 
 def say(served: Served, text: str, reason: Any = "end") -> None:
@@ -139,7 +166,29 @@ def test_calls_and_reasoning_are_told_apart_and_calls_that_are_cut_are_none(fold
     run(folder, test)
 
 
-@pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL])
+@pytest.mark.parametrize(("form", "call"), [(ToolForm.QWEN, QWEN_CALL), (ToolForm.GLM, GLM_CALL)])
+def test_rules_of_tags_keep_to_the_schemas(form: ToolForm, call: str, folder: Path) -> None:
+    package, tokenizer = pytest.importorskip("llguidance"), Tokenizer.load(folder)
+    words = package.LLTokenizer(tokenizer.to_json(), n_vocab=272, eos_token=[tokenizer.eod_id])
+    properties = {**TOOLS[0]["parameters"]["properties"], "z": {"type": "string", "enum": ["4", "5"]}}
+    tools = [{"name": "f", "parameters": {"type": "object", "properties": properties, "required": ["x"]}}]
+    grammar = package.LLMatcher.grammar_from_lark(rules(form, tools, {}, several=False))
+
+    def fits(text: str) -> bool:
+        matcher, ids = package.LLMatcher(words, grammar, log_level=0), tokenizer.encode(text)
+        assert not matcher.is_error(), matcher.get_error()
+        return bool(matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting())
+
+    assert fits(call)
+    assert not fits(call + call)
+    assert not fits(call.replace(">z<", ">y<").replace("<parameter=n>", "<parameter=y>")), "there is no y"
+    assert not fits(call.replace("n>\n3", "n>\nx").replace("[3]", "[x]")), "n is no text"
+    properties["x"] = {"type": "string", "pattern": "a"}
+    with pytest.raises(DataError, match=r"f\.x is a text with 'pattern'"):
+        rules(form, tools, {}, several=False)
+
+
+@pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL, GLM])
 def test_an_answer_that_must_call_a_tool_does(folder: Path, form: str) -> None:
     pytest.importorskip("llguidance")
     named = {"type": "function", "function": {"name": "age"}}

@@ -166,7 +166,9 @@ def test_ranks_that_follow_read_them_too(
         timeout=100,
         env=interpreters.environment(),
     )
-    before, after = json.loads(done.stdout)
+    before, after, text = json.loads(done.stdout)
+    assert len(text) == 3
+    assert {*text} <= {*"hel"}, "each rank follows the grammar"
     assert before == tokens_of(folder, PROMPT, 20)
     assert after == tokens_of(other / "folder", PROMPT, 20)
 
@@ -175,7 +177,8 @@ SPLIT = """
 import json, sys
 from megalight.errors import CheckpointError
 from megalight.inference import SamplingParams
-from megalight.serving import LLM
+from megalight.inference.grammar import GrammarSource
+from megalight.serving import LLM, EngineRequest
 
 llm = LLM(sys.argv[1], tensor_parallel=2, device="cpu")
 found = []
@@ -187,5 +190,11 @@ for weights in (None, sys.argv[3]):
             assert llm.update_weights(weights) == 1
     (output,) = llm.generate(json.loads(sys.argv[4]), SamplingParams(temperature=0), max_new_tokens=20)
     found.append(output.tokens)
+loop = llm.served.loop
+letters = GrammarSource("regex", "[hel]{3}")
+loop.add(EngineRequest(id="letters", prompt=[5, 30], max_new_tokens=9, grammar=letters, seed=1))
+found.append("")
+while not loop.idle:
+    found[-1] += "".join(output.text for output in loop.step())
 print(json.dumps(found))
 """
