@@ -107,7 +107,7 @@ def load_divided(
         LayoutError: the model cannot be divided so, or is in a single file.
         CheckpointError, ConfigurationError: see :func:`load_model`.
     """
-    return cast(ParallelGPT, _loaded(path, device, dtype, base, mesh, keys, adapter)[0])
+    return cast(ParallelGPT, _loaded(path, device, dtype, base, mesh, keys, adapter, quantization)[0])
 
 
 def _loaded(
