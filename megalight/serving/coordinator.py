@@ -20,9 +20,8 @@ import msgspec
 import zmq
 
 from megalight.errors import ConfigurationError
-from megalight.inference.blocks import BLOCK_SIZE
 from megalight.serving.curve_keys import CurveKeys, check_endpoint
-from megalight.serving.engine_loop import EngineRequest, EngineStatus
+from megalight.serving.engine_status import EngineStatus
 from megalight.serving.messages import (
     LARGEST,
     AbortRequest,
@@ -41,11 +40,13 @@ from megalight.serving.messages import (
     Output,
     Rejoin,
     Reply,
+    RequestFields,
     State,
     SubmitRequest,
     decode_for_coordinator,
     encode,
 )
+from megalight.serving.processes import say, settings_of
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ class _RoutedRequest:
     """A request that has not ended."""
 
     client: bytes
-    request: EngineRequest
+    request: RequestFields
     seed: int
     generated: list[int]
     engine: _Engine | None = None
@@ -145,7 +146,7 @@ class _Engine:
         for piece in pieces:
             self.prefixes[piece] = None
             self.prefixes.move_to_end(piece)
-        most = self.status.blocks * BLOCK_SIZE // CHUNK or REMEMBERED
+        most = self.status.cache_tokens // CHUNK or REMEMBERED
         while len(self.prefixes) > most:
             self.prefixes.popitem(last=False)
 
@@ -328,7 +329,7 @@ class DataParallelInferenceCoordinator:
 
     # Requests
 
-    def _submit(self, client: bytes, request: EngineRequest) -> None:
+    def _submit(self, client: bytes, request: RequestFields) -> None:
         key = client, request.id
         if key in self._numbers or key in self._done:
             self.duplicates += 1
@@ -546,3 +547,11 @@ def _joined(outputs: Sequence[Output]) -> Output:
 def _all(parts: Sequence[list[T] | None]) -> list[T] | None:
     found = [part for part in parts if part is not None]
     return [each for part in found for each in part] if found else None
+
+
+def coordinate() -> None:
+    """Be the coordinator, in a process of its own."""
+    settings = settings_of()
+    coordinator = DataParallelInferenceCoordinator(settings["endpoint"])
+    say(settings, state=coordinator.state)
+    coordinator.run()

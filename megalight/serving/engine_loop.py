@@ -25,6 +25,7 @@ from megalight.inference.speculator import EagleSpeculator, load_draft
 from megalight.inference.text_requests import is_text
 from megalight.inference.weights import LoadedWeights, NewWeights
 from megalight.models.hf.config import UNBOUNDED
+from megalight.serving.engine_status import EngineStatus
 
 log = logging.getLogger(__name__)
 KEPT_GRAMMARS = 64
@@ -174,35 +175,6 @@ class EngineOutput:
         return self.reason is not None or self.error is not None
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineStatus:
-    """What an engine has, and has done.
-
-    Attributes:
-        running: requests that hold blocks.
-        waiting: those that hold none yet, or none any more.
-        blocks: of its cache.
-        blocks_free: those that no running sequence holds.
-        steps: forward passes.
-        graphed: those of them that were a CUDA graph.
-        preempted: how often a sequence gave its blocks back, to start again later.
-        weights_epoch: how often its weights were replaced.
-        drafted: tokens that a draft guessed, as the first, the second and so on after a token.
-        accepted: those of them that were right.
-    """
-
-    running: int = 0
-    waiting: int = 0
-    blocks: int = 0
-    blocks_free: int = 0
-    steps: int = 0
-    graphed: int = 0
-    preempted: int = 0
-    weights_epoch: int = 0
-    drafted: tuple[int, ...] = ()
-    accepted: tuple[int, ...] = ()
-
-
 class _Running:
     """A request in the engine."""
 
@@ -278,6 +250,7 @@ class EngineLoop:
             waiting=max(0, len(self._numbers) - running),
             blocks=blocks.count,
             blocks_free=blocks.free,
+            cache_tokens=blocks.count * BLOCK_SIZE,
             steps=self._steps,
             graphed=self.engine.step_log.graphed,
             preempted=self._preempted,

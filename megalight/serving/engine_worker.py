@@ -6,16 +6,17 @@ import asyncio
 import itertools
 import logging
 import uuid
-from dataclasses import replace
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from megalight.errors import MegalightError
+from megalight.errors import ConfigurationError, MegalightError
+from megalight.inference import SamplingParams
+from megalight.inference.grammar import GrammarSource
 from megalight.serving.coordinator import BEAT
 from megalight.serving.curve_keys import CurveKeys, check_endpoint
-from megalight.serving.engine_loop import Abort, EngineLoop, EngineOutput, EngineThread
+from megalight.serving.engine_loop import Abort, EngineLoop, EngineOutput, EngineRequest, EngineThread
 from megalight.serving.messages import (
     LARGEST,
     AbortRequest,
@@ -59,6 +60,31 @@ def obey(loop: EngineLoop, header: Header, weights: str = "", weights_epoch: int
         loop.paused = False
     else:
         loop.abort_all()
+
+
+def _request_of(message: SubmitRequest) -> EngineRequest:
+    """Return the request of a message.
+
+    Raises:
+        ConfigurationError, TypeError: settings of its sampling are out of range, or unknown.
+    """
+    fields = message.request
+    grammar = None if fields.grammar is None else GrammarSource(*fields.grammar)
+    return EngineRequest(
+        id=message.id,
+        prompt=fields.prompt,
+        max_new_tokens=fields.max_new_tokens,
+        sampling_params=SamplingParams(**fields.sampling_params),
+        ends=fields.ends,
+        stop=fields.stop,
+        seed=message.seed,
+        log_probs=fields.log_probs,
+        top_log_probs=fields.top_log_probs,
+        prompt_log_probs=fields.prompt_log_probs,
+        grammar=grammar,
+        special_text=fields.special_text,
+        generated=message.generated,
+    )
 
 
 class EngineWorker:
@@ -152,9 +178,11 @@ class EngineWorker:
             if isinstance(message, SubmitRequest):
                 # One of an older epoch has been given to another engine, or comes again in this one.
                 if message.epoch == self._epoch:
-                    self._thread.submit(
-                        replace(message.request, id=message.id, seed=message.seed, generated=message.generated)
-                    )
+                    try:
+                        self._thread.submit(_request_of(message))
+                    except (ConfigurationError, TypeError) as wrong:
+                        refused = EngineOutput(id=message.id, error=ConfigurationError(str(wrong)))
+                        self._send(EngineReply(self._epoch, [Output.of(refused)]))
             elif isinstance(message, AbortRequest):
                 self._thread.submit(Abort(message.id))
             elif isinstance(message, Rejoin):

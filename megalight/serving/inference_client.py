@@ -16,7 +16,8 @@ from megalight.errors import ConfigurationError, MegalightError
 from megalight.serving.asynchronous import Queue
 from megalight.serving.coordinator import BEAT, SILENCE
 from megalight.serving.curve_keys import CurveKeys, check_endpoint
-from megalight.serving.engine_loop import EngineOutput, EngineRequest, EngineStatus
+from megalight.serving.engine_loop import EngineOutput, EngineRequest
+from megalight.serving.engine_status import EngineStatus
 from megalight.serving.messages import (
     LARGEST,
     AbortRequest,
@@ -25,7 +26,9 @@ from megalight.serving.messages import (
     ControlAck,
     Frame,
     Header,
+    Output,
     Reply,
+    RequestFields,
     State,
     SubmitRequest,
     decode_for_client,
@@ -121,7 +124,7 @@ class InferenceClient:
         stream = self._streams[request.id] = _Stream(request)
         # A coordinator that is not there yet gets it when it is.
         if self._epoch is not None:
-            self._send(SubmitRequest(request))
+            self._send(SubmitRequest(RequestFields.of(request)))
         try:
             while True:
                 output = await stream.outputs.get()
@@ -206,7 +209,7 @@ class InferenceClient:
                     if (stream := self._streams.get(output.id)) is None:
                         continue
                     stream.generated += output.tokens
-                    found = output.output(output.id, message.weights_epoch)
+                    found = _output_of(output, message.weights_epoch)
                     stream.outputs.put_nowait(found)
                     if found.last:
                         del self._streams[output.id]
@@ -223,7 +226,7 @@ class InferenceClient:
         self._epoch = epoch
         self._connected.set()
         for stream in self._streams.values():
-            self._send(SubmitRequest(replace(stream.request, generated=stream.generated)))
+            self._send(SubmitRequest(RequestFields.of(replace(stream.request, generated=stream.generated))))
         for control, _ in self._tickets.values():
             self._send(control)
 
@@ -232,3 +235,18 @@ class InferenceClient:
         for stream in self._streams.values():
             stream.outputs.put_nowait(EngineOutput(id=stream.request.id, error=MegalightError(message)))
         self._streams.clear()
+
+
+def _output_of(output: Output, weights_epoch: int) -> EngineOutput:
+    return EngineOutput(
+        id=output.id,
+        text=output.text,
+        tokens=output.tokens,
+        reason=output.reason,
+        log_probs=output.log_probs,
+        top_log_probs=output.top_log_probs,
+        prompt_log_probs=output.prompt_log_probs,
+        cached_tokens=output.cached_tokens,
+        weights_epoch=weights_epoch,
+        error=None if output.error is None else error_of(output.error),
+    )

@@ -35,9 +35,9 @@ from megalight.serving.engine_loop import (
     EngineOptions,
     EngineOutput,
     EngineRequest,
-    EngineStatus,
     EngineThread,
 )
+from megalight.serving.engine_status import EngineStatus
 from megalight.serving.rank_processes import LedWeights, RankProcesses
 from megalight.strategies.inference import InferenceModel, model_of
 

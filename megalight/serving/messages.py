@@ -6,14 +6,19 @@ its reader expects is counted and dropped.
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 
 from megalight.errors import CheckpointError, ConfigurationError, DataError, MegalightError
-from megalight.inference.scheduler import Reason
-from megalight.serving.engine_loop import EngineOutput, EngineRequest, EngineStatus
+from megalight.serving.engine_status import EngineStatus
 
+if TYPE_CHECKING:
+    from megalight.serving.engine_loop import EngineOutput, EngineRequest
+
+Reason: TypeAlias = Literal["end", "stop", "length", "error"]
+"""Why a completion ended; see :class:`~megalight.serving.engine_loop.EngineOutput`."""
 Header = Literal["PAUSE", "UNPAUSE", "SUSPEND", "RESUME", "STOP", "CHECK_WEIGHTS", "UPDATE_WEIGHTS"]
 """What engines can be told. Clients ask for all but the check, which comes before each update."""
 State = Literal[
@@ -74,19 +79,44 @@ class Output(msgspec.Struct, array_like=True, gc=False):
             None if output.error is None else fault_of(output.error),
         )
 
-    def output(self, request_id: str, weights_epoch: int) -> EngineOutput:
-        """Return the message as the output of a request."""
-        return EngineOutput(
-            id=request_id,
-            text=self.text,
-            tokens=self.tokens,
-            reason=self.reason,
-            log_probs=self.log_probs,
-            top_log_probs=self.top_log_probs,
-            prompt_log_probs=self.prompt_log_probs,
-            cached_tokens=self.cached_tokens,
-            weights_epoch=weights_epoch,
-            error=None if self.error is None else error_of(self.error),
+
+class RequestFields(msgspec.Struct, array_like=True):
+    """An :class:`~megalight.serving.engine_loop.EngineRequest` in a message. ``sampling_params`` are those with values
+    of their own, ``grammar`` is its kind and its text.
+    """
+
+    id: str
+    prompt: list[int]
+    max_new_tokens: int
+    sampling_params: dict[str, Any] = {}
+    ends: list[int] = []
+    stop: list[str] = []
+    seed: int | None = None
+    log_probs: bool = False
+    top_log_probs: int = 0
+    prompt_log_probs: bool = False
+    grammar: tuple[Literal["json_schema", "regex", "lark"], str] | None = None
+    special_text: list[int] = []
+    generated: list[int] = []
+
+    @classmethod
+    def of(cls, request: EngineRequest) -> RequestFields:
+        """Return a request as a message."""
+        params, grammar = request.sampling_params, request.grammar
+        return cls(
+            request.id,
+            [*request.prompt],
+            request.max_new_tokens,
+            {each.name: value for each in fields(params) if (value := getattr(params, each.name)) != each.default},
+            [*request.ends],
+            [*request.stop],
+            request.seed,
+            request.log_probs,
+            request.top_log_probs,
+            request.prompt_log_probs,
+            None if grammar is None else (grammar.kind, grammar.text),
+            [*request.special_text],
+            [*request.generated],
         )
 
 
@@ -109,7 +139,7 @@ class SubmitRequest(Frame, frozen=True):
     the tokens so far.
     """
 
-    request: EngineRequest
+    request: RequestFields
     epoch: int = 0
     id: str = ""
     seed: int | None = None

@@ -6,13 +6,12 @@ The first rank makes all calls to its engine, and the others follow. They end wh
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache, lru_cache
@@ -29,48 +28,11 @@ from megalight.inference.weights import LoadedWeights, NewWeights
 from megalight.parallel.groups import end_at_exit
 from megalight.parallel.mesh import ParallelMesh
 from megalight.serving.engine_loop import KEPT_GRAMMARS, EngineOptions
+from megalight.serving.processes import end_process, settings_of, start_process
 
 HOST = "127.0.0.1"
-CLOSE_SECONDS = 10
-"""Time in which a process must end."""
 LOST_SECONDS = 2
 """Time after which a rank tells that it has lost the others."""
-
-
-def start_process(
-    function: str, settings: Mapping[str, Any], environment: Mapping[str, str], passed: Collection[int] = ()
-) -> subprocess.Popen[str]:
-    """Start an interpreter that calls a function, ``module:name``, which reads the settings by :func:`settings_of`.
-
-    It ends when its standard input does, so at the latest with this process. Ctrl-C in a terminal does not reach it.
-    ``passed`` are files that it has, too.
-    """
-    module, _, name = function.partition(":")
-    process = subprocess.Popen(
-        [sys.executable, "-c", f"from {module} import {name}; {name}()"],
-        stdin=subprocess.PIPE,
-        stdout=2,  # else what it prints would be the output of this process
-        text=True,
-        env={**os.environ, **environment},
-        start_new_session=True,
-        pass_fds=passed,
-    )
-    assert process.stdin is not None
-    process.stdin.write(json.dumps(settings) + "\n")
-    process.stdin.flush()
-    return process
-
-
-def settings_of() -> dict[str, Any]:
-    """Return the settings of this process, and let it end with the one that started it."""
-    found: dict[str, Any] = json.loads(sys.stdin.readline())
-
-    def end_with_parent() -> None:
-        sys.stdin.read()
-        os._exit(0)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    return found
 
 
 def as_settings(path: str | os.PathLike[str], options: EngineOptions, weights: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,18 +48,6 @@ def from_settings(settings: Mapping[str, Any]) -> tuple[str, EngineOptions, dict
     weights = dict(settings["weights"])
     weights["dtype"] = weights["dtype"] and getattr(torch, weights["dtype"])
     return settings["path"], EngineOptions(**settings["options"]), weights
-
-
-def end_process(process: subprocess.Popen[str], seconds: float = CLOSE_SECONDS) -> None:
-    """Let a process of :func:`start_process` end, and wait for it."""
-    assert process.stdin is not None
-    with suppress(OSError):  # it is gone
-        process.stdin.close()
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 class RankProcesses:

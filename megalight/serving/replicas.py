@@ -26,12 +26,13 @@ from megalight.errors import ConfigurationError, LayoutError, MegalightError, in
 from megalight.inference.grammar import GrammarSource
 from megalight.inference.text import tokenizer_of
 from megalight.inference.weights import NewWeights
-from megalight.serving.coordinator import DataParallelInferenceCoordinator
-from megalight.serving.engine_loop import EngineOptions, EngineOutput, EngineRequest, EngineStatus
+from megalight.serving.engine_loop import EngineOptions, EngineOutput, EngineRequest
+from megalight.serving.engine_status import EngineStatus
 from megalight.serving.engine_worker import EngineWorker
 from megalight.serving.inference_client import InferenceClient
 from megalight.serving.llm import AsyncClient, InFlight, ModelText, ServedModel, check_in_flight
-from megalight.serving.rank_processes import as_settings, end_process, from_settings, settings_of, start_process
+from megalight.serving.processes import end_process, say, settings_of, start_process
+from megalight.serving.rank_processes import as_settings, from_settings
 
 log = logging.getLogger(__name__)
 
@@ -80,10 +81,9 @@ class ReplicaProcesses:
         self._failure: BaseException | None = None
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        here = "megalight.serving.replicas"
-        self._processes = [_Process(f"{here}:coordinate", {"endpoint": self.endpoint}, {})]
+        self._processes = [_Process("megalight.serving.coordinator:coordinate", {"endpoint": self.endpoint}, {})]
         self._processes += [
-            _Process(f"{here}:be_replica", {**settings, "name": str(number)}, environment)
+            _Process("megalight.serving.replicas:be_replica", {**settings, "name": str(number)}, environment)
             for number, environment in enumerate(environments)
         ]
         try:
@@ -189,19 +189,6 @@ def _environments(replicas: int, tensor_parallel: int, kind: str) -> list[dict[s
     return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[first : first + tensor_parallel])} for first in places]
 
 
-def _say(settings: Mapping[str, Any], **values: Any) -> None:
-    with os.fdopen(settings["ready"], "w") as out:
-        out.write(json.dumps(values) + "\n")
-
-
-def coordinate() -> None:
-    """Be the coordinator, in a process of its own."""
-    settings = settings_of()
-    coordinator = DataParallelInferenceCoordinator(settings["endpoint"])
-    _say(settings, state=coordinator.state)
-    coordinator.run()
-
-
 def be_replica() -> None:
     """Be an engine, in a process of its own, which starts those of its other ranks."""
     settings = settings_of()
@@ -216,7 +203,7 @@ def be_replica() -> None:
         )
         loop = served.loop
     except MegalightError as error:
-        _say(settings, error=type(error).__name__, message=str(error))
+        say(settings, error=type(error).__name__, message=str(error))
         sys.exit(1)
 
     def failed(error: BaseException) -> None:
@@ -225,7 +212,7 @@ def be_replica() -> None:
 
     if served.ranks is not None:
         served.ranks.watch(failed)
-    _say(
+    say(
         settings,
         ends=sorted(served.ends),
         start=served.start,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -35,6 +38,7 @@ from megalight.serving.messages import (  # noqa: E402
     EngineReply,
     Hello,
     Output,
+    RequestFields,
     SubmitRequest,
     decode_for_client,
     encode,
@@ -319,12 +323,19 @@ def test_all_engines_have_new_weights_or_none(tmp_path: Path, tokenizer: Tokeniz
             outputs = [output async for output in client.submit(request(number, tokens=60))]
             epochs[number] = {output.weights_epoch for output in outputs}
 
+        engines: list[Any] = [loop.engine for loop in cluster.loops]
+        for engine in engines:
+            engine._seconds = 0.2
         before = [asyncio.create_task(one(number)) for number in range(100, 106)]
-        await asyncio.sleep(0.03)
+        async with asyncio.timeout(20):
+            while sum(len(engine.unfinished) for engine in engines) < 6:
+                await asyncio.sleep(0.001)
         update = asyncio.create_task(client.update_weights("third", wait=True))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while not cluster.coordinator._draining:
                 await asyncio.sleep(0.001)
+        for engine in engines:
+            engine._seconds = 0.001
         after = [asyncio.create_task(one(number)) for number in range(106, 112)]
         assert await update == 3
         await asyncio.gather(*before, *after)
@@ -370,12 +381,12 @@ def test_an_id_that_comes_twice_is_answered_once(tmp_path: Path, tokenizer: Toke
     async def test(cluster: Cluster, client: InferenceClient) -> None:
         async with dealer(cluster) as socket:
             for _ in range(3):
-                await socket.send(encode(SubmitRequest(request(1, tokens=10))))
+                await socket.send(encode(SubmitRequest(RequestFields.of(request(1, tokens=10)))))
             tokens = list[int]()
             while len(tokens) < 10:
                 tokens += decode_for_client(await asyncio.wait_for(socket.recv(), 5)).outputs[0].tokens  # type: ignore[union-attr]
             # Once more, after it has ended.
-            await socket.send(encode(SubmitRequest(request(1, tokens=10))))
+            await socket.send(encode(SubmitRequest(RequestFields.of(request(1, tokens=10)))))
             assert await socket.poll(200) == 0
         assert tokens == alone(request(1, tokens=10), tokenizer)[1]
         assert cluster.coordinator.duplicates == 3
@@ -393,7 +404,7 @@ def test_frames_that_are_none_are_dropped(tmp_path: Path, tokenizer: Tokenizer, 
         good = [
             encode(each)
             for each in (
-                SubmitRequest(request(1)),
+                SubmitRequest(RequestFields.of(request(1))),
                 Connect(),
                 Control("PAUSE", 1),
                 Hello(1),
@@ -528,6 +539,24 @@ def test_over_tcp_only_those_with_the_keys_get_in(tmp_path: Path, tokenizer: Tok
         await asyncio.to_thread(thread.join)
 
     asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_what_an_engine_cannot_read_is_refused_and_a_coordinator_needs_no_torch(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    async def test(cluster: Cluster, client: InferenceClient) -> None:
+        for params in ({"heat": 1}, {"temperature": "hot"}):
+            fields = RequestFields("bad", [1], 3, params)
+            async with dealer(cluster) as socket:
+                await socket.send(encode(SubmitRequest(fields)))
+                reply = decode_for_client(await asyncio.wait_for(socket.recv(), 5))
+                assert reply.outputs[0].error[0] == "configuration"  # type: ignore[union-attr, index]
+        hot = request(1, sampling_params=SamplingParams(temperature=2.0, logit_bias={3: -math.inf}))
+        assert await answer(client, hot) == alone(hot, tokenizer)
+
+    run(tmp_path, tokenizer, test)
+    code = "import sys, megalight.serving.coordinator; sys.exit('torch' in sys.modules or 'lightning' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_an_endpoint_that_others_reach_is_refused() -> None:

@@ -18,7 +18,7 @@ import pytest
 from megalight.errors import ConfigurationError
 from megalight.inference import SamplingParams
 from megalight.serving import LLM, AsyncLLM
-from megalight.serving.engine_loop import EngineStatus
+from megalight.serving.engine_status import EngineStatus
 from megalight.serving.metrics import Metrics
 from megalight.serving.server import CONTROLS, PAGE, Endpoints, Limits, app_of, check_host, merged
 

@@ -1,0 +1,36 @@
+"""What an engine has, and has done. A coordinator imports this, and neither torch nor models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStatus:
+    """What an engine has, and has done.
+
+    Attributes:
+        running: requests that hold blocks.
+        waiting: those that hold none yet, or none any more.
+        blocks: of its cache.
+        blocks_free: those that no running sequence holds.
+        cache_tokens: tokens for which the cache has room.
+        steps: forward passes.
+        graphed: those of them that were a CUDA graph.
+        preempted: how often a sequence gave its blocks back, to start again later.
+        weights_epoch: how often its weights were replaced.
+        drafted: tokens that a draft guessed, as the first, the second and so on after a token.
+        accepted: those of them that were right.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    blocks: int = 0
+    blocks_free: int = 0
+    cache_tokens: int = 0
+    steps: int = 0
+    graphed: int = 0
+    preempted: int = 0
+    weights_epoch: int = 0
+    drafted: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()
