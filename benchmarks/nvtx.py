@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megalight.callbacks import NVTX
-from megalight.callbacks.profiling.nvtx import Ranges
+from megalight.callbacks.profiling import Ranges
 
 BLOCKS, WIDTH, TOKENS, STEPS, WARMUP, TURNS = 24, 2048, 4096, 40, 10, 3
 

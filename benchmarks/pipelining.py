@@ -39,12 +39,11 @@ from megalight.models.gpt.model import ROTARY, build_layer, build_rotary
 from megalight.nn import LayerContext, run_layers
 from megalight.nn.init import initialize
 from megalight.ops.parameter import collect
-from megalight.parallel.groups import end_at_exit
-from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.mesh import ParallelMesh, end_at_exit
 from megalight.parallel.pipeline import schedules
 from megalight.parallel.pipeline.executor import Executor
 from megalight.parallel.pipeline.layout import PipelineLayout
-from megalight.parallel.pipeline.rank_schedule import rank_schedule_of
+from megalight.parallel.pipeline.timeline import rank_schedule_of
 from megalight.types import Loss, PackedSequences
 
 CUDA = torch.cuda.is_available()

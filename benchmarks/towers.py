@@ -45,7 +45,7 @@ from benchmarks.step import Step
 from megalight.imports import version
 from megalight.models.vlm.module import Trained
 from megalight.optim import AdamConfig
-from megalight.parallel.groups import end_at_exit
+from megalight.parallel.mesh import end_at_exit
 from megalight.strategies import DataParallelOptions, MegatronStrategy, MegatronTowersStrategy
 
 TP = {"tensor_parallel": 2, "sequence_parallel": True}

@@ -57,7 +57,7 @@ from benchmarks.in_turn import add, in_turn, launcher
 from megalight.errors import ConfigurationError
 from megalight.imports import version
 from megalight.parallel.data_parallel.options import Level
-from megalight.parallel.groups import end_at_exit
+from megalight.parallel.mesh import end_at_exit
 
 SCOPES = ("iteration", "layer")
 RECIPES = ("delayed", "rowwise", "blockwise")

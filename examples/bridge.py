@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from megalight.parallel.apply import parallelize
 from megalight.parallel.bridge import BridgeCommunicator
-from megalight.parallel.groups import end_at_exit
-from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.mesh import ParallelMesh, end_at_exit
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import Column, Row
 

@@ -25,8 +25,8 @@ from megalight.data.multimodal.resolution import form_of
 from megalight.models.gpt import GPTConfig
 from megalight.models.vision import VisionConfig
 from megalight.models.vlm import VLMConfig
-from megalight.parallel.groups import end_at_exit
 from megalight.parallel.layout import Layout
+from megalight.parallel.mesh import end_at_exit
 from megalight.towers import TowersTraining
 from megalight.types import TokenBatch
 

@@ -31,9 +31,8 @@ from megalight.optim import shard_optimizer
 from megalight.optim.sharded import sharding_of
 from megalight.parallel.data_parallel import DataParallelOptions, clip_coefficient
 from megalight.parallel.data_parallel.grad_norm import refuse_clipping
-from megalight.parallel.groups import uses_backend
 from megalight.parallel.initial_values import broadcast_values
-from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.mesh import ParallelMesh, uses_backend
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.run_engine import engine_over
 

@@ -27,9 +27,9 @@ from megalight.checkpoint.run import PlainRun
 from megalight.optim import Muon, shard_optimizer
 from megalight.parallel.data_parallel import DataParallelOptions, clip_coefficient
 from megalight.parallel.frozen_model import FrozenModel
-from megalight.parallel.groups import uses_backend
 from megalight.parallel.initial_values import broadcast_values
 from megalight.parallel.layout import Layout
+from megalight.parallel.mesh import uses_backend
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.run_engine import engine_over

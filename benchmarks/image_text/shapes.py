@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from megalight.data.multimodal.batch import ImageTextBatch, with_cuts
-from megalight.data.multimodal.forms import ImagePatches
 from megalight.data.multimodal.resolution import form_of
+from megalight.data.multimodal.template import ImagePatches
 from megalight.models.vision.config import Passes
 from megalight.models.vlm import ProjectorConfig, VLMConfig
 from megalight.models.vlm.module import Trained, flops_of_images, flops_of_losses, flops_per_token

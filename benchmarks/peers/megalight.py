@@ -36,7 +36,7 @@ from megalight.parallel.precision import LowPrecisionOptions
 from megalight.parallel.recompute import RecomputeOptions
 from megalight.parallel.tensor.overlap.spec import TensorOptions
 from megalight.parallel.transform import ModelTransform, apply_transforms
-from megalight.plugins.precision.low_precision import MegatronLowPrecision
+from megalight.plugins.precision import MegatronLowPrecision
 from megalight.strategies import AdvancedDataParallelOptions, DataParallelOptions, MegatronStrategy, PipelineOptions
 from megalight.strategies.checkpoints.options import CheckpointOptions
 from megalight.types import PackedSequences, TokenBatch

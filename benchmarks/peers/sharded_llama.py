@@ -18,7 +18,7 @@ from benchmarks.peers import world_size
 from benchmarks.peers.huggingface import llama, loss_of
 from benchmarks.step import Step, only_of
 from megalight.imports import has
-from megalight.parallel.groups import end_at_exit
+from megalight.parallel.mesh import end_at_exit
 
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
 """Precision -> relative difference of the twin's losses from float32 that rounding may cause."""
@@ -152,7 +152,7 @@ def by_hand(step: Step) -> list[float]:
 def process_group(step: Step) -> Iterator[int]:
     """Use a process group of all ranks from torchrun, or of this process alone, and yield the rank.
 
-    An existing group is reused. The group stays open for the next peer; :mod:`megalight.parallel.groups` closes it.
+    An existing group is reused. The group stays open for the next peer; :mod:`megalight.parallel.mesh` closes it.
     """
     if step.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

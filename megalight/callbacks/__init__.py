@@ -10,8 +10,7 @@ from megalight.callbacks.graphs.cuda_graph import CUDAGraph
 from megalight.callbacks.modelopt import AutoQuantize, ModelOptQuantization
 from megalight.callbacks.monitors import ExpertLoads, OptimizerMonitor
 from megalight.callbacks.ops import FusedOps, UseBackends
-from megalight.callbacks.profiling.nvtx import NVTX
-from megalight.callbacks.profiling.profiler_window import ProfilerWindow
+from megalight.callbacks.profiling import NVTX, ProfilerWindow
 from megalight.callbacks.progress import StepProgress
 from megalight.callbacks.retention import Retention
 from megalight.callbacks.run_record import RunRecord, WholeModelSummary

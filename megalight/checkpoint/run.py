@@ -24,7 +24,7 @@ from megalight.checkpoint.disk.manifest import DP_RESHARDABLE, FULLY_RESHARDABLE
 from megalight.checkpoint.loading import SavedCheckpoint
 from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.scheme import SCHEMES, Contents, State
-from megalight.checkpoint.sources.combine import MASTER
+from megalight.checkpoint.sources import MASTER
 from megalight.checkpoint.view import targets_of
 from megalight.errors import CheckpointError
 from megalight.ops.parameter import cast_of

@@ -14,7 +14,7 @@ import yaml
 from megalight.checkpoint.disk import manifest, publish
 from megalight.checkpoint.disk.files import PathLike
 from megalight.checkpoint.disk.latest_checkpoint import checkpoints_in, latest_checkpoint, suggest_other
-from megalight.checkpoint.inspection.verify import verify
+from megalight.checkpoint.inspection import verify
 from megalight.cli.report import launched
 from megalight.data.blend import Mixture
 from megalight.data.corpus import tokenizer_path

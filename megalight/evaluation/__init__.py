@@ -2,5 +2,5 @@
 
 from megalight.evaluation.likelihood import Continuation as Continuation
 from megalight.evaluation.likelihood import LogLikelihood as LogLikelihood
+from megalight.evaluation.likelihood import Replicas as Replicas
 from megalight.evaluation.likelihood import log_likelihoods as log_likelihoods
-from megalight.evaluation.replicas import Replicas as Replicas

@@ -17,8 +17,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window  # typ
 
 from megalight.data.chat.template import ChatTemplate
 from megalight.errors import ConfigurationError, DataError
-from megalight.evaluation.likelihood import BATCH_TOKENS, Continuation, log_likelihoods
-from megalight.evaluation.replicas import Replicas
+from megalight.evaluation.likelihood import BATCH_TOKENS, Continuation, Replicas, log_likelihoods
 from megalight.inference import Completion, DynamicEngine, SamplingParams, TextGenerator
 from megalight.inference.blocks import BLOCK_SIZE, blocks_at_once
 from megalight.inference.parallel import device_of

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from megalight.data.multimodal.batch import document_positions, runs_of
-from megalight.data.multimodal.forms import sources
-from megalight.data.multimodal.images import Resize, decode
-from megalight.data.multimodal.patches import Images
+from megalight.data.multimodal.images import Images, Resize, decode
 from megalight.data.multimodal.resolution import form_of
+from megalight.data.multimodal.template import sources
 from megalight.errors import DataError
 from megalight.models.vision.model import PackedImages
 from megalight.models.vlm.config import VLMConfig

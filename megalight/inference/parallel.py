@@ -26,13 +26,13 @@ from megalight.models.vlm.model import VLM, TowerPart
 from megalight.ops.sample_tokens import VocabularyRanks
 from megalight.parallel.apply import whole_tokens
 from megalight.parallel.context.divided_calls import interfaces_of
-from megalight.parallel.groups import new_group, shared_group, uses_backend
 from megalight.parallel.layers import layers_of
+from megalight.parallel.mesh import new_group, shared_group, uses_backend
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.pipeline import schedules
-from megalight.parallel.pipeline.carry import Carry
 from megalight.parallel.pipeline.executor import Executor
-from megalight.parallel.pipeline.rank_schedule import rank_schedule_of
+from megalight.parallel.pipeline.p2p_communication import Carry
+from megalight.parallel.pipeline.timeline import rank_schedule_of
 from megalight.parallel.tensor.embedding_and_head import VocabLinear, choose, combine
 from megalight.types import PackedSequences
 

@@ -18,7 +18,7 @@ from megalight.checkpoint.disk.latest_checkpoint import latest_checkpoint
 from megalight.checkpoint.foreign.transformers_folder import is_folder, read_config
 from megalight.checkpoint.loading import compare
 from megalight.checkpoint.ranks import Ranks, alone
-from megalight.checkpoint.sources.combine import TensorSource
+from megalight.checkpoint.sources import TensorSource
 from megalight.errors import CheckpointError
 from megalight.models.config import compare as compare_configs
 from megalight.models.family import SHOWN, family, family_of_transformers

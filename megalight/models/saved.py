@@ -21,7 +21,7 @@ from megalight.checkpoint.foreign.single_file import WEIGHTS, read
 from megalight.checkpoint.foreign.transformers_folder import files_of, header, is_folder, read_config
 from megalight.checkpoint.loading import SavedCheckpoint, compare
 from megalight.checkpoint.ranks import Ranks, alone
-from megalight.checkpoint.sources.combine import ExcludingSource, FullPrecision, LenientSource, report
+from megalight.checkpoint.sources import ExcludingSource, FullPrecision, LenientSource, report
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.config import compare as compare_configs
 from megalight.models.family import Family, WeightConversion, family, family_of_transformers, warn_of_differences
@@ -252,7 +252,7 @@ def initial_source(folder: str | os.PathLike[str], known: Family, config: Any, k
         known: family of the model to fill.
         config: configuration of the model to fill. Differences from the folder's configuration are logged.
         keys: what tensors that only the model or only the folder has mean to a strict fill: ``strict``: an error;
-            ``log`` and ``ignore``: see :class:`~megalight.checkpoint.sources.combine.LenientSource`.
+            ``log`` and ``ignore``: see :class:`~megalight.checkpoint.sources.LenientSource`.
 
     Raises:
         CheckpointError: there is no such folder, or its checkpoint has adapters, which must be merged first.

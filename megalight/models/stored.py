@@ -14,11 +14,10 @@ from torch import nn
 
 from megalight import checkpoint
 from megalight.checkpoint.foreign.transformers_folder import describe, is_folder, read_config, values
-from megalight.checkpoint.inspection.diff import Compared, Difference, DiffSource, TensorKind, differences
+from megalight.checkpoint.inspection import Compared, Difference, DiffSource, TensorKind, differences
 from megalight.checkpoint.ranks import alone
 from megalight.checkpoint.run import STATE
-from megalight.checkpoint.sources.combine import AveragedSource, FullPrecision, OverlaySource, TensorSource
-from megalight.checkpoint.sources.flat import canonical
+from megalight.checkpoint.sources import AveragedSource, FullPrecision, OverlaySource, TensorSource, canonical
 from megalight.checkpoint.view import views_of_source
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.hub import local
@@ -169,7 +168,7 @@ def save_model(
 ) -> None:
     """Write the model as a checkpoint, with optimizer state if it has any. One process calls it.
 
-    At most ``BUDGET`` bytes of :mod:`~megalight.checkpoint.sources.streaming`, or one tensor, are in memory at a time.
+    At most ``BUDGET`` bytes of :mod:`~megalight.checkpoint.view`, or one tensor, are in memory at a time.
 
     Args:
         model: the model.
@@ -228,7 +227,7 @@ class FolderWeights:
         self.tensors: dict[str, TensorKind] = {**self._others, **self._source.tensors}
 
     def values(self, name: str) -> NDArray[np.float64]:
-        """See :meth:`megalight.checkpoint.inspection.diff.Compared.values`."""
+        """See :meth:`megalight.checkpoint.inspection.Compared.values`."""
         if name in self._others:
             return values(self._source.path, self._others[name])
         shape = self._source.tensors[name].shape

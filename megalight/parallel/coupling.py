@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megalight.errors import DataError
-from megalight.parallel.groups import new_group
-from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.mesh import ParallelMesh, new_group
 from megalight.parallel.shard import ShardSpec
 from megalight.types import Loss
 

@@ -16,15 +16,14 @@ from torch import Tensor, nn
 from torch.distributed import P2POp
 
 from megalight.parallel.apply import check_split
+from megalight.parallel.collectives import as_bytes
 from megalight.parallel.graphs.static import tensors_of, with_tensors
-from megalight.parallel.groups import new_group
 from megalight.parallel.layout import Layout
-from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.messages import as_bytes
+from megalight.parallel.mesh import ParallelMesh, new_group
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.pipeline.carry import Carry, CarryEntry, Form, form_of, signature
 from megalight.parallel.pipeline.executor import Executor
-from megalight.parallel.pipeline.rank_schedule import Timetable
+from megalight.parallel.pipeline.p2p_communication import Carry, CarryEntry, Form, form_of, signature
+from megalight.parallel.pipeline.timeline import Timetable
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.source import RenamedSource, Source

@@ -16,7 +16,7 @@ from megalight.parallel.expert.dispatch import ExpertOptions
 from megalight.parallel.layers import depths_of
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.pipeline.layout import PipelineLayout, Stage
-from megalight.parallel.pipeline.options import PipelineOptions
+from megalight.parallel.pipeline.schedules import PipelineOptions
 from megalight.parallel.pipeline.stages import check_protocol
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.recompute import RecomputeOptions

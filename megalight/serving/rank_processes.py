@@ -25,8 +25,7 @@ from megalight.evaluation import Continuation, LogLikelihood, log_likelihoods
 from megalight.inference import DynamicEngine, ParallelGPT, TextGenerator
 from megalight.inference.grammar import Grammar, GrammarCompiler, GrammarSource
 from megalight.inference.weights import LoadedWeights, NewWeights
-from megalight.parallel.groups import end_at_exit
-from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.mesh import ParallelMesh, end_at_exit
 from megalight.serving.engine_loop import KEPT_GRAMMARS, EngineOptions
 from megalight.serving.processes import end_process, settings_of, start_process
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -421,3 +422,20 @@ class SigtermAgreement:
         if due and self.agree(self.told):
             self.trainer._signal_connector.received_sigterm = True
             raise SIGTERMException
+
+
+UNWANTED = ("Tip: For seamless", "Trainer already configured with model summary")
+"""What marks Lightning's advertisements, and its notice that a callback of ours stands where one of its own would."""
+
+
+def silence() -> None:
+    """Drop advertisements and notices of Lightning, and warnings about its own code. Doing it twice is harmless."""
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_wanted)
+    # Lightning 2.6 uses a class that torch 2.13 deprecates
+    warnings.filterwarnings("ignore", r".*LeafSpec.* is deprecated", FutureWarning)
+    # every run has its own folder, so a resumed one always has another than the checkpoint names
+    warnings.filterwarnings("ignore", r"The dirpath has changed from", UserWarning)
+
+
+def _wanted(record: logging.LogRecord) -> bool:
+    return not any(mark in record.getMessage() for mark in UNWANTED)

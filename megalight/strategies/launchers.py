@@ -34,7 +34,7 @@ from megalight.data.sampler import GlobalBatchSampler
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.models.module import MegalightModule
 from megalight.parallel.apply import check_split
-from megalight.parallel.groups import check_max_ctas
+from megalight.parallel.mesh import check_max_ctas
 from megalight.parallel.transform import apply_transforms
 from megalight.strategies._lightning import (
     IS_INTERACTIVE,
@@ -42,8 +42,7 @@ from megalight.strategies._lightning import (
     SubprocessScriptLauncher,
     WorkerOutput,
 )
-from megalight.strategies.checkpoints.resuming import latest_for_last, open_saved
-from megalight.strategies.checkpoints.whole import load_weights
+from megalight.strategies.checkpoints.resuming import latest_for_last, load_weights, open_saved
 from megalight.strategies.mesh_strategy import MeshStrategy, ModelPart, WorkerResult
 from megalight.strategies.process_group import backend_of, check_address
 from megalight.strategies.refusals import check_lazy, check_pruning, check_tuners

@@ -22,12 +22,10 @@ from megalight.parallel import degrees
 from megalight.parallel.context.attention import ContextOptions
 from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions
 from megalight.parallel.expert import ExpertOptions
-from megalight.parallel.groups import FAILED
 from megalight.parallel.layout import Layout
-from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.mesh import FAILED, ParallelMesh
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.pipeline.options import PipelineOptions
-from megalight.parallel.pipeline.schedules import Actions
+from megalight.parallel.pipeline.schedules import Actions, PipelineOptions
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.recompute import RecomputeOptions
@@ -37,9 +35,8 @@ from megalight.strategies import _lightning, launchers, micro_batches, refusals,
 from megalight.strategies.checkpoints.hooks import FolderCheckpoints
 from megalight.strategies.checkpoints.options import CheckpointOptions
 from megalight.strategies.checkpoints.resuming import Resumed
-from megalight.strategies.clipping import clip_by_norm, clip_by_value, unscale
 from megalight.strategies.process_group import join
-from megalight.strategies.step import Stepper, StepReport
+from megalight.strategies.step import Stepper, StepReport, clip_by_norm, clip_by_value, unscale
 from megalight.strategies.user_module import defines_step, reads_weights_before_update, reads_weights_between_steps
 from megalight.strategies.whole_model import shown_by, with_whole_model
 

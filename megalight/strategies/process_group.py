@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from megalight.errors import ConfigurationError, LayoutError
-from megalight.parallel.groups import end_at_exit
+from megalight.parallel.mesh import end_at_exit
 from megalight.strategies.mesh_strategy import MeshStrategy
 
 log = logging.getLogger(__name__)

@@ -38,9 +38,9 @@ from megalight.parallel.run_engine import engine_over
 from megalight.parallel.step import StepDriver
 from megalight.parallel.transform import apply_transforms
 from megalight.strategies import _lightning, refusals
-from megalight.strategies.checkpoints.whole import unsplit
-from megalight.strategies.clipping import guard_clipping, unguard_clipping
+from megalight.strategies.checkpoints.resuming import unsplit
 from megalight.strategies.mesh_strategy import MeshStrategy
+from megalight.strategies.step import guard_clipping, unguard_clipping
 from megalight.strategies.user_module import defines, root_of, seed_of
 from megalight.strategies.whole_model import outline
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from megalight.errors import ConfigurationError
-from megalight.parallel.groups import shared_group
-from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.mesh import ParallelMesh, shared_group
 from megalight.parallel.step import StepDriver
 from megalight.strategies.user_module import intercepted_log
 

@@ -18,18 +18,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalight.data.multimodal.batch import ImageTextBatch
-from megalight.data.multimodal.patches import Images
+from megalight.data.multimodal.images import Images
 from megalight.models.vlm.config import VLMConfig
 from megalight.parallel.coupling import contents
 from megalight.parallel.data_parallel import unit_memory
 from megalight.parallel.data_parallel.units import Units
 from megalight.parallel.frozen_model import TensorRoute, exchange
-from megalight.parallel.groups import new_group, uses_backend
-from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.mesh import ParallelMesh, new_group, uses_backend
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.pipeline.carry import Carry, CarryEntry
 from megalight.parallel.pipeline.executor import ForwardStep, LossStep, Objective, ScheduleExecutor
-from megalight.parallel.pipeline.rank_schedule import RankSchedule
+from megalight.parallel.pipeline.p2p_communication import Carry, CarryEntry
+from megalight.parallel.pipeline.timeline import RankSchedule
 from megalight.towers.features import balanced, concatenated, features, padded, take
 from megalight.types import Loss
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megalight.data.multimodal.patches import Images
+from megalight.data.multimodal.images import Images
 from megalight.models.vision.model import PackedImages
 from megalight.models.vlm import task
 from megalight.models.vlm.config import VLMConfig

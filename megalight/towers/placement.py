@@ -9,7 +9,7 @@ from torch import nn
 
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.models.vlm.model import VLM, TowerPart
-from megalight.parallel.bridge.communicator import lanes
+from megalight.parallel.bridge import lanes
 from megalight.parallel.coupling import Coupling
 from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from megalight.callbacks import ActivationOffload, CUDAGraph
 from megalight.callbacks.graphs import cuda_graph
-from megalight.callbacks.graphs.trial import SETTLING, TIMED, StepReading
+from megalight.callbacks.graphs.cuda_graph import SETTLING, TIMED, StepReading
 from megalight.strategies import MegatronStrategy
 from megalight.strategies.micro_batches import Usage
 from tests.callbacks.test_cuda_graph import Quiet

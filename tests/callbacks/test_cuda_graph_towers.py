@@ -14,8 +14,7 @@ from megalight.callbacks.graphs.validation import of_backend
 from megalight.models.vlm import VLM, task
 from megalight.models.vlm.task import freeze
 from megalight.nn.init import initialize
-from megalight.parallel.recompute import RecomputeOptions
-from megalight.parallel.recompute.apply import apply_recompute
+from megalight.parallel.recompute import RecomputeOptions, apply_recompute
 from megalight.strategies import (
     DataParallelOptions,
     Layout,

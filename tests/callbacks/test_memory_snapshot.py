@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megalight.callbacks import ProfilerWindow
-from megalight.callbacks.profiling.profiler_window import MemoryHistory, ran_out
+from megalight.callbacks.profiling import MemoryHistory, ran_out
 from megalight.errors import ConfigurationError
 from tests.callbacks.tiny import Tiny, tiny_trainer
 

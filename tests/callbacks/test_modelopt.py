@@ -35,7 +35,7 @@ from megalight.parallel.transform import ModelTransform
 from megalight.plugins.modelopt import Quantizers
 from megalight.plugins.modelopt.layers import register_layers
 from megalight.plugins.modelopt.presets import HEAD, modelopt
-from megalight.plugins.modelopt.quantizer_sites import places
+from megalight.plugins.modelopt.quantizers import places
 from megalight.strategies import MegatronStrategy
 from tests.parallel.gathering import gather_canonical
 from tests.strategies.training import BASE, CONFIGS, SEED, WithData, by_hand, fit, global_batch

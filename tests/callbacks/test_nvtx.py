@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from megalight.callbacks import NVTX
-from megalight.callbacks.profiling.nvtx import Ranges, layers_of, watch
+from megalight.callbacks.profiling import Ranges, layers_of, watch
 from megalight.callbacks.timing.step_timing import label
 from megalight.errors import ConfigurationError, MegalightError
 from megalight.models.gpt.model import GPT

@@ -18,8 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from megalight import checkpoint
 from megalight.callbacks import Preemption
-from megalight.checkpoint.inspection.diff import diff
-from megalight.checkpoint.inspection.verify import verify
+from megalight.checkpoint.inspection import diff, verify
 from megalight.strategies import CheckpointOptions, MegatronStrategy
 from tests.checkpoint.async_workers import workers_of
 from tests.strategies.training import ADAM, BASE, SEED, WithData

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megalight.callbacks import ProfilerWindow
-from megalight.callbacks.profiling.profiler_window import StepWindow
+from megalight.callbacks.profiling import StepWindow
 from megalight.errors import ConfigurationError
 from megalight.parallel.trace import SILENCE, span
 from tests.callbacks.tiny import Tiny, tiny_trainer

@@ -17,7 +17,7 @@ import pytest
 from megalight import checkpoint
 from megalight.checkpoint.disk import files, index, manifest
 from megalight.checkpoint.disk.files import checksum
-from megalight.checkpoint.inspection.inspect import describe
+from megalight.checkpoint.inspection import describe
 from megalight.errors import CheckpointError
 from tests.checkpoint import simple
 

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from megalight import checkpoint
+from megalight.checkpoint import view
 from megalight.checkpoint.ranks import alone
-from megalight.checkpoint.sources import streaming
-from megalight.checkpoint.sources.combine import AveragedSource, TensorSource
-from megalight.checkpoint.sources.rewrite import rewrite
+from megalight.checkpoint.sources import AveragedSource, TensorSource, rewrite
 from megalight.checkpoint.view import views_of_source
 from megalight.parallel.source import FillReport, Source, Target, TensorMetadata
 
@@ -83,7 +82,7 @@ def test_names_are_listed_as_often_for_few_tensors_as_for_many(tmp_path: Path) -
 
 
 def test_tensors_that_are_read_together_are_bounded_by_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "BUDGET", 1000)
+    monkeypatch.setattr(view, "BUDGET", 1000)
     source = Counting(held(40))
     write(tmp_path / "a", source)
     assert_same(tmp_path / "a", held(40).values)

@@ -10,7 +10,7 @@ import torch
 
 from megalight import checkpoint
 from megalight.checkpoint import SCHEMES, Contents, State, View
-from megalight.checkpoint.inspection.inspect import describe, render
+from megalight.checkpoint.inspection import describe, render
 from megalight.errors import CheckpointError
 from tests.checkpoint.layouts import STATES, Layout, Model
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from megalight import checkpoint
 from megalight.cli.main import main
-from megalight.data.multimodal.forms import NEWLINE
+from megalight.data.multimodal.template import NEWLINE
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError
 from megalight.inference import ParallelGPT, TextGenerator, generate

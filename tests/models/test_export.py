@@ -18,7 +18,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from megalight import checkpoint
-from megalight.checkpoint.sources import streaming
+from megalight.checkpoint import view
 from megalight.cli.main import main
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import CheckpointError, ConfigurationError
@@ -359,7 +359,7 @@ def _peak() -> int:
 
 def _memory(source: Path, small: Path, folder: Path) -> None:
     """Write how many more bytes a model took when it was imported, and when it was exported."""
-    streaming.BUDGET = 4 << 20
+    view.BUDGET = 4 << 20
     save_model(open_model(small), folder / "small.ckpt")  # imports, thread stacks, buffers
     export(open_model(folder / "small.ckpt"), folder / "small")
     more = []

@@ -19,8 +19,7 @@ from megalight.checkpoint import Box, View
 from megalight.checkpoint.foreign.torch_dcp import Archive, Shard, TorchTensor
 from megalight.cli.main import main
 from megalight.models.gpt import GPTConfig
-from megalight.models.gpt.megatron.buckets import _Bucket, _ranges, _rounds
-from megalight.models.gpt.megatron.param_order import HeldParameter, ParamBox
+from megalight.models.gpt.megatron.buckets import HeldParameter, ParamBox, _Bucket, _ranges, _rounds
 from tests.models.test_gpt_megatron import EXPERTS, GPT2, LLAMA, arguments, assert_held, save, stacked, theirs, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

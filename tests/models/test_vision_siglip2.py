@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from megalight.data.multimodal.patches import Images
+from megalight.data.multimodal.images import Images
 from megalight.data.multimodal.resolution import DynamicForm, form_of
 from megalight.errors import ConfigurationError
 from megalight.models.vision import VisionConfig, VisionTower

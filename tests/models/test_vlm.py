@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megalight.data.multimodal.batch import ImageTextBatch, with_images
-from megalight.data.multimodal.forms import NEWLINE
-from megalight.data.multimodal.patches import Images
+from megalight.data.multimodal.images import Images
+from megalight.data.multimodal.template import NEWLINE
 from megalight.errors import CheckpointError, ConfigurationError, DataError
 from megalight.models.family import family
 from megalight.models.gpt import MultiTokenConfig, PositionConfig

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megalight.data.multimodal.batch import ImageTextBatch
-from megalight.data.multimodal.forms import NEWLINE
+from megalight.data.multimodal.template import NEWLINE
 from megalight.errors import DataError
 from megalight.models.vlm import VLMConfig
 from megalight.types import TokenBatch

@@ -16,7 +16,7 @@ from safetensors.torch import load, load_file
 from megalight import checkpoint
 from megalight.checkpoint.foreign.transformers_folder import read_config
 from megalight.data.multimodal.batch import with_images
-from megalight.data.multimodal.patches import Images
+from megalight.data.multimodal.images import Images
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.hugging_face.export import export
 from megalight.models.hugging_face.folder import UNREAD, Folder

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from megalight.parallel.context.attention import ContextOptions
-from megalight.parallel.pipeline.options import PipelineOptions
+from megalight.parallel.pipeline.schedules import PipelineOptions
 from megalight.parallel.recompute import RecomputeOptions
 from megalight.strategies import Layout
 from tests.models.test_vlm_strategy import COUNTS, SP, by_hand, fit

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from megalight.checkpoint.foreign.transformers_folder import read_config
 from megalight.data.multimodal.batch import with_cuts
-from megalight.data.multimodal.forms import ImagePatches
 from megalight.data.multimodal.resolution import DynamicForm, form_of
+from megalight.data.multimodal.template import ImagePatches
 from megalight.errors import ConfigurationError, DataError
 from megalight.models.hugging_face.export import export
 from megalight.models.hugging_face.folder import Folder

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from megalight.data.multimodal.patches import Images
+from megalight.data.multimodal.images import Images
 from megalight.errors import ConfigurationError
 from megalight.models.gpt.model import GPT
 from megalight.models.vision.model import PackedImages

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from megalight.data.multimodal.batch import ImageTextBatch, with_cuts, with_images
-from megalight.data.multimodal.patches import Images
+from megalight.data.multimodal.images import Images
 from megalight.data.multimodal.resolution import form_of
 from megalight.models.gpt import AttentionConfig, GPTConfig, NormConfig, PositionConfig
 from megalight.models.vision import VisionConfig

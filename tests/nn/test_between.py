@@ -25,8 +25,7 @@ from megalight.ops.parameter import collect
 from megalight.ops.rotary import quantized as quantized_rotary
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.precision import LowPrecisionOptions, apply_low_precision, remove_low_precision
-from megalight.parallel.recompute import RecomputeOptions
-from megalight.parallel.recompute.apply import apply_recompute
+from megalight.parallel.recompute import RecomputeOptions, apply_recompute
 from megalight.types import TokenBatch
 from tests.strategies.training import BASE
 

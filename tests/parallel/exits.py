@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megalight.parallel import groups
+from megalight.parallel import mesh
 from tests.support.workers import meeting
 
 KEPT: list[object] = []
@@ -23,7 +23,7 @@ def late(place: str) -> None:
     """Begin collectives that nobody waits for, and end."""
     dist.init_process_group("gloo", init_method=place, rank=0, world_size=1)
     KEPT.append(dist.group.WORLD)
-    groups.end_at_exit()
+    mesh.end_at_exit()
     cpu = min(os.sched_getaffinity(0))
     for task in Path("/proc/self/task").iterdir():
         os.sched_setaffinity(int(task.name), {cpu})

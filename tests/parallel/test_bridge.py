@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from megalight.errors import LayoutError, MegalightError
 from megalight.parallel.apply import parallelize
-from megalight.parallel.bridge import BridgeCommunicator
-from megalight.parallel.bridge.communicator import BridgeLane, lanes
+from megalight.parallel.bridge import BridgeCommunicator, BridgeLane, lanes
 from megalight.parallel.collectives import join
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plan import ParallelizePlan

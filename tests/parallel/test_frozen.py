@@ -15,7 +15,7 @@ from megalight.parallel.frozen_model import FrozenModel
 from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.pipeline.carry import Carry
+from megalight.parallel.pipeline.p2p_communication import Carry
 from tests.support.workers import run
 
 

@@ -11,12 +11,11 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from megalight.parallel.groups import new_group, uses_backend
-from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.mesh import ParallelMesh, new_group, uses_backend
 from megalight.parallel.tensor.shared import Shared
 from tests.support.workers import run
 
-CHANGED = "torch names groups in another way: see megalight/parallel/groups.py, _named"
+CHANGED = "torch names groups in another way: see megalight/parallel/mesh.py, _named"
 
 
 def test_torch_takes_names_where_they_are_given() -> None:

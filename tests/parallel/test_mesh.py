@@ -10,8 +10,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megalight.errors import LayoutError
-from megalight.parallel.groups import new_group
-from megalight.parallel.mesh import DENSE_AXES, EXPERT_AXES, ParallelMesh
+from megalight.parallel.mesh import DENSE_AXES, EXPERT_AXES, ParallelMesh, new_group
 from tests.support.workers import run
 
 LAYOUTS = [

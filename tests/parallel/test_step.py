@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megalight.parallel.data_parallel import DataParallelOptions
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.pipeline.carry import Carry
+from megalight.parallel.pipeline.p2p_communication import Carry
 from megalight.parallel.run_engine import engine_over
 from megalight.parallel.step import StepDriver
 from megalight.types import Loss

@@ -26,7 +26,7 @@ from megalight.parallel.initial_values import initialize, materialize
 from megalight.parallel.interleaved_passes import PassInterleaver
 from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.pipeline.options import PipelineOptions
+from megalight.parallel.pipeline.schedules import PipelineOptions
 from megalight.parallel.tensor.shared import Shared
 from megalight.plugins import package
 from megalight.types import PackedSequences

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from megalight.errors import ConfigurationError
-from megalight.rl.countdown import CountdownPuzzles
-from megalight.rl.rewards import Countdown
+from megalight.rl.countdown import Countdown, CountdownPuzzles
 
 
 def solvable(numbers: list[float], target: int) -> bool:

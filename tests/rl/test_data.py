@@ -20,11 +20,11 @@ from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError, LayoutError
 from megalight.models.gpt.config import GPTConfig
 from megalight.optim import AdamConfig
-from megalight.rl.countdown import CountdownPuzzles
+from megalight.rl.countdown import Countdown, CountdownPuzzles
 from megalight.rl.data import PromptDataModule
 from megalight.rl.environment import Answer, PromptBatch
 from megalight.rl.module import GRPOModule
-from megalight.rl.rewards import Countdown, FinalAnswer, RowFilter
+from megalight.rl.rewards import FinalAnswer, RowFilter
 from megalight.rl.rollouts import Rollouts
 from megalight.strategies import MegatronStrategy
 from tests.data.chat.conftest import chat_tokenizer as chat_tokenizer
@@ -294,7 +294,7 @@ data:
       mine: tests.rl.test_data.judge
       some:
         class_path: megalight.rl.rewards.RowFilter
-        init_args: {column: target, equals: 7, reward: {class_path: megalight.rl.rewards.Countdown}}
+        init_args: {column: target, equals: 7, reward: {class_path: megalight.rl.countdown.Countdown}}
     reward_weights: {mine: 0.5}
     split: "8,1,0"
     data:

@@ -30,8 +30,8 @@ from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.gpt import GPTConfig
 from megalight.nn.moe import MoEConfig
 from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy
-from megalight.strategies.checkpoints import async_save
-from megalight.strategies.checkpoints.async_save import AsyncSaves
+from megalight.strategies.checkpoints import hooks
+from megalight.strategies.checkpoints.hooks import AsyncSaves
 from megalight.strategies.checkpoints.options import CheckpointOptions
 from tests.checkpoint import simple
 from tests.checkpoint.async_workers import fault, workers_of
@@ -201,7 +201,7 @@ def test_what_is_replaced_stays_while_a_save_waits_for_the_one_before(tmp_path: 
 
 def test_the_log_says_that_a_save_began_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr(async_save, "rank_zero_info", lambda text, *values: told.append(text % values))
+    monkeypatch.setattr(hooks, "rank_zero_info", lambda text, *values: told.append(text % values))
     saves = AsyncSaves("persistent", False, None, True, lambda path: None, lambda path: None)
     one, two, three = (str(tmp_path / f"{name}.ckpt") for name in "123")
     saves.begin(one, simple.views(simple.tensors(1)))

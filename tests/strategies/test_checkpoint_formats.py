@@ -16,8 +16,8 @@ import torch.distributed.checkpoint as dcp
 from megalight import checkpoint
 from megalight.callbacks import EMA
 from megalight.checkpoint.foreign.torch_dcp import torch_path
-from megalight.checkpoint.sources.flat import canonical
-from megalight.checkpoint.sources.streaming import WantedTensor, itself, stream
+from megalight.checkpoint.sources import canonical
+from megalight.checkpoint.view import WantedTensor, itself, stream
 from megalight.cli.main import main
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.stored import open_model

@@ -31,7 +31,7 @@ from megalight.nn.init import initialize
 from megalight.nn.moe.config import MoEConfig
 from megalight.parallel.data_parallel import DataParallelOptions
 from megalight.parallel.layout import Layout
-from megalight.parallel.pipeline.options import PipelineOptions
+from megalight.parallel.pipeline.schedules import PipelineOptions
 from megalight.parallel.recompute import RecomputeOptions
 from megalight.parallel.transform import apply_transforms
 from megalight.strategies import MegatronStrategy

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from megalight.errors import ConfigurationError
 from megalight.optim import Adam
-from megalight.plugins.precision import MegatronPrecision
-from megalight.plugins.precision.megatron import LossScale
+from megalight.plugins.precision import LossScale, MegatronPrecision
 from megalight.strategies import MegatronStrategy
 from tests.strategies.regression import Plain, batches, dealt, strategy, weights
 from tests.strategies.test_drop_in import close

@@ -19,7 +19,7 @@ from megalight.errors import ConfigurationError, LayoutError, MegalightError
 from megalight.inference import ParallelGPT, generate
 from megalight.parallel.context.attention import ContextOptions
 from megalight.parallel.data_parallel import AdvancedDataParallelOptions, DataParallelOptions
-from megalight.parallel.pipeline.options import PipelineOptions
+from megalight.parallel.pipeline.schedules import PipelineOptions
 from megalight.parallel.precision import LowPrecisionOptions
 from megalight.parallel.recompute import RecomputeOptions
 from megalight.plugins.precision import MegatronLowPrecision, MegatronPrecision

@@ -17,7 +17,7 @@ from megalight.nn.moe import MoEConfig
 from megalight.parallel.context.attention import ContextOptions
 from megalight.parallel.data_parallel.buffers import Bucket
 from megalight.parallel.data_parallel.reduce import Reducer
-from megalight.parallel.pipeline.options import PipelineOptions
+from megalight.parallel.pipeline.schedules import PipelineOptions
 from megalight.parallel.precision import LowPrecisionOptions
 from megalight.parallel.recompute import RecomputeOptions
 from megalight.plugins.precision import MegatronLowPrecision

@@ -12,7 +12,7 @@ from megalight.parallel.context.attention import ContextOptions
 from megalight.parallel.data_parallel import DataParallelOptions
 from megalight.parallel.expert import ExpertOptions
 from megalight.parallel.layout import Layout
-from megalight.parallel.pipeline.options import PipelineOptions
+from megalight.parallel.pipeline.schedules import PipelineOptions
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.recompute import RecomputeOptions
 from megalight.parallel.tensor.overlap.spec import TensorOptions

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from megalight.parallel.pipeline.options import PipelineOptions
+from megalight.parallel.pipeline.schedules import PipelineOptions
 from megalight.strategies import MegatronFSDPStrategy
 from tests.strategies import regression
 from tests.strategies.regression import batches, dealt, make_optimizer, weights

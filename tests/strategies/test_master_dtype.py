@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megalight.callbacks import EMA
 from megalight.checkpoint.run import TrainingRun
-from megalight.checkpoint.sources.combine import MASTER
+from megalight.checkpoint.sources import MASTER
 from megalight.errors import ConfigurationError
 from megalight.parallel.data_parallel import DataParallelOptions
 from megalight.parallel.random import RandomStreams

@@ -3,7 +3,7 @@
 import logging
 import warnings
 
-from megalight.strategies.noise import silence
+from megalight.strategies._lightning import silence
 
 LOG = logging.getLogger("lightning.pytorch.utilities.rank_zero")
 

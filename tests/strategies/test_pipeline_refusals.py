@@ -333,11 +333,11 @@ def _warnings(room: str, module: Callable[[], MegalightModule], **options: Any) 
 
 
 def test_too_few_micro_batches_are_told_once_by_the_first_rank() -> None:
-    first, second = run(_warnings, 2, "pipeline.rank_schedule", ToyModule)
+    first, second = run(_warnings, 2, "pipeline.timeline", ToyModule)
     assert len(first) == 1
     assert "1 micro-batch in a pipeline of 2 ranks: the bubble is 100% of the work" in first[0]
     assert second == []
-    assert run(functools.partial(_warnings, micro_batch_size=1), 2, "pipeline.rank_schedule", ToyModule) == [[], []]
+    assert run(functools.partial(_warnings, micro_batch_size=1), 2, "pipeline.timeline", ToyModule) == [[], []]
 
 
 def _own_layers() -> MegalightModule:

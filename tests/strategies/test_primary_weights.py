@@ -17,7 +17,7 @@ from megalight.errors import ConfigurationError, MegalightError
 from megalight.ops.linear.low_precision import LowPrecision, Session, precision_of
 from megalight.ops.quantize import quantize
 from megalight.ops.quantize.recipes import recipe
-from megalight.parallel.groups import FAILED
+from megalight.parallel.mesh import FAILED
 from megalight.parallel.precision import LowPrecisionOptions
 from megalight.parallel.source import Target
 from megalight.plugins.precision import MegatronLowPrecision

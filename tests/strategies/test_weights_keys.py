@@ -86,7 +86,7 @@ def _initial(
 ) -> tuple[dict[str, np.ndarray[Any, Any]], list[str], list[torch.Tensor]]:
     """What a run begins with, and what this rank has logged about names."""
     heard, seen, masters = Kept(), Losses(), Masters()
-    names = logging.getLogger("megalight.checkpoint.sources.combine")
+    names = logging.getLogger("megalight.checkpoint.sources")
     names.addHandler(heard)
     # Under bfloat16, which numpy lacks, only the masters are kept.
     callbacks = [masters] if precision == "bf16-true" else [seen, masters]

@@ -22,7 +22,7 @@ from megalight.parallel.context.attention import ContextOptions
 from megalight.parallel.data_parallel import DataParallelOptions
 from megalight.parallel.data_parallel.unshard import Unsharder
 from megalight.parallel.layout import Layout
-from megalight.parallel.pipeline.options import PipelineOptions
+from megalight.parallel.pipeline.schedules import PipelineOptions
 from megalight.parallel.recompute import RecomputeOptions
 from megalight.towers import TowersTraining
 from megalight.towers.disjoint import TowerRunner

@@ -16,7 +16,7 @@ from megalight.attachments import overridden
 from megalight.models.module import MegalightModule
 from megalight.nn.moe import Dispatcher
 from megalight.ops.parameter import cast_of
-from megalight.parallel.groups import uses_backend
+from megalight.parallel.mesh import uses_backend
 from megalight.parallel.pipeline import schedules
 from megalight.parallel.recompute.apply import redrawing
 from megalight.strategies.megatron import MegatronStrategy

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megalight.callbacks.timing.meter import StepMeter, rates
 from megalight.callbacks.timing.step_timing import LEVELS, OFF, StepSpans, Timer, TimerTable, Times, check_level
 from megalight.errors import ConfigurationError
-from megalight.strategies.collectives import Collectives
+from megalight.strategies.mesh_strategy import Collectives
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from megalight.checkpoint.disk.files import CODES
 from megalight.checkpoint.disk.index import TensorInfo
 from megalight.checkpoint.foreign.pickles import check_archive, check_is_archive
-from megalight.checkpoint.inspection.inspect import CheckpointReport
+from megalight.checkpoint.inspection import CheckpointReport
 from megalight.errors import CheckpointError
 
 WEIGHTS = "state_dict"
@@ -40,7 +40,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def describe(path: str | os.PathLike[str], *, norms: bool = False) -> CheckpointReport:
-    """Report what the file holds, like :func:`megalight.checkpoint.inspection.inspect.describe`.
+    """Report what the file holds, like :func:`megalight.checkpoint.inspection.describe`.
 
     Raises:
         CheckpointError: see :func:`read`.

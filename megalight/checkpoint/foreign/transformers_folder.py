@@ -15,7 +15,7 @@ from megalight.checkpoint.disk.datafile import OpenFile
 from megalight.checkpoint.disk.files import MAX_HEADER, PathLike, TensorEntry, blocks, checked_name, parse_header
 from megalight.checkpoint.disk.index import Chunk, TensorInfo
 from megalight.checkpoint.disk.publish import place
-from megalight.checkpoint.inspection.inspect import CheckpointReport, floats
+from megalight.checkpoint.inspection import CheckpointReport, floats
 from megalight.errors import CheckpointError, hub_hint
 
 CONFIG = "config.json"
@@ -153,7 +153,7 @@ def json_object(data: bytes, what: str) -> dict[str, Any]:
 
 
 def describe(path: str | os.PathLike[str], *, norms: bool = False) -> CheckpointReport:
-    """Report what the folder holds, like :func:`megalight.checkpoint.inspection.inspect.describe`.
+    """Report what the folder holds, like :func:`megalight.checkpoint.inspection.describe`.
 
     Tensors have the names and shapes of the files. The files have no checksums: with ``norms`` every byte is read, and
     nothing is verified but its size.

@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.progress import Progress
 
     from megalight.checkpoint.foreign.transformers_folder import is_folder
-    from megalight.checkpoint.sources.combine import WatchedSource
+    from megalight.checkpoint.sources import WatchedSource
     from megalight.errors import ConfigurationError
     from megalight.models.eagle.serving_format import holds_draft, is_draft
     from megalight.models.gpt import megatron
@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
         elif arguments.dtype or arguments.ema or arguments.average:
             raise ConfigurationError(f"--to {to} keeps all as it is; --dtype, --ema and --average change weights.")
         else:
-            from megalight.checkpoint.sources.rewrite import rewrite
+            from megalight.checkpoint.sources import rewrite
 
             rewrite(arguments.source, arguments.output, to, watched)
     print(f"{arguments.output}: a {FORMS[to]}")

@@ -41,8 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
     from megalight.checkpoint.foreign.pickles import check_is_archive
     from megalight.checkpoint.foreign.transformers_folder import describe as read_folder
     from megalight.checkpoint.foreign.transformers_folder import is_folder
-    from megalight.checkpoint.inspection.inspect import describe as read
-    from megalight.checkpoint.inspection.inspect import render, to_json
+    from megalight.checkpoint.inspection import describe as read
+    from megalight.checkpoint.inspection import render, to_json
 
     path = latest_checkpoint(arguments.checkpoint)
     if arguments.verify and is_folder(path):
@@ -51,8 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
             "--norms reads every byte; --diff compares it with another folder or a checkpoint."
         )
     if arguments.verify or arguments.diff:
-        from megalight.checkpoint.inspection.diff import diff
-        from megalight.checkpoint.inspection.verify import verify
+        from megalight.checkpoint.inspection import diff, verify
 
         other = None if arguments.verify else latest_checkpoint(arguments.diff)
         # Names of transformers become canonical ones by the family's table, which takes torch.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from megalight.data.bert.dataset import BertDataset, PairOptions, collate
-from megalight.data.bert.masking import Words
+from megalight.data.bert.dataset import BertDataset, PairOptions, Words, collate
 from megalight.data.blend import BlendPart, Data
 from megalight.data.corpus import SPLIT, Corpus, split_bounds
 from megalight.data.module import TokenDataModule

@@ -6,8 +6,7 @@ import logging
 
 from megalight.data.blend import BlendPart, Data
 from megalight.data.corpus import SPLIT, Corpus, split_bounds
-from megalight.data.gpt.dataset import GPTDataset, SampleOptions, collate
-from megalight.data.gpt.fim import FIM, FillInMiddle
+from megalight.data.gpt.dataset import FIM, FillInMiddle, GPTDataset, SampleOptions, collate
 from megalight.data.module import TokenDataModule
 from megalight.errors import ConfigurationError
 from megalight.first_rank import only_first
@@ -41,7 +40,7 @@ class GPTDataModule(TokenDataModule):
         document_mask: whether attention stays inside documents, and positions restart at each.
         eod_mask_loss: whether positions whose input is the end-of-document token carry no loss.
         fim: how often and how documents are rearranged for filling in the middle
-            (:class:`~megalight.data.gpt.fim.FIM`). None: never.
+            (:class:`~megalight.data.gpt.dataset.FIM`). None: never.
         allow_ambiguous_pad_tokens: what happens if the padding token of the tokenizer is also its end-of-document
             token, or another special token. False: labels with its id carry loss, because real tokens would lose
             theirs. True: they carry none, for data in which that id means padding. A warning says so.

@@ -12,8 +12,16 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megalight.data.multimodal.forms import MIXED, NEWLINE, ImageFormat, ImagePatches, axis_positions, shifted, sources
-from megalight.data.multimodal.patches import Images
+from megalight.data.multimodal.images import Images
+from megalight.data.multimodal.template import (
+    MIXED,
+    NEWLINE,
+    ImageFormat,
+    ImagePatches,
+    axis_positions,
+    shifted,
+    sources,
+)
 from megalight.errors import DataError
 from megalight.types import PackedSequences, TokenBatch
 

@@ -21,9 +21,8 @@ from megalight.data.gpt.dataset import GPTSample
 from megalight.data.gpt.dataset import collate as collate_text
 from megalight.data.indexed import IndexedDataset, paths
 from megalight.data.multimodal.batch import ImageTextBatch, document_positions, runs_of
-from megalight.data.multimodal.forms import ImageFormat, ImagePatches, shifted, sources
-from megalight.data.multimodal.images import decode, measure
-from megalight.data.multimodal.patches import Images
+from megalight.data.multimodal.images import Images, decode, measure
+from megalight.data.multimodal.template import ImageFormat, ImagePatches, shifted, sources
 from megalight.errors import ConfigurationError, DataError
 from megalight.first_rank import only_first
 

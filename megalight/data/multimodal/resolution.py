@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megalight.data.multimodal.forms import MIXED, NEWLINE, ImageFormat, ImagePatches
 from megalight.data.multimodal.images import ImageForm, Resize, rgb
+from megalight.data.multimodal.template import MIXED, NEWLINE, ImageFormat, ImagePatches
 from megalight.errors import DataError
 from megalight.imports import require
 

@@ -24,7 +24,7 @@ from megalight.models.hidden import keeping
 from megalight.nn import DistillationTarget, Linear
 from megalight.ops.divergence import TOP_KINDS
 from megalight.parallel.frozen_model import FrozenModel
-from megalight.parallel.pipeline.carry import Carry
+from megalight.parallel.pipeline.p2p_communication import Carry
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import Boundary
 from megalight.types import PackedSequences, TokenBatch, TopTokens

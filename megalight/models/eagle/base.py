@@ -26,7 +26,7 @@ from megalight.nn.canonical import parts
 from megalight.parallel.frozen_model import FrozenModel, FrozenSubmodule
 from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.pipeline.carry import Carry
+from megalight.parallel.pipeline.p2p_communication import Carry
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.source import FillReport, FillRequest, SelectedSource, Source, Target, WrappedSource
 from megalight.parallel.styles import Vocab, VocabHeadStyle

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megalight.checkpoint.sources.combine import LenientSource, OverlaySource
+from megalight.checkpoint.sources import LenientSource, OverlaySource
 from megalight.errors import ConfigurationError
 from megalight.models.batches import IGNORED, pack
 from megalight.models.distillation import share_of

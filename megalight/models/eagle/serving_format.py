@@ -17,7 +17,7 @@ from megalight.checkpoint.disk.files import sync_directory, write_file
 from megalight.checkpoint.disk.publish import absolute, begin_folder, check_new
 from megalight.checkpoint.foreign.transformers_folder import CONFIG, WEIGHTS, is_folder, read_config
 from megalight.checkpoint.ranks import alone
-from megalight.checkpoint.sources.combine import TensorSource
+from megalight.checkpoint.sources import TensorSource
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.eagle.architecture import config_of, ids_of
 from megalight.models.eagle.base import BaseModel

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megalight.checkpoint.disk.publish import place
 from megalight.checkpoint.foreign.transformers_folder import read_config, tensor_names
-from megalight.checkpoint.sources.combine import TensorSource
+from megalight.checkpoint.sources import TensorSource
 from megalight.errors import CheckpointError
 from megalight.first_rank import only_first
 from megalight.models.config import compare

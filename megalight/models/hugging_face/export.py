@@ -28,8 +28,8 @@ from megalight.checkpoint.foreign.transformers_folder import (
 )
 from megalight.checkpoint.ranks import Ranks, alone
 from megalight.checkpoint.saving import host_blocks
-from megalight.checkpoint.sources.combine import TensorSource, UnionSource
-from megalight.checkpoint.sources.streaming import WantedTensor, itself, stream
+from megalight.checkpoint.sources import TensorSource, UnionSource
+from megalight.checkpoint.view import WantedTensor, itself, stream
 from megalight.data.tokenizer import FILE as TOKENIZER
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import CheckpointError, ConfigurationError

@@ -22,7 +22,7 @@ from megalight.checkpoint.disk.files import PathLike, sync_directory, write_file
 from megalight.checkpoint.disk.publish import absolute, begin_folder, check_new, place
 from megalight.checkpoint.foreign.transformers_folder import is_folder, json_of, read_config
 from megalight.checkpoint.ranks import alone
-from megalight.checkpoint.sources.combine import FullPrecision, TensorSource
+from megalight.checkpoint.sources import FullPrecision, TensorSource
 from megalight.checkpoint.view import views_of_source
 from megalight.errors import CheckpointError, ConfigurationError, nearest
 from megalight.models.family import Family, WeightConversion, family, family_of_transformers

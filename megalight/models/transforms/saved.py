@@ -10,7 +10,7 @@ from typing import Any
 from megalight import checkpoint
 from megalight.checkpoint import Checkpoint, views_of_parameters
 from megalight.checkpoint.ranks import alone
-from megalight.checkpoint.sources.combine import FullPrecision, UnionSource
+from megalight.checkpoint.sources import FullPrecision, UnionSource
 from megalight.checkpoint.view import View, views_of_source
 from megalight.errors import CheckpointError, ConfigurationError, nearest
 from megalight.models.config import compare

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalight.data.multimodal.patches import Mixtures
+from megalight.data.multimodal.images import Mixtures
 from megalight.errors import DataError
 from megalight.models.vision.config import VisionConfig
 from megalight.nn import (

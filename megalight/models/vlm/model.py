@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalight.data.multimodal.forms import MIXED, NEWLINE
-from megalight.data.multimodal.patches import Mixtures
+from megalight.data.multimodal.images import Mixtures
+from megalight.data.multimodal.template import MIXED, NEWLINE
 from megalight.errors import DataError
 from megalight.models.gpt.model import GPT, GPTOutput
 from megalight.models.vision.model import PackedImages, VisionTower

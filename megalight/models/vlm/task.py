@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megalight.data.multimodal.batch import ImageTextBatch
-from megalight.data.multimodal.patches import Images
+from megalight.data.multimodal.images import Images
 from megalight.errors import ConfigurationError, DataError, nearest_pattern
 from megalight.models.batches import IGNORED, masked_sum, pack, skips
 from megalight.models.vision.model import PackedImages, normalized

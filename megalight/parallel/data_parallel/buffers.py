@@ -208,7 +208,7 @@ class Bucket(FlatParameters):
         grads: ``[numel]`` memory that the gradients share with those of other units; None: memory of their own.
         sum_dtype: dtype of the sums over ranks and micro-batches; only used with ``grads``.
         on_host: keep the masters in host memory, as separate copies. See
-            :class:`~megalight.parallel.data_parallel.host_masters.HostMasters`.
+            :class:`~megalight.parallel.data_parallel.parameters.HostMasters`.
 
     Attributes:
         on_host: whether the masters are in host memory.

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megalight.errors import ConfigurationError
-from megalight.parallel.groups import FAILED, uses_backend
+from megalight.parallel.mesh import FAILED, uses_backend
 from megalight.parallel.peers import memory
 
 Transport: TypeAlias = Literal["plain", "symmetric", "auto"]

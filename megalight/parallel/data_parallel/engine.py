@@ -17,11 +17,9 @@ from megalight.ops.adam import QuantizedOutput
 from megalight.parallel.data_parallel.buffers import Bucket, FlatParameters, Groups
 from megalight.parallel.data_parallel.communication import TransportChoice, UserBuffers
 from megalight.parallel.data_parallel.fp8_parameters import storage_format_of
-from megalight.parallel.data_parallel.frozen_parameters import FrozenShards, can_be_sharded
 from megalight.parallel.data_parallel.gather import Pushes
 from megalight.parallel.data_parallel.grad_norm import check_finite
 from megalight.parallel.data_parallel.gradients import MainGradients, UnusedParameters
-from megalight.parallel.data_parallel.host_masters import HostMasters, offloaded
 from megalight.parallel.data_parallel.layout import (
     BucketKey,
     BucketLayout,
@@ -33,7 +31,7 @@ from megalight.parallel.data_parallel.layout import (
 )
 from megalight.parallel.data_parallel.masters import FlatShard, check_masters, masters_of
 from megalight.parallel.data_parallel.options import DTYPES, DataParallelOptions
-from megalight.parallel.data_parallel.parameters import ShardedParameters, fill
+from megalight.parallel.data_parallel.parameters import HostMasters, ShardedParameters, fill, offloaded
 from megalight.parallel.data_parallel.reduce import PushedSums, Reducer
 from megalight.parallel.data_parallel.unit_memory import (
     GRADIENT_BUFFERS,
@@ -44,9 +42,8 @@ from megalight.parallel.data_parallel.unit_memory import (
     choose,
     free_memory,
 )
-from megalight.parallel.data_parallel.units import Units
-from megalight.parallel.groups import check_max_ctas, new_group, shared_group
-from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.data_parallel.units import FrozenShards, Units, can_be_sharded
+from megalight.parallel.mesh import ParallelMesh, check_max_ctas, new_group, shared_group
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.trace import spanned
 

@@ -18,7 +18,7 @@ from megalight.imports import torch_distributed
 from megalight.parallel.data_parallel.buffers import Bucket, FlatParameters
 from megalight.parallel.data_parallel.communication import TransportChoice, side_stream
 from megalight.parallel.data_parallel.fp8_parameters import FlatQuantized
-from megalight.parallel.groups import FAILED
+from megalight.parallel.mesh import FAILED
 from megalight.parallel.peers import driver
 from megalight.parallel.peers.memory import Flag, PeerCopyStream, PeerMemory, PeerSlot
 from megalight.parallel.peers.spin import Watch

@@ -18,11 +18,10 @@ from torch.distributed import ProcessGroup
 
 from megalight.errors import LayoutError
 from megalight.nn.moe.dispatch import HostCounts
-from megalight.parallel.collectives import start_all_gather
+from megalight.parallel.collectives import as_bytes, start_all_gather
 from megalight.parallel.expert.all_to_all import AllToAllDispatcher, Traffic
 from megalight.parallel.expert.dispatch import DISPATCHERS
 from megalight.parallel.interleaved_passes import interleaving, pause
-from megalight.parallel.messages import as_bytes
 from megalight.parallel.peers import memory
 from megalight.parallel.peers.memory import BOUNDARY, Flag, PeerCopyStream, PeerMemory
 from megalight.parallel.peers.spin import Watch

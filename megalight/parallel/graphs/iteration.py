@@ -19,7 +19,7 @@ from megalight.parallel.graphs.inspection import Inspection, Operation
 from megalight.parallel.graphs.recorder import Recorder, Recording
 from megalight.parallel.graphs.static import StaticInputs, clone
 from megalight.parallel.peers.spin import check_all
-from megalight.parallel.pipeline.carry import signature
+from megalight.parallel.pipeline.p2p_communication import signature
 
 log = logging.getLogger(__name__)
 

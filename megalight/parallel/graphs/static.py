@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from megalight.parallel.pipeline.carry import signature
+from megalight.parallel.pipeline.p2p_communication import signature
 
 T = TypeVar("T")
 

@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 from megalight.errors import MegalightError
 from megalight.imports import has, has_symmetric_memory, symmetric_memory
 from megalight.ops.common import cuda_why_not
-from megalight.parallel.groups import shared_group
+from megalight.parallel.mesh import shared_group
 from megalight.parallel.peers import driver
 from megalight.parallel.trace import capturing
 

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from megalight.attachments import overridden, shadow_of
 from megalight.errors import ConfigurationError, LayoutError
-from megalight.parallel.pipeline.carry import Carry
 from megalight.parallel.pipeline.layout import Stage
+from megalight.parallel.pipeline.p2p_communication import Carry
 
 HIDDEN = "hidden_states"
 READ, UNREAD = "read_", "unread_"

@@ -16,18 +16,28 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megalight.errors import ConfigurationError
 from megalight.ops.linear.weight_gradient import WeightGradients, deferring
 from megalight.parallel import trace
+from megalight.parallel.collectives import Message
 from megalight.parallel.data_parallel.unit_memory import UnitPass
 from megalight.parallel.data_parallel.units import Units
 from megalight.parallel.interleaved_passes import PassInterleaver
 from megalight.parallel.layers import layers_of
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.messages import Message
-from megalight.parallel.pipeline.carry import Carry, Form, Forms, check_carry, decode, encode, form_of, signature
 from megalight.parallel.pipeline.layout import PipelineLayout, Stage
-from megalight.parallel.pipeline.options import Messages
-from megalight.parallel.pipeline.p2p_communication import Channel, P2PCommunicator, ReceiveQueue
-from megalight.parallel.pipeline.rank_schedule import RankSchedule
-from megalight.parallel.pipeline.schedules import Action, ActionKind, Actions
+from megalight.parallel.pipeline.p2p_communication import (
+    Carry,
+    Channel,
+    Form,
+    Forms,
+    P2PCommunicator,
+    ReceiveQueue,
+    check_carry,
+    decode,
+    encode,
+    form_of,
+    signature,
+)
+from megalight.parallel.pipeline.schedules import Action, ActionKind, Actions, Messages
+from megalight.parallel.pipeline.timeline import RankSchedule
 from megalight.types import Loss
 
 ForwardStep: TypeAlias = Callable[[nn.Module, Any, Carry | None], Carry]
@@ -275,7 +285,7 @@ class _Run:
         """Start to send; at the end of a pair, if one runs.
 
         Until a neighbor receives, a message occupies the device. The neighbor may be inside a pair as well, and the
-        host must not wait for an idle device before that ends (see :mod:`.rank_schedule`).
+        host must not wait for an idle device before that ends (see :mod:`.timeline`).
         """
         assert channel is not None
         if self.kept_back is not None:

@@ -7,15 +7,19 @@ that run together take as long as one after the other: what they gain by it is n
 
 from __future__ import annotations
 
+import logging
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import product
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from megalight.errors import LayoutError
-from megalight.parallel.pipeline.schedules import Action, ActionKind, Actions
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.pipeline.layout import PipelineLayout
+from megalight.parallel.pipeline.schedules import Action, ActionKind, Actions, PipelineOptions, bubble_warning, build
 
 Number: TypeAlias = "int | float | Fraction"
 Place: TypeAlias = tuple[str, int, int]
@@ -267,3 +271,131 @@ def _deadlock(schedules: Sequence[Actions], spans: list[list[ActionSpan]], waiti
 def _name(place: Place) -> str:
     what = "the activations" if place[0] == "F" else "the gradient"
     return f"{what} of micro-batch {place[2]} from stage {place[1]}"
+
+
+log = logging.getLogger(__name__)
+
+
+class Expected(NamedTuple):
+    """A message that a rank expects.
+
+    Attributes:
+        chunk, micro_batch: the work that needs it.
+        before: number of this rank's first action that begins after the message is sent. If the form of the message was
+            unknown, the sender has announced it by then, so the host does not wait for the announcement.
+    """
+
+    chunk: int
+    micro_batch: int
+    before: int
+
+
+@dataclass(frozen=True)
+class RankSchedule:
+    """The actions of one rank and the messages that it receives.
+
+    Attributes:
+        actions: the actions, in order.
+        activations, gradients: the messages of each channel, in the order of use.
+        slots: number of slots that hold messages between two ranks, in each direction, until the receiver begins to use
+            them; the same for all ranks. A sender that waits until a slot is free then waits only for an action that,
+            on the timeline, begins before the message is sent.
+    """
+
+    actions: Actions
+    activations: tuple[Expected, ...] = ()
+    gradients: tuple[Expected, ...] = ()
+    slots: int = 2
+
+
+def rank_schedule_of(rank: int, schedules: Sequence[Actions]) -> RankSchedule:
+    """Return the schedule of one pipeline rank.
+
+    Args:
+        rank: the pipeline rank.
+        schedules: the actions of all ranks.
+
+    Raises:
+        LayoutError: the schedules do not fit together (:func:`simulate`).
+    """
+    pp = len(schedules)
+    vpp = 1 + max((action.chunk for actions in schedules for action in actions), default=0)
+    # Default costs: only the order counts. It is without deadlock for the device, whatever the true times are.
+    lines = simulate(schedules).ranks
+    sent: dict[Place, Number] = {}
+    for sender, spans in enumerate(lines):
+        # Between chunks of one rank nothing is sent.
+        if sender != rank:
+            ends = [(part, span.end) for span in spans for part in span.action.parts]
+            # Both parts of a combined action end together, so both messages leave at its end.
+            sent |= {place: end for part, end in ends if (place := output_of(part, sender, pp)) is not None}
+    starts = [span.start for span in lines[rank]]
+    found: dict[bool, list[Expected]] = {True: [], False: []}
+    for part in (part for action in schedules[rank] for part in action.parts):
+        place = input_of(part, rank, pp, vpp)
+        if place is not None and place in sent:
+            # The first action that starts when the message has been sent, or later.
+            expected = Expected(part.chunk, part.micro_batch, bisect_left(starts, sent[place]))
+            found[part.kind is ActionKind.FORWARD].append(expected)
+    return RankSchedule(schedules[rank], tuple(found[True]), tuple(found[False]), _slots(lines, pp, vpp))
+
+
+def _slots(lines: Sequence[Sequence[ActionSpan]], pp: int, vpp: int) -> int:
+    """Return the largest number of messages of one channel that are sent and not yet in use, the next one, and a spare.
+
+    Ranks are never as regular as the timeline. With the spare, one that is a little late does not hold up its sender.
+    """
+    sent = {
+        place: span.end
+        for rank, spans in enumerate(lines)
+        for span in spans
+        for part in span.action.parts
+        if (place := output_of(part, rank, pp)) is not None
+    }
+    times: dict[tuple[int, str], list[tuple[Number, Number]]] = defaultdict(list)
+    for rank, spans in enumerate(lines):
+        for span in spans:
+            for part in span.action.parts:
+                place = input_of(part, rank, pp, vpp)
+                if place is not None and place[1] % pp != rank:
+                    times[rank, place[0]].append((sent[place], span.start))
+    most = 1
+    for messages in times.values():
+        for number, (leaves, _) in enumerate(messages):
+            # Strictly before: what begins when this message leaves may wait for another one that leaves then.
+            waiting = sum(used >= leaves for _, used in messages[:number])
+            most = max(most, waiting + 1)
+    return most + 1
+
+
+class Timetable:
+    """This rank's work in steps of every kind, worked out once each.
+
+    Args:
+        pipeline: the schedule of training steps.
+        layout: which stage holds what.
+    """
+
+    def __init__(self, pipeline: PipelineOptions, layout: PipelineLayout, mesh: ParallelMesh) -> None:
+        self.pipeline = pipeline
+        self.layout = layout
+        self.mesh = mesh
+        self._known: dict[tuple[str, int], RankSchedule] = {}
+
+    def __call__(self, name: str, micro_batches: int) -> RankSchedule:
+        """The work in a step of so many micro-batches; says where ranks would wait longer than they must.
+
+        Args:
+            name: ``train``, or a schedule's.
+        """
+        # The same few numbers of micro-batches come again and again, and a simulation of many ranks takes time.
+        if (name, micro_batches) not in self._known:
+            pp, vpp, group_size = self.layout.pp, self.layout.vpp, self.pipeline.group_size
+            warning = bubble_warning(pp, vpp, micro_batches, group_size) if name == "train" and pp > 1 else None
+            # All ranks work out the same timetable.
+            if warning is not None and self.mesh.global_rank == 0:
+                log.warning(warning)
+            wanted = self.pipeline.schedule if name == "train" else name
+            lists = build(wanted, pp, vpp, micro_batches, group_size)
+            self._known[name, micro_batches] = rank_schedule_of(self.mesh.rank("pp"), lists)
+        return self._known[name, micro_batches]

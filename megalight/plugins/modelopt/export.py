@@ -20,7 +20,7 @@ from megalight import checkpoint
 from megalight.checkpoint.disk.files import PathLike, sync_directory, write_file
 from megalight.checkpoint.disk.publish import absolute, begin_folder, check_new
 from megalight.checkpoint.foreign.transformers_folder import CONFIG, WEIGHTS
-from megalight.checkpoint.sources.combine import TensorSource
+from megalight.checkpoint.sources import TensorSource
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.imports import version
 from megalight.models.family import WeightConversion, family

@@ -16,7 +16,7 @@ from megalight.ops.parameter import cast_of
 from megalight.parallel.graphs.backends import Named, Parts
 from megalight.parallel.graphs.static import recordable, tensors_of, with_tensors
 from megalight.parallel.layers import check_own_forwards
-from megalight.parallel.pipeline.carry import signature
+from megalight.parallel.pipeline.p2p_communication import signature
 from megalight.parallel.pipeline.schedules import ActionKind
 from megalight.plugins.transformer_engine.kernels import PACKAGE, TORCH, why_not
 

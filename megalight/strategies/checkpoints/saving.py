@@ -18,7 +18,7 @@ from megalight import __version__, checkpoint
 from megalight.checkpoint import Contents, View
 from megalight.checkpoint.loading import SavedCheckpoint
 from megalight.checkpoint.ranks import alone
-from megalight.checkpoint.sources.combine import FullPrecision
+from megalight.checkpoint.sources import FullPrecision
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.imports import version
 from megalight.models.module import CANONICAL_PREFIX, MegalightModule

@@ -18,7 +18,7 @@ from megalight.checkpoint.disk.manifest import FULLY_RESHARDABLE
 from megalight.checkpoint.foreign.single_file import WEIGHTS, read
 from megalight.checkpoint.ranks import Ranks
 from megalight.checkpoint.run import PARAMETERS, STATE
-from megalight.checkpoint.sources.combine import TensorSource
+from megalight.checkpoint.sources import TensorSource
 from megalight.errors import CheckpointError
 from megalight.models.module import CANONICAL_PREFIX, MegalightModule
 from megalight.nn.canonical import CanonicalPart, parts

@@ -26,9 +26,7 @@ from megalight.checkpoint.disk.address import Address
 from megalight.checkpoint.disk.files import FileRecord, write_file
 from megalight.checkpoint.disk.latest_checkpoint import latest_checkpoint
 from megalight.checkpoint.disk.rank_files import WrittenFiles
-from megalight.checkpoint.inspection.diff import diff
-from megalight.checkpoint.inspection.inspect import describe
-from megalight.checkpoint.inspection.verify import verify
+from megalight.checkpoint.inspection import describe, diff, verify
 from megalight.cli import checkpoints
 from megalight.errors import CheckpointError, MegalightError, StorageError
 from tests.checkpoint import simple

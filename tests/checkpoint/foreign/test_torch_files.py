@@ -23,7 +23,7 @@ from megalight import checkpoint
 from megalight.checkpoint import View
 from megalight.checkpoint.disk.files import BLOCK, WrittenBox, blocks
 from megalight.checkpoint.foreign.torch_dcp import torch_path, write_data
-from megalight.checkpoint.inspection.verify import verify
+from megalight.checkpoint.inspection import verify
 from megalight.errors import CheckpointError
 from tests.checkpoint.layouts import SHAPES, STATES, Layout, Model, full
 from tests.support.workers import run

@@ -16,7 +16,7 @@ from torch import Tensor
 from megalight.checkpoint.disk import files as checksum
 from megalight.checkpoint.disk.publish import place
 from megalight.checkpoint.foreign.transformers_folder import describe, values
-from megalight.checkpoint.inspection.inspect import render, to_json
+from megalight.checkpoint.inspection import render, to_json
 from megalight.errors import CheckpointError
 
 

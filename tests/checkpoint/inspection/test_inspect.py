@@ -12,9 +12,7 @@ import torch
 
 from megalight import checkpoint
 from megalight.checkpoint.disk.files import CODES
-from megalight.checkpoint.inspection.diff import diff
-from megalight.checkpoint.inspection.inspect import describe, floats, render, to_json
-from megalight.checkpoint.inspection.verify import verify
+from megalight.checkpoint.inspection import describe, diff, floats, render, to_json, verify
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 
@@ -61,7 +59,7 @@ def test_inspecting_imports_no_torch(tmp_path: Path) -> None:
     save(tmp_path / "a.ckpt", x=torch.ones(3))
     code = (
         "import sys; from megalight.checkpoint import latest;"
-        "from megalight.checkpoint.inspection.inspect import describe, render;"
+        "from megalight.checkpoint.inspection import describe, render;"
         "print(render(describe(latest(sys.argv[1]), norms=True))); assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megalight.data.bert.masking import Words
+from megalight.data.bert.dataset import Words
 from megalight.data.prepare import PrepareReport, prepare
 from megalight.data.tokenizer import Tokenizer
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalight.data.bert.dataset import BertDataset, PairOptions, collate, make_pair, runs_of, sample_runs
-from megalight.data.bert.masking import Words
+from megalight.data.bert.dataset import BertDataset, PairOptions, Words, collate, make_pair, runs_of, sample_runs
 from megalight.data.indexed import IndexedDataset
 from megalight.data.prepare import PrepareReport
 from megalight.data.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer as Model
 from tokenizers import models, pre_tokenizers
 
-from megalight.data.bert.masking import Words, mask_words
+from megalight.data.bert.dataset import Words, mask_words
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import DataError
 from tests.data.bert.conftest import SPECIALS

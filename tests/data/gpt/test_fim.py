@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalight.data.gpt.fim import FIM, FillInMiddle
+from megalight.data.gpt.dataset import FIM, FillInMiddle
 from megalight.data.gpt.module import GPTDataModule
 from megalight.data.prepare import prepare
 from megalight.data.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megalight.data.multimodal.batch import with_images
-from megalight.data.multimodal.patches import Images
+from megalight.data.multimodal.images import Images
 from megalight.data.multimodal.template import FRAMES, PLAIN, ImageText, image_text_of
 from megalight.types import TokenBatch
 

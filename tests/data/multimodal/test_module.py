@@ -20,10 +20,10 @@ from megalight.data.corpus import Corpus
 from megalight.data.multimodal import dataset as of_images
 from megalight.data.multimodal.batch import ImageTextBatch, with_cuts, with_images
 from megalight.data.multimodal.dataset import ImageDataset, ImagePackOptions, collate
-from megalight.data.multimodal.forms import MIXED, NEWLINE
 from megalight.data.multimodal.images import ImageForm, decode
 from megalight.data.multimodal.module import MultimodalDataModule
 from megalight.data.multimodal.resolution import DynamicForm, form_of
+from megalight.data.multimodal.template import MIXED, NEWLINE
 from megalight.data.prepare import prepare
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError

@@ -19,7 +19,7 @@ from megalight.data.multimodal.module import MultimodalDataModule
 from megalight.data.tokenizer import Tokenizer
 from megalight.models.vlm.module import VLMModule
 from megalight.optim import AdamConfig
-from megalight.parallel.pipeline.options import PipelineOptions
+from megalight.parallel.pipeline.schedules import PipelineOptions
 from megalight.strategies import (
     Layout,
     MegatronFSDPStrategy,

@@ -16,7 +16,7 @@ from safetensors.torch import load, load_file, save
 
 from megalight import checkpoint
 from megalight.checkpoint.disk.publish import delete, place
-from megalight.checkpoint.sources.combine import FullPrecision, TensorSource
+from megalight.checkpoint.sources import FullPrecision, TensorSource
 from megalight.checkpoint.view import views_of_source
 from megalight.cli.main import main
 from megalight.errors import CheckpointError, ConfigurationError

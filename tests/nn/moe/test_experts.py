@@ -18,8 +18,7 @@ from megalight.nn import Activation
 from megalight.nn.canonical import canonical_tensors
 from megalight.nn.init import initialize
 from megalight.nn.moe import Experts, MoE, MoEConfig, RouterConfig, SharedConfig
-from megalight.parallel.recompute import RecomputeOptions
-from megalight.parallel.recompute.apply import check_recompute
+from megalight.parallel.recompute import RecomputeOptions, check_recompute
 from tests.nn.moe.loops import WIDTH, context
 
 

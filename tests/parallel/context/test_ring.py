@@ -10,8 +10,7 @@ from megalight.errors import BackendError, LayoutError
 from megalight.ops.attention import attention
 from megalight.ops.common import mask
 from megalight.parallel.context.attention import _joint
-from megalight.parallel.context.ring import ring_attention, why_not
-from megalight.parallel.context.ring_blocks import blocks_of
+from megalight.parallel.context.ring import blocks_of, ring_attention, why_not
 from megalight.parallel.context.spec import ContextSpec
 from megalight.types import PackedSequences
 from tests.parallel.gathering import relative_error

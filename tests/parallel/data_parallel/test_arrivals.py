@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megalight.parallel.data_parallel.communication import SideStream
 from megalight.parallel.data_parallel.grad_hooks import GradReadyCounter
-from megalight.parallel.data_parallel.unit_gradients import UnitGradients
+from megalight.parallel.data_parallel.gradients import UnitGradients
 
 
 class Stream:

@@ -22,8 +22,7 @@ from megalight.parallel.data_parallel import (
 )
 from megalight.parallel.data_parallel import engine as engine_module
 from megalight.parallel.data_parallel import reduce as reduce_module
-from megalight.parallel.groups import new_group
-from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.mesh import ParallelMesh, new_group
 from megalight.parallel.shard import ShardSpec
 from tests.parallel.data_parallel.helpers import (
     accumulate,

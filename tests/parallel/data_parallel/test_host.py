@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from megalight.errors import ConfigurationError
 from megalight.optim import Adam, offload_to_cpu, restore_from_cpu, shard_optimizer
 from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions, clip_coefficient
-from megalight.parallel.data_parallel.host_masters import offloaded
 from megalight.parallel.data_parallel.layout import BucketKey, plan_buckets
+from megalight.parallel.data_parallel.parameters import offloaded
 from tests.parallel.data_parallel.helpers import accumulate, assert_models_close, batches, build, infos, loss, mesh
 from tests.support.options import data_parallel
 from tests.support.workers import run

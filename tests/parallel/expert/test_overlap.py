@@ -25,7 +25,7 @@ from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.model_plans import plan_for
-from megalight.parallel.pipeline.options import PipelineOptions
+from megalight.parallel.pipeline.schedules import PipelineOptions
 from megalight.parallel.recompute import RecomputeOptions
 from megalight.parallel.run_engine import engine_over
 from megalight.parallel.step import StepDriver

@@ -15,8 +15,8 @@ from megalight.parallel.expert import ExpertOptions
 from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.pipeline.carry import Carry
-from megalight.parallel.pipeline.options import PipelineOptions
+from megalight.parallel.pipeline.p2p_communication import Carry
+from megalight.parallel.pipeline.schedules import PipelineOptions
 from megalight.parallel.recompute import RecomputeOptions
 from megalight.parallel.run_engine import engine_over
 from megalight.parallel.step import StepDriver

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megalight.errors import MegalightError
 from megalight.parallel.graphs.inspection import Inspection
-from megalight.parallel.groups import shared_group
+from megalight.parallel.mesh import shared_group
 from megalight.parallel.peers import driver, memory
 from megalight.parallel.peers.memory import MEETINGS, PeerMemory
 from tests.parallel.peers.shared_files import symmetric_on_cpu

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalight.parallel.pipeline.carry import Forms, check_carry, decode, encode, form_of, signature
+from megalight.parallel.pipeline.p2p_communication import Forms, check_carry, decode, encode, form_of, signature
 from megalight.types import TokenBatch
 
 CARRY = {

@@ -18,7 +18,7 @@ from megalight.parallel.model import ParallelModel
 from megalight.parallel.pipeline.declared_stages import HIDDEN, DeclaredStage, declared_parts
 from megalight.parallel.pipeline.layout import Stage
 from megalight.parallel.step import StepDriver
-from megalight.strategies.user_stages import UserStages, WeightedBatch
+from megalight.strategies.user_module import UserStages, WeightedBatch
 from tests.parallel.gathering import gather_canonical, relative_error
 from tests.parallel.tiny_transformers import tiny
 from tests.support.workers import run

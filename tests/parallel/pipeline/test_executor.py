@@ -15,16 +15,14 @@ from torch import Tensor, nn
 from megalight.nn import Linear
 from megalight.ops.linear.weight_gradient import WeightGradients
 from megalight.ops.parameter import collect
+from megalight.parallel.collectives import Message
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.messages import Message
 from megalight.parallel.pipeline import schedules
-from megalight.parallel.pipeline.carry import Carry
 from megalight.parallel.pipeline.executor import Executor, _Run
 from megalight.parallel.pipeline.layout import PipelineLayout
-from megalight.parallel.pipeline.p2p_communication import Channel
-from megalight.parallel.pipeline.rank_schedule import rank_schedule_of
+from megalight.parallel.pipeline.p2p_communication import Carry, Channel
 from megalight.parallel.pipeline.schedules import Action, ActionKind
-from megalight.parallel.pipeline.timeline import simulate
+from megalight.parallel.pipeline.timeline import rank_schedule_of, simulate
 from megalight.types import Loss
 from tests.support.workers import run
 

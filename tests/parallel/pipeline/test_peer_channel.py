@@ -13,12 +13,11 @@ from megalight.errors import LayoutError
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.peers.memory import BOUNDARY
 from megalight.parallel.pipeline import schedules
-from megalight.parallel.pipeline.carry import Carry
 from megalight.parallel.pipeline.executor import Executor
 from megalight.parallel.pipeline.layout import PipelineLayout
-from megalight.parallel.pipeline.options import Messages, PipelineOptions
-from megalight.parallel.pipeline.p2p_communication import P2PCommunicator, PeerChannel, offsets
-from megalight.parallel.pipeline.rank_schedule import rank_schedule_of
+from megalight.parallel.pipeline.p2p_communication import Carry, P2PCommunicator, PeerChannel, offsets
+from megalight.parallel.pipeline.schedules import Messages, PipelineOptions
+from megalight.parallel.pipeline.timeline import rank_schedule_of
 from megalight.types import Loss
 from tests.parallel.peers.shared_files import symmetric_on_cpu
 from tests.parallel.pipeline.test_executor import WIDTH, Chunk

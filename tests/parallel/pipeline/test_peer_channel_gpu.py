@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalight.parallel.groups import shared_group
-from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.messages import Message
+from megalight.parallel.collectives import Message
+from megalight.parallel.mesh import ParallelMesh, shared_group
 from megalight.parallel.peers.memory import PeerMemory
 from megalight.parallel.pipeline.p2p_communication import P2PCommunicator, PeerChannel
 from tests.support.nccl import runs_of

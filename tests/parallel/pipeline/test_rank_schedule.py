@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from megalight.parallel.pipeline.rank_schedule import RankSchedule, rank_schedule_of
 from megalight.parallel.pipeline.schedules import SCHEDULES, Action, ActionKind, build
-from megalight.parallel.pipeline.timeline import Place, input_of, output_of
+from megalight.parallel.pipeline.timeline import Place, RankSchedule, input_of, output_of, rank_schedule_of
 from tests.parallel.pipeline.test_schedules import Case, cases
 
 

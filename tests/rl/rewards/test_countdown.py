@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from megalight.errors import DataError
+from megalight.rl.countdown import Countdown
 from megalight.rl.environment import Answer
-from megalight.rl.rewards import Countdown
 
 ROW = {"target": 24, "nums": [3, 4, 6, 6]}
 

@@ -6,8 +6,7 @@ import pytest
 
 from megalight.errors import ConfigurationError, DataError
 from megalight.rl.environment import Answer
-from megalight.rl.rewards import FinalAnswer
-from megalight.rl.rewards.answer_extraction import boxed, hashes, tags
+from megalight.rl.rewards import FinalAnswer, boxed, hashes, tags
 
 
 def value(text: str, truth: Any, **options: Any) -> float:

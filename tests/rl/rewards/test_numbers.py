@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from megalight.rl.rewards.answer_extraction import last_number, read_number
+from megalight.rl.rewards import last_number, read_number
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Look into a checkpoint: names, shapes, sizes, norms, versions. Imports no torch, so that it starts at once."""
+"""What a checkpoint holds: read it, check its checksums, and compare two of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import hypot, prod, sqrt
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from megalight.checkpoint.disk import index, publish
 from megalight.checkpoint.disk import manifest as manifests
 from megalight.checkpoint.disk.datafile import DataFile
-from megalight.checkpoint.disk.files import CODES, PathLike, blocks, parse_json, read_file
-from megalight.checkpoint.disk.index import TensorInfo
+from megalight.checkpoint.disk.files import CODES, TORCH_SUFFIX, FileRecord, PathLike, blocks, parse_json, read_file
+from megalight.checkpoint.disk.index import Chunk, TensorInfo
+from megalight.checkpoint.disk.manifest import read
 from megalight.errors import CheckpointError
 
 
@@ -237,3 +238,207 @@ def _bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Something in a checkpoint that differs from what was saved.
+
+    Attributes:
+        file: the file, relative to the checkpoint.
+        tensor: canonical name of the tensor, or None if the file as a whole is damaged.
+        problem: what is wrong.
+    """
+
+    file: str
+    tensor: str | None
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.tensor} in {self.file}: {self.problem}" if self.tensor else f"{self.file}: {self.problem}"
+
+
+def verify(path: str | os.PathLike[str]) -> list[Damage]:
+    """Read a whole checkpoint and return what is damaged; empty if nothing is.
+
+    A tensor is named once per file, however many of its blocks differ.
+    """
+    root = publish.resolve(path)
+    try:
+        # Without the manifest nothing is known of the rest.
+        manifest = manifests.read(root)
+    except (CheckpointError, OSError) as error:
+        return [Damage(manifests.NAME, None, str(error))]
+    records = dict(manifest.files)
+    found = [damage for name in records if not name.startswith("data/") for damage in _small(root, name, records)]
+    if any(damage.file == index.NAME for damage in found) or index.NAME not in records:
+        return [*found, Damage(index.NAME, None, "tensors cannot be verified without it.")]
+    try:
+        data = read_file(root, index.NAME, records[index.NAME])
+        tensors = index.from_json(parse_json(data, index.NAME), index.NAME)
+    except CheckpointError as error:
+        return [*found, Damage(index.NAME, None, str(error))]
+    by_file: dict[str, list[tuple[TensorInfo, Chunk]]] = {name: [] for name in records if name.startswith("data/")}
+    for info in tensors.values():
+        for chunk in info.chunks:
+            by_file.setdefault(chunk.file, []).append((info, chunk))
+    return found + [damage for name, parts in sorted(by_file.items()) for damage in _data(root, name, records, parts)]
+
+
+def _small(root: PathLike, name: str, records: Mapping[str, FileRecord]) -> Iterator[Damage]:
+    try:
+        read_file(root, name, records[name])
+    except CheckpointError as error:
+        yield Damage(name, None, str(error))
+
+
+def _data(
+    root: PathLike, name: str, records: Mapping[str, FileRecord], parts: list[tuple[TensorInfo, Chunk]]
+) -> Iterator[Damage]:
+    try:
+        with DataFile(root, name, records) as file:
+            try:
+                # What lies around the blocks: headers and gaps.
+                file.verify(())
+                if file.path.suffix == TORCH_SUFFIX:
+                    file.verify_around((c.start, c.start + prod(c.size) * CODES[i.dtype][1]) for i, c in parts)
+            except CheckpointError as error:
+                yield Damage(name, None, str(error))
+            # In the order of the file: disks read forward faster.
+            for info, chunk in sorted(parts, key=lambda part: part[1].start):
+                nbytes = prod(chunk.size) * CODES[info.dtype][1]
+                # Each tensor by itself, so that all damaged ones are named.
+                try:
+                    file.verify_blocks(
+                        (chunk.start + start, chunk.start + stop, digest)
+                        for (start, stop), digest in zip(blocks(nbytes), chunk.sums, strict=True)
+                    )
+                except CheckpointError as error:
+                    yield Damage(name, info.name, str(error))
+    except (CheckpointError, OSError) as error:
+        yield Damage(name, None, str(error))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One tensor that differs.
+
+    Attributes:
+        name: canonical name.
+        ours, theirs: shape and dtype; None where a checkpoint lacks the tensor.
+        relative: ``||a - b|| / ||a||`` (Euclidean norms, in float64), or None if values cannot be compared.
+    """
+
+    name: str
+    ours: str | None
+    theirs: str | None
+    relative: float | None
+
+    def __str__(self) -> str:
+        if self.theirs is None or self.ours is None:
+            return (
+                f"{self.name}: only in the {'first' if self.theirs is None else 'second'} ({self.ours or self.theirs})"
+            )
+        kinds = "" if self.ours == self.theirs else f"{self.ours} and {self.theirs}"
+        values = "" if self.relative is None else f"values differ by {self.relative:.3g} of the norm"
+        return f"{self.name}: {', '.join(filter(None, (kinds, values)))}"
+
+
+class Compared(Protocol):
+    """One side of a comparison."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorKind]:
+        """Shape and dtype by canonical name."""
+
+    def values(self, name: str) -> NDArray[np.float64]:
+        """Return a whole tensor: its shape, and a last dim of 1 (2 if it is complex)."""
+
+
+class TensorKind(Protocol):
+    """What a tensor is."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+
+    @property
+    def dtype(self) -> str:
+        """The dtype by torch's name."""
+
+
+class DiffSource:
+    """A checkpoint of ours. Every byte that is read is verified.
+
+    Raises:
+        CheckpointError: it is missing, unfinished or damaged.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = publish.place(path)
+        self.tensors = describe(path).tensors
+
+    def values(self, name: str) -> NDArray[np.float64]:
+        """See :meth:`Compared.values`."""
+        return _values(self._path, self.tensors[name])
+
+
+def diff(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> list[Difference]:
+    """Compare all tensors of two checkpoints, of any layouts. Every byte of both is verified.
+
+    Raises:
+        CheckpointError: one of them is missing, unfinished or damaged.
+    """
+    return differences(DiffSource(one), DiffSource(other))
+
+
+def differences(one: Compared, other: Compared, prefix: str = "") -> list[Difference]:
+    """Compare the tensors of two sides whose names begin with ``prefix``.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
+    a, b = one.tensors, other.tensors
+    found = []
+    for name in sorted(name for name in a.keys() | b.keys() if name.startswith(prefix)):
+        ours, theirs = _kind(a.get(name)), _kind(b.get(name))
+        relative = None
+        if name in a and name in b and a[name].shape == b[name].shape:
+            relative = _relative(one.values(name), other.values(name))
+        if relative is None or relative > 0 or ours != theirs:
+            found.append(Difference(name, ours, theirs, relative))
+    return found
+
+
+def _kind(info: TensorKind | None) -> str | None:
+    return None if info is None else f"{list(info.shape)} {info.dtype}"
+
+
+def _relative(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
+    # NaN in the same place is no difference.
+    same = (one == other) | (np.isnan(one) & np.isnan(other))
+    if same.all():
+        return 0.0
+    norm, distance = sqrt(float(np.square(one).sum())), sqrt(float(np.square(one - other).sum()))
+    return distance / norm if norm else float("inf")
+
+
+def _values(path: PathLike, info: TensorInfo) -> NDArray[np.float64]:
+    """A whole tensor, from all its chunks."""
+    root = publish.resolve(path)
+    records: Mapping[str, FileRecord] = read(root).files
+    pairs = 2 if info.dtype == "complex64" else 1
+    whole = np.empty((*info.shape, pairs))
+    for chunk in info.chunks:
+        with DataFile(root, chunk.file, dict(records)) as file:
+            file.verify(())
+            parts = [
+                floats(np.frombuffer(file.block(chunk.start + start, chunk.start + stop, digest), np.uint8), info.dtype)
+                for (start, stop), digest in zip(
+                    blocks(prod(chunk.size) * CODES[info.dtype][1]), chunk.sums, strict=True
+                )
+            ]
+        box = tuple(slice(low, low + extent) for low, extent in zip(chunk.offset, chunk.size, strict=True))
+        # A chunk without elements has no bytes to join.
+        whole[box] = np.concatenate(parts).reshape(*chunk.size, pairs) if parts else 0
+    return whole

@@ -1,21 +1,28 @@
-"""Sources made of other sources: their mean, one over another, one without some tensors, one in full precision.
-
-Each takes as much memory as is filled at a time. :class:`TensorSource` is a source of tensors in memory.
-"""
+"""Sources of tensors beside checkpoint folders: flat mappings, and sources that combine, rename or rewrite others."""
 
 from __future__ import annotations
 
 import logging
+import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megalight.checkpoint.loading import SavedCheckpoint, compare
-from megalight.checkpoint.ranks import Ranks
-from megalight.checkpoint.sources.flat import canonical
+from megalight.checkpoint.boxes import intersection
+from megalight.checkpoint.disk.index import TensorInfo
+from megalight.checkpoint.disk.manifest import DP_RESHARDABLE
+from megalight.checkpoint.loading import Checkpoint, SavedCheckpoint, compare
+from megalight.checkpoint.loading import open as open_checkpoint
+from megalight.checkpoint.ranks import Ranks, alone
+from megalight.checkpoint.saving import save
+from megalight.checkpoint.view import View, piece_name, views_of_source
+from megalight.errors import CheckpointError
 from megalight.parallel.source import (
     FillReport,
     FillRequest,
@@ -25,6 +32,99 @@ from megalight.parallel.source import (
     TensorMetadata,
     WrappedSource,
 )
+
+_PIECE = re.compile(r"(?P<name>.+)@(?P<offset>[\d,]*)\+(?P<size>[\d,]*)")
+
+
+def canonical(saved: SavedCheckpoint) -> Source:
+    """Return a checkpoint as a source of canonical tensors, whatever scheme wrote it."""
+    return FlatStates(saved) if isinstance(saved, Checkpoint) and saved.scheme == DP_RESHARDABLE else saved
+
+
+@dataclass(frozen=True)
+class FlattenedTensor:
+    """A canonical tensor that is stored in flattened pieces.
+
+    Attributes:
+        shape: its shape.
+        dtype: torch's name of its dtype.
+        pieces: offset and size of each piece.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
+class FlatStates(WrappedSource):
+    """A checkpoint of the scheme ``dp_reshardable`` as a source of canonical tensors.
+
+    A fill reads the whole of each piece that a box touches: this is for one process that converts, not for training.
+    """
+
+    source: Checkpoint
+
+    @cached_property
+    def wholes(self) -> dict[str, FlattenedTensor]:
+        """The tensors that are stored in pieces.
+
+        Raises:
+            CheckpointError: the pieces of a tensor do not cover it.
+        """
+        found: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], TensorInfo]]] = {}
+        for name, info in self.source.tensors.items():
+            match = _PIECE.fullmatch(name)
+            if match is not None:
+                found.setdefault(match["name"], []).append((_numbers(match["offset"]), _numbers(match["size"]), info))
+        wholes = {}
+        for name, parts in found.items():
+            ends = [[o + n for o, n in zip(offset, size, strict=True)] for offset, size, _ in parts]
+            # Pieces have offsets. Their ends give the shape of the whole.
+            shape = tuple(map(max, zip(*ends, strict=True)))
+            if sum(prod(size) for _, size, _ in parts) != prod(shape) or any(
+                info.shape != (prod(size),) for _, size, info in parts
+            ):
+                raise CheckpointError(f"checkpoint {self.source.path} is malformed: the pieces of {name!r} do not fit.")
+            wholes[name] = FlattenedTensor(shape, parts[0][2].dtype, tuple((offset, size) for offset, size, _ in parts))
+        return wholes
+
+    @property
+    def tensors(self) -> Mapping[str, TensorMetadata]:
+        """The available tensors, by canonical name."""
+        others = {name: info for name, info in self.source.tensors.items() if not _PIECE.fullmatch(name)}
+        return {**others, **self.wholes}
+
+    def read(self, passed: FillRequest) -> FillReport:
+        """See :meth:`~megalight.parallel.source.WrappedSource.read`."""
+        boxes, group = passed.targets, passed.process_group
+        asked = {box.name: box.shape for box in boxes}
+        where = f"checkpoint {self.source.path}"
+        filled = compare(Ranks(group), where, self.tensors, asked, strict=passed.strict, prefix=passed.prefix)
+        plain = [box for box in boxes if box.name not in self.wholes]
+        touched: dict[str, Tensor] = {}
+        overlaps = []
+        for box in boxes:
+            # Tensors that are not in pieces are filled as they are.
+            for offset, size in self.wholes[box.name].pieces if box.name in self.wholes else ():
+                found = intersection(box.offset, box.data.shape, offset, size)
+                if found is not None:
+                    mine, inside = found
+                    name = piece_name(box.name, offset, size)
+                    # Once for all boxes that touch the piece.
+                    touched.setdefault(name, torch.empty(prod(size), dtype=box.data.dtype))
+                    overlaps.append((name, size, box.data[mine], inside))
+        flat = [Target(name, (len(data),), (0,), data) for name, data in touched.items()]
+        # One fill for all, so that files are opened once.
+        self.source.fill([*plain, *flat], strict=False, process_group=group)
+        for name, size, part, inside in overlaps:
+            part.copy_(touched[name].view(size)[inside])
+        return filled
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(",") if number)
+
 
 log = logging.getLogger(__name__)
 
@@ -261,3 +361,54 @@ class FullPrecision(WrappedSource):
             wide = [target for target in request.targets if target.data.dtype in WIDE]
             masters.fill(wide, strict=False, process_group=request.process_group)
         return filled
+
+
+WEIGHTS = "model."
+"""Prefix of weights; names of optimizer state have others."""
+
+
+def rewrite(
+    path: str | os.PathLike[str], output: str | os.PathLike[str], scheme: str, watched: Callable[[Source], Source]
+) -> None:
+    """Write everything in a checkpoint again by another scheme. One process calls it.
+
+    Weights, optimizer state, random states of all ranks and files are kept, so that a run resumes from the result as
+    from the original. At most ``BUDGET`` bytes of :mod:`~megalight.checkpoint.view`, or one tensor, are in
+    memory at a time.
+
+    Args:
+        path: the checkpoint.
+        output: the folder to write.
+        scheme: the format to write. Flat state (``dp_reshardable``) is written for weights that are not split.
+        watched: takes the source of all tensors, and returns one that reports what is read.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete or damaged, or ``output`` cannot be written.
+    """
+    opened = open_checkpoint(path)
+    source = watched(canonical(opened))
+    # All ranks that saved it, though one process writes: their random states must not be lost.
+    states = {rank: opened.rank_state(rank) for rank in range(opened.world_size)}
+    # One process of a larger run may call this, so it must not wait for the others.
+    with alone() as group:
+        save(
+            output,
+            _views(source, scheme, group),
+            common=opened.common,
+            other_ranks={rank: state for rank, state in states.items() if state is not None},
+            files={name: opened.file(name) for name in opened.files},
+            scheme=scheme,
+            process_group=group,
+        )
+
+
+def _views(source: Source, scheme: str, group: ProcessGroup | None) -> dict[str, View]:
+    """One view per tensor; the flat scheme's states are flattened, as a run without tensor parallelism holds them."""
+    # Weights stay canonical in every scheme; only states differ.
+    flat: dict[bool, list[str]] = {False: [], True: []}
+    for name in source.tensors:
+        flat[scheme == DP_RESHARDABLE and not name.startswith(WEIGHTS)].append(name)
+    return {
+        **views_of_source(source, flat[False], None, group),
+        **views_of_source(source, flat[True], None, group, flat=True),
+    }
