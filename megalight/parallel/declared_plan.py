@@ -72,6 +72,12 @@ def declared_rules(model: nn.Module) -> Rules:
         per_head = {local: 0 for local in module._parameters if _kind(f"{name}.{local}", patterns) == "colwise"}
         if (found := _attention(module, name, kinds, per_head)) is not None:
             rules[name] = (*refused, found)
+            # Norms of single heads, which some declarations leave out.
+            size = getattr(module, "head_dim", None)
+            for local, child in module.named_children():
+                weights = [*child.parameters()]
+                if f"{name}.{local}" not in rules and weights and all(p.numel() == size for p in weights):
+                    rules[f"{name}.{local}"] = HeadRegion()
     return rules
 
 

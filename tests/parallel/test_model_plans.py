@@ -33,6 +33,7 @@ FAMILIES = {
     "deepseek_v3": "latent attention, shared experts",
     "gpt_oss": "sinks, experts with biases",
     "jamba": "mixers that are no attention",
+    "olmo2": "norms over all heads",
     "gpt2": "no declaration: transposed weights in three sections",
     "bloom": "no declaration: ALiBi",
     "bert": "no declaration: projection outside of the attention, bias tied to one of the head",

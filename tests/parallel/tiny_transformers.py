@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import math
 import warnings
 from collections.abc import Iterator
@@ -42,8 +43,10 @@ SIZES = {
     "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "dropout_rate": 0.0, "state_size": 8, "d_kv": 8,
     "attn_dropout": 0.0, "summary_last_dropout": 0.0, "chunk_size": 4, "mamba_chunk_size": 4, "word_embed_proj_dim": 32,
     "mm_embed_dim": 32, "mm_posemb_size": 8, "output_proj_dims": 32,
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
 }  # fmt: skip
 STEPS = 2
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 OWN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "mamba2": {"num_heads": 8, "n_groups": 2},
@@ -54,6 +57,14 @@ OWN: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "reformer": {"is_decoder": True},
     "luke": {"entity_vocab_size": 16, "entity_emb_size": 16},
+    **{f: {"rope_parameters": MROPE} for f in ("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text")},
+    **{f: {"rope_parameters": MROPE} for f in ("glm4v_text", "glm_image_text", "glm_ocr_text")},
+    "glm4v_moe_text": {"rope_parameters": {**MROPE, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}},
+    "ernie4_5_vl_moe_text": {
+        "moe_intermediate_size": [16, 16],
+        "rope_parameters": {**MROPE, "mrope_section": [1, 1, 2]},
+    },
+    "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0},
     "gemma4_assistant": {"hidden_size_per_layer_input": 0},
     "nemotron_h": {
         **{"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2},
@@ -61,6 +72,12 @@ OWN: dict[str, dict[str, Any]] = {
     },
 }
 """Settings of single families."""
+TEXTS = (
+    "ernie4_5_vl_moe_text", "glm4v_moe_text", "glm4v_text", "glm_image_text", "glm_ocr_text", "granite4_vision_text",
+    "higgs_audio_v2", "mistral4", "qwen2_5_omni_text", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3_omni_moe_text",
+    "qwen3_vl_moe_text",
+)  # fmt: skip
+"""Parts of larger models that declare a plan, which no auto class builds."""
 
 
 def families() -> dict[str, str]:
@@ -78,7 +95,19 @@ def families() -> dict[str, str]:
     for family in modeling_auto.MODEL_MAPPING_NAMES:
         if getattr(configuration_auto.CONFIG_MAPPING.get(family), "base_model_tp_plan", None):
             found.setdefault(family, "AutoModel")
-    return found
+    return {**found, **dict.fromkeys(TEXTS, "")}
+
+
+def _model_class(config: type[Any]) -> Any:
+    """The first class of a file of ``transformers`` that is made from a configuration class."""
+    import transformers
+
+    file = importlib.import_module(config.__module__.replace("configuration_", "modeling_"))
+    for kind in vars(file).values():
+        base = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+        if base and kind.config_class is config and not kind.__name__.endswith("PreTrainedModel"):
+            return kind
+    raise LookupError(config)
 
 
 def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
@@ -173,9 +202,11 @@ def tiny(family: str, **settings: Any) -> nn.Module:
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        auto = getattr(transformers, families()[family])
         # Grouped products of experts are not made for float64.
-        model = auto.from_config(config, experts_implementation="eager")
+        if auto := families()[family]:
+            model = getattr(transformers, auto).from_config(config, experts_implementation="eager")
+        else:
+            model = _model_class(kind)._from_config(config, experts_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
