@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -47,7 +48,10 @@ def with_sequence_regions(model: nn.Module, rules: Rules, towers: Sequence[str] 
         towers: names of models inside of it that get whole inputs: patches of images are no multiple of ranks.
     """
     modules = dict(model.named_modules())
-    found = _Regions(modules, {name: styles(each) for name, each in rules.items() if isinstance(name, str)})
+    embedding: Any = getattr(model, "get_input_embeddings")()  # noqa: B009
+    weight = getattr(embedding, "weight", None)
+    width = None if weight is None else weight.shape[-1]
+    found = _Regions(modules, width, {name: styles(each) for name, each in rules.items() if isinstance(name, str)})
     stacks = [(name, each) for name, each in modules.items() if isinstance(each, nn.ModuleList)]
     outer: list[str] = [*towers]
     for tower in towers:
@@ -76,8 +80,11 @@ def styles(found: Style | str | tuple[Style | str, ...]) -> tuple[Style, ...]:
 class _Regions:
     """The rules of a model's modules, to which those of sequence parallelism are added layer by layer."""
 
-    def __init__(self, modules: Mapping[str, nn.Module], rules: dict[str, tuple[Style, ...]]) -> None:
+    def __init__(
+        self, modules: Mapping[str, nn.Module], width: int | None, rules: dict[str, tuple[Style, ...]]
+    ) -> None:
         self.modules = modules
+        self.width = width
         self.rules = rules
 
     def has(self, name: str, *kinds: type[Style]) -> bool:
@@ -197,7 +204,9 @@ class _Regions:
         for each, child in self.inside(name):
             if not self.has(each, Row, ConvRow) and any(p is not None for p in child._parameters.values()):
                 self.rules.setdefault(each, (Replicated(),))
-        if any("bias" in local for local in self.modules[name]._parameters):
+        # One that others add to hidden states has their width.
+        biases = [p for local, p in self.modules[name]._parameters.items() if "bias" in local and p is not None]
+        if any(self.width is None or p.shape[-1] in (self.width, 1) for p in biases):
             reason = "may hand out its bias, for tokens of which ranks hold shares; turn sequence parallelism off."
             self.add(name, Refused(reason, sequence_parallel=True))
         self.add(name, Boundary(enter="join", leave="split"))

@@ -55,29 +55,34 @@ class Boundary(Style):
 
         region = {"gather": all_gather, "join": join, "split": split}[self.leave or "join"]
 
-        def change(module: nn.Module, output: Tensor) -> Tensor:
+        def change(module: nn.Module, output: Tensor, first: Tensor) -> Tensor:
+            dim = shared.sequence_dim
+            if dim and output.dim() == 2 and first.dim() > 2 and self.leave == "split":  # rows one below the other
+                rows = output.view(-1, first.shape[dim], output.shape[-1])
+                return region(rows, shared.group, dim).flatten(0, 1)
             # Rows `[T, ...]` may have no features: values for each token.
-            if shared.sequence_dim and output.dim() < shared.sequence_dim + 2:
+            if dim and output.dim() < dim + 2:
                 raise LayoutError(
                     f"a {type(module).__name__} returns hidden states {tuple(output.shape)}, and sequence parallelism "
-                    f"looks for tokens in dim {shared.sequence_dim} before the features; turn it off for this model."
+                    f"looks for tokens in dim {dim} before the features; turn it off for this model."
                 )
-            return region(output, shared.group, shared.sequence_dim)
+            return region(output, shared.group, dim)
 
-        def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             if not shared.sequence_parallel:
                 return output
+            first = args[0] if args else next(iter(kwargs.values()))
             # By the same convention they come first in a tuple or list; the rest (attention
             # weights, caches) is left alone.
             if isinstance(output, tuple | list):
-                return type(output)((change(module, output[0]), *output[1:]))
-            return change(module, output)
+                return type(output)((change(module, output[0], first), *output[1:]))
+            return change(module, output, first)
 
         # No hook where it could never act: each one costs the host a call in every forward.
         if self.enter and shared.sequence_parallel:
             module.register_forward_pre_hook(before, with_kwargs=True)
         if self.leave and shared.sequence_parallel:
-            module.register_forward_hook(after)
+            module.register_forward_hook(after, with_kwargs=True)
 
     def _enter(self, x: Tensor, shared: Shared) -> Tensor:
         # The backward of `gather` sums gradients over ranks, as the layers inside see part of the
