@@ -67,7 +67,7 @@ def context_regions(model: nn.Module, rules: Rules, towers: Sequence[str] = ()) 
             ranks compute the same.
     """
     modules = dict(model.named_modules())
-    found = _Regions(modules, {name: styles(each) for name, each in rules.items() if isinstance(name, str)})
+    found = _ContextRegions(modules, {name: styles(each) for name, each in rules.items() if isinstance(name, str)})
     outer: list[str] = [*towers]
     for name, stack in modules.items():
         layers = [f"{name}.{index}" for index in range(len(stack))] if isinstance(stack, nn.ModuleList) else []
@@ -90,7 +90,7 @@ def context_regions(model: nn.Module, rules: Rules, towers: Sequence[str] = ()) 
     return made | found.made
 
 
-class _Regions:
+class _ContextRegions:
     """The rules of a model's modules, which are made layer by layer.
 
     Args:

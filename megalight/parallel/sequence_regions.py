@@ -51,7 +51,7 @@ def with_sequence_regions(model: nn.Module, rules: Rules, towers: Sequence[str] 
     embedding: Any = getattr(model, "get_input_embeddings")()  # noqa: B009
     weight = getattr(embedding, "weight", None)
     width = None if weight is None else weight.shape[-1]
-    found = _Regions(modules, width, {name: styles(each) for name, each in rules.items() if isinstance(name, str)})
+    found = _SequenceRegions(modules, width, {name: styles(each) for name, each in rules.items() if isinstance(name, str)})
     stacks = [(name, each) for name, each in modules.items() if isinstance(each, nn.ModuleList)]
     outer: list[str] = [*towers]
     for tower in towers:
@@ -77,7 +77,7 @@ def styles(found: Style | str | tuple[Style | str, ...]) -> tuple[Style, ...]:
     return tuple(each for each in (found if isinstance(found, tuple) else (found,)) if isinstance(each, Style))
 
 
-class _Regions:
+class _SequenceRegions:
     """The rules of a model's modules, to which those of sequence parallelism are added layer by layer."""
 
     def __init__(

@@ -65,7 +65,7 @@ def test_log_probabilities_are_those_of_training_alone_and_among_64(name: str) -
     for number, prompt in enumerate(prompts):
         add(single, prompt, new, number)
         each += single.run().values()
-    assert single.graph_uses, "no step is recorded"
+    assert single.step_log.graph_uses, "no step is recorded"
     for graphs, step_tokens in ((16, 256), (0, 999)):
         engine = DynamicEngine(model, max_sequences=64, cuda_graphs=graphs, step_tokens=step_tokens, **options)
         for number, prompt in enumerate(prompts):
