@@ -51,7 +51,9 @@ def with_sequence_regions(model: nn.Module, rules: Rules, towers: Sequence[str] 
     embedding: Any = getattr(model, "get_input_embeddings")()  # noqa: B009
     weight = getattr(embedding, "weight", None)
     width = None if weight is None else weight.shape[-1]
-    found = _SequenceRegions(modules, width, {name: styles(each) for name, each in rules.items() if isinstance(name, str)})
+    found = _SequenceRegions(
+        modules, width, {name: styles(each) for name, each in rules.items() if isinstance(name, str)}
+    )
     stacks = [(name, each) for name, each in modules.items() if isinstance(each, nn.ModuleList)]
     outer: list[str] = [*towers]
     for tower in towers:
