@@ -83,9 +83,10 @@ class ClassSource:
     def bases(self) -> Iterator[ClassSource | None]:
         """Yield the base classes; None for one that cannot be found."""
         for base in self.node.bases:
+            name = ast.unparse(base).partition("[")[0]
             # These add no arguments, and are not in files that could be read.
-            if ast.unparse(base).partition("[")[0].rpartition(".")[2] not in ("object", "ABC", "Generic", "Protocol"):
-                yield class_of(self.module, ast.unparse(base))
+            if name.rpartition(".")[2] not in ("object", "ABC", "Generic", "Protocol"):
+                yield class_of(self.module, name)
 
 
 def find_class(path: str, extra: tuple[str, ...] = ()) -> ClassSource | None:

@@ -14,12 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import product
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from megalight.errors import LayoutError
-from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.pipeline.layout import PipelineLayout
 from megalight.parallel.pipeline.schedules import Action, ActionKind, Actions, PipelineOptions, bubble_warning, build
+
+if TYPE_CHECKING:  # without torch, which the command line need not wait for
+    from megalight.parallel.mesh import ParallelMesh
 
 Number: TypeAlias = "int | float | Fraction"
 Place: TypeAlias = tuple[str, int, int]
