@@ -1,7 +1,7 @@
 """One-shot all-reduce: every GPU of a host writes its values into the memory of all others, and adds what it receives.
 
-A decoding step sums a few kilobytes twice in each layer. For those, this kernel takes one trip over NVLink: a step of
-Qwen3-32B on two H200s takes 11 ms with it and 13 ms with the all-reduce of NCCL. Each word of four bytes travels with
+A decoding step sums a few kilobytes twice in each layer. For those, this kernel takes one trip over NVLink: 6
+microseconds for 8 KB between two H200s. Each word of four bytes travels with
 the number of the call in one store of eight bytes (the LL protocol of NCCL), so a receiver that sees the number has the
 value, and no flag follows.
 """
@@ -17,7 +17,7 @@ from megalight.ops.jit import OVERLAP, Value, cdiv, constexpr, jit, start_depend
 from megalight.parallel.peers.memory import PeerMemory, unreachable, why_not
 
 MOST_BYTES = 1 << 20
-"""Bytes that a rank sends at most, not counting numbers: above it, NCCL's rings and trees are as fast."""
+"""Bytes that a rank sends at most, not counting numbers: a bound on the memory of slots, not tuned."""
 WORDS = 256
 """Words of four bytes that a program sums."""
 

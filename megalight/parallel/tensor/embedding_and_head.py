@@ -67,9 +67,9 @@ class VocabEmbedding(nn.Module):
         if self.scatter_output and self.shared.sequence_parallel:
             # One reduce-scatter instead of an all-reduce and a cut: half of the traffic.
             return reduce_scatter(hidden, self.shared.group, self.shared.sequence_dim)
-        if self.shared.group is not None and (few := self.shared.of_few(self, hidden, self.embedding_dim)) is not None:
-            return few(hidden)
-        return all_reduce(hidden, self.shared.group)
+        shared = self.shared
+        few = None if shared.group is None else shared.one_shot_for(self, hidden, self.embedding_dim)
+        return all_reduce(hidden, shared.group) if few is None else few(hidden)
 
     def extra_repr(self) -> str:
         """Return local rows, all rows and width, for printing."""

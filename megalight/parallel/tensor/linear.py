@@ -239,7 +239,7 @@ class RowLinear(nn.Module):
         shared = self.shared
         if shared.group is None:
             return linear(x, self.weight, self.bias)
-        few = None if self._scatters else shared.of_few(self, x, self.out_features)
+        few = None if self._scatters else shared.one_shot_for(self, x, self.out_features)
         if few is not None and self.adapter is None:
             y = few(linear(x, self.weight))
         elif self.adapter is None:

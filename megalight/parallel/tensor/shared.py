@@ -193,15 +193,15 @@ class Shared:
         """
         return shared_group(self.mesh.ranks("ep", "etp"), "numbers of rows", max_ctas=COUNTS_MAX_CTAS)
 
-    def of_few(self, layer: nn.Module, x: Tensor, features: int) -> OneShotAllReduce | None:
-        """Return the all-reduce over ``tp`` that a layer may use for so few tokens, each with so many features.
+    def one_shot_for(self, layer: nn.Module, x: Tensor, features: int) -> OneShotAllReduce | None:
+        """Return the all-reduce over ``tp`` for outputs ``[..., features]`` of a layer with inputs ``x [..., in]``.
 
         None in training, for more tokens than it takes, and where the GPUs do not reach each other's memory.
         """
         if layer.training or torch.is_grad_enabled() or not x.is_cuda or torch.compiler.is_compiling():
             return None
         way = self._one_shot
-        return way if way is not None and way.takes(len(x) * features, x.dtype) else None
+        return way if way is not None and way.takes(x.numel() // x.shape[-1] * features, x.dtype) else None
 
     @cached_property
     def _one_shot(self) -> OneShotAllReduce | None:
