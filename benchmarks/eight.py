@@ -12,7 +12,6 @@ ranks send 7/8 of what they gather, four ranks 3/4, so it grows where nothing hi
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,8 +61,7 @@ def predict(row: Row) -> Prediction:
 
 
 def _bound(row: Row) -> float:
-    # Other work of eight ranks is shared by as many replicas as there are.
-    return roofline(replace(row.step), RATES[GPU], row.gpus // row.step.model_ranks).tflops
+    return roofline(row.step, RATES[GPU], row.gpus // row.step.model_ranks).tflops
 
 
 def table() -> str:

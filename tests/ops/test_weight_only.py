@@ -62,7 +62,7 @@ def test_on_a_gpu(out: int, size: int, block: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-def test_layers_read_codes_of_few_tokens_and_decode_them_for_many() -> None:
+def test_layers_read_stored_weights_for_few_tokens_and_decode_them_for_many() -> None:
     layer = MLP(256, 640).to("cuda", torch.bfloat16).requires_grad_(False)
     for each in (layer.gate_up, layer.down):
         nn.init.normal_(each.weight, std=0.05)
