@@ -51,17 +51,15 @@ class OneShotAllReduce:
         nbytes = numel * dtype.itemsize
         return (dtype in HALF or dtype == torch.float32) and 0 < nbytes <= self.most and nbytes % 4 == 0
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Return the sum over the ranks, and ``residual`` beside it: all of one shape and dtype."""
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the sum over the ranks of ``x``, which has one shape and dtype on all of them."""
         y, words = torch.empty_like(x, memory_format=torch.contiguous_format), x.numel() * x.element_size() // 4
         pdl = OVERLAP.on
         _all_reduce[(cdiv(words, WORDS),)](
-            *(_words(x), None if residual is None else _words(residual), _words(y)),
-            *(self._begins, self._calls, words, self._stride),
+            *(_words(x), _words(y), self._begins, self._calls, words, self._stride),
             RANK=self.rank,
             RANKS=self.ranks,
             DTYPE=getattr(tl, str(x.dtype).removeprefix("torch.")),
-            ADD=residual is not None,
             WORDS=WORDS,
             PDL=pdl,
             launch_pdl=pdl,
@@ -84,17 +82,21 @@ def _halves(word: Value, DTYPE: constexpr) -> tuple[Value, Value]:
     """Return the values of a word in float32: one float32, or two of 16 bits."""
     if DTYPE.primitive_bitwidth == 32:
         low = word.to(tl.float32, bitcast=True)
-        return low, low
-    low = (word & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
-    return low, (word >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+        high = low
+    else:
+        low = (word & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+        high = (word >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+    return low, high
 
 
 @jit
 def _word(low: Value, high: Value, DTYPE: constexpr) -> Value:
     if DTYPE.primitive_bitwidth == 32:
-        return low.to(tl.int32, bitcast=True)
-    lower = low.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-    return (high.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16) | lower
+        word = low.to(tl.int32, bitcast=True)
+    else:
+        lower = low.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        word = (high.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16) | lower
+    return word
 
 
 @jit
@@ -139,7 +141,6 @@ def _receive(address: Value, call: Value) -> Value:
 @jit
 def _all_reduce(
     x: Value,
-    residual: Value,
     y: Value,
     begins: Value,
     calls: Value,
@@ -148,7 +149,6 @@ def _all_reduce(
     RANK: constexpr,
     RANKS: constexpr,
     DTYPE: constexpr,
-    ADD: constexpr,
     WORDS: constexpr,
     PDL: constexpr,
 ) -> None:
@@ -173,10 +173,5 @@ def _all_reduce(
         lower, upper = _halves(word, DTYPE)
         low += lower
         high += upper
-    if ADD:
-        # Rounded before, as the output of a kernel of its own.
-        lower, upper = _halves(_word(low, high, DTYPE), DTYPE)
-        first, second = _halves(tl.load(residual + place, mask=inside, other=0), DTYPE)
-        low, high = lower + first, upper + second
     tl.store(y + place, _word(low, high, DTYPE), mask=inside)
     tl.store(calls + program, call)
