@@ -3,6 +3,7 @@
     python benchmarks/hf_modules.py RESULT.json --part qwen3
     torchrun --nproc-per-node 2 benchmarks/hf_modules.py RESULT.json --part qwen3
     python benchmarks/hf_modules.py RESULT.json --part tiny      # on the CPU, to try the script
+    ... --rows "megatron true fused" --profile                   # kernels of a step by time
 
 Each shape is that of a published model with fewer layers, with random weights. On one GPU, rows train it with
 Lightning's DDP (also with `torch.compile`) and with our strategy (bf16-mixed, or bf16 weights with float32 masters).
@@ -72,14 +73,16 @@ class Measured:
     Args:
         part: name of the shape.
         row: name of the row.
+        profile: record kernels. Rates are lower then.
     """
 
-    def __init__(self, part: str, row: str) -> None:
+    def __init__(self, part: str, row: str, profile: bool = False) -> None:
         import torch
 
         from megalight.models.hf import HFConfig
 
         self.words, self.tiny = set(row.split()), part == "tiny"
+        self.profile, self.profiler = profile and not self.tiny, None
         self.config: Any = HFConfig(SHAPES[part]).read
         self.device = torch.device("cpu" if self.tiny else f"cuda:{os.environ.get('LOCAL_RANK', 0)}")
         self.dtype = torch.float32 if self.tiny else torch.bfloat16
@@ -105,7 +108,7 @@ class Measured:
             return loader.from_config(self.config, dtype=dtype).train()
 
     def mark(self, loss: Any) -> None:
-        """Note the end of a step."""
+        """Note the end of a step. With ``profile``, record the steps but the first half."""
         import torch
 
         if not self.losses:
@@ -113,16 +116,36 @@ class Measured:
         if not self.tiny:
             torch.cuda.synchronize()
         self.marks.append(time.perf_counter())
+        if self.profile and len(self.marks) == STEPS // 2:
+            self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            self.profiler.start()
+
+    def steps(self) -> list[float]:
+        """Return the seconds of late steps."""
+        return [b - a for a, b in pairwise(self.marks[len(self.marks) // 2 - 1 :])]
 
     def figures(self) -> dict[str, Any]:
         """Return the median rate of late steps, the peak of memory, and the first loss."""
         import torch
 
-        late = self.marks[len(self.marks) // 2 - 1 :]
-        seconds = statistics.median(b - a for a, b in pairwise(late))
+        seconds = statistics.median(self.steps())
         peak = 0.0 if self.tiny else torch.cuda.max_memory_allocated() / 2**30
         rate = next(self.batches()).numel() / seconds
-        return {"tokens_per_second": rate, "peak_gib": peak, "loss": self.losses[0]}
+        found = {"tokens_per_second": rate, "peak_gib": peak, "loss": self.losses[0]}
+        return found | ({"kernels": self.kernels()} if self.profiler else {})
+
+    def kernels(self) -> list[str]:
+        """Return the kernels that took the most time of a recorded step, as lines; the first is the sum."""
+        assert self.profiler is not None
+        self.profiler.stop()
+        steps = len(self.marks) - STEPS // 2
+        found = sorted(self.profiler.key_averages(), key=lambda each: -each.self_device_time_total)
+        total = sum(each.self_device_time_total for each in found) / steps / 1e3
+        lines = [f"{total:8.2f} ms on the device in a step of {statistics.median(self.steps()) * 1e3:.2f} ms"]
+        for each in found[:32]:
+            spent, count = each.self_device_time_total / steps / 1e3, each.count / steps
+            lines.append(f"{spent:8.2f} ms  {count:6.1f} x {spent / count * 1e3:8.1f} us  {each.key[:110]}")
+        return lines
 
 
 def by_transformers(row: Measured) -> None:
@@ -215,11 +238,13 @@ def by_lightning(row: Measured) -> None:
             row.mark(outputs["loss"])
 
     degree = 2 if "tp2" in words else 1
+    # Our experts under tensor parallelism take each token once.
+    experts = degree > 1 and "gpt" in words and hasattr(row.config, "num_local_experts")
     half = "bf16-true" if "true" in words else "bf16-mixed"
     trainer = pl.Trainer(
         accelerator=row.device.type,
         devices=degree,
-        strategy="ddp" if "ddp" in words else MegatronStrategy(tensor_parallel=degree),
+        strategy="ddp" if "ddp" in words else MegatronStrategy(tensor_parallel=degree, sequence_parallel=experts),
         precision="32-true" if row.tiny else half,  # type: ignore[arg-type]
         max_epochs=1,
         callbacks=[Clock(), *([FusedOps()] if "fused" in words else [])],
@@ -242,14 +267,16 @@ def by_lightning(row: Measured) -> None:
     trainer.fit(module, DataLoader(data, batch_size=None))
 
 
-def measure(part: str, name: str) -> dict[str, Any]:
+def measure(part: str, name: str, profile: bool) -> dict[str, Any]:
     """Train one row in this process, which may be one of two, and free its memory."""
     import torch
 
     if not torch.cuda.is_available() and part != "tiny":
         return {"failed": "there is no GPU"}
-    row = Measured(part, name)
+    row = Measured(part, name, profile)
     if not row.tiny:
+        # NCCL and `transformers` take the current device.
+        torch.cuda.set_device(row.device)
         torch.cuda.reset_peak_memory_stats()
     run = by_transformers if "transformers" in row.words else by_fsdp2 if "fsdp2" in row.words else by_lightning
     began = time.perf_counter()
@@ -272,6 +299,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("result", type=Path, help="JSON file to write, or to add to")
     parser.add_argument("--part", choices=[*SHAPES], default="qwen3", help="shape")
     parser.add_argument("--rows", nargs="+", help="only these, each in quotes")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of a step by time")
     a = parser.parse_args(words)
     import torch.distributed as dist
 
@@ -282,7 +310,7 @@ def main(words: Sequence[str] | None = None) -> int:
     rows = record.setdefault(f"{a.part}, {gpus} GPU{'s' * (gpus > 1)}", {})
     failed = False
     for row in a.rows or ROWS[gpus]:
-        rows[row] = found = measure(a.part, row)
+        rows[row] = found = measure(a.part, row, a.profile)
         base = next((each for each in rows.values() if "loss" in each), found)
         if "loss" in found and abs(found["loss"] / base["loss"] - 1) > TOLERANCE:
             found["failed"] = f"its first loss {found['loss']:.4f} differs from {base['loss']:.4f}"
@@ -290,7 +318,9 @@ def main(words: Sequence[str] | None = None) -> int:
             found["ratio"] = found["tokens_per_second"] / base["tokens_per_second"]
         failed |= "failed" in found
         if first:
-            print(a.part, "|", gpus, "|", row, "|", found, flush=True)
+            print("\n".join(found.get("kernels", [])))
+            shown = {name: value for name, value in found.items() if name != "kernels"}
+            print(a.part, "|", gpus, "|", row, "|", shown, flush=True)
             # After each row: a call that is cut short has the rows before.
             a.result.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if gpus > 1:
