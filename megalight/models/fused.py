@@ -28,6 +28,7 @@ from megalight.ops.attention import attention
 from megalight.ops.cross_entropy import linear_cross_entropy
 from megalight.ops.norm import add_rms_norm, rms_norm
 from megalight.ops.rotary import apply_rotary
+from megalight.parallel.tensor.linear import column_linears
 from megalight.parallel.transform import ModelTransform, register
 from megalight.types import PackedSequences
 
@@ -106,7 +107,7 @@ class GatedMLP(FusedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., h] -> [..., h]``."""
-        gate, up = self.gate_proj(x), self.up_proj(x)
+        gate, up = column_linears(x, (self.gate_proj, self.up_proj))
         hidden: Tensor = self.down_proj(gated_pair(gate, up, KINDS[_activation(self)]))
         return hidden
 
@@ -257,6 +258,9 @@ class FusedAttention(FusedModule):
     head_dim: int
     scaling: float
     attention_dropout: float
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
     o_proj: nn.Module
     q_norm: nn.Module
     k_norm: nn.Module
@@ -282,7 +286,8 @@ class FusedAttention(FusedModule):
         """
         batch, length = hidden_states.shape[:2]
         heads = (batch, length, -1, self.head_dim)
-        query, key, value = (getattr(self, f"{name}_proj")(hidden_states).view(heads) for name in ("q", "k", "v"))
+        layers = (self.q_proj, self.k_proj, self.v_proj)
+        query, key, value = (each.view(heads) for each in column_linears(hidden_states, layers))
         # Qwen3 norms each head.
         if hasattr(self, "q_norm"):
             query, key = self.q_norm(query), self.k_norm(key)

@@ -129,9 +129,9 @@ def _ends(model: Any) -> Rules:
     weights = [each.weight for each in (embedding, head) if isinstance(getattr(each, "weight", None), nn.Parameter)]
     # With those whose weights are tied to one of them.
     ends = {n: m for n, m in modules.items() if any(m._parameters.get("weight") is weight for weight in weights)}
-    if type(embedding) is not nn.Embedding or any(
-        type(each) not in (nn.Embedding, nn.Linear) for each in ends.values()
-    ):
+    # A head that also returns losses says that it stands for a linear layer.
+    kinds = {getattr(each, "stands_for", type(each)) for each in ends.values()}
+    if type(embedding) is not nn.Embedding or not kinds <= {nn.Embedding, nn.Linear}:
         return {name: Replicated() for name in ends}
     rules: Rules = {}
     for name, module in ends.items():

@@ -152,6 +152,20 @@ def test_split_models() -> None:
         assert torch.allclose(torch.tensor(seen), torch.tensor(plain), atol=1e-4)
 
 
+def _tensor_parallel(fused: bool) -> tuple[list[float], set[str]]:
+    module, kinds = Chat(), set[str]()
+    seen = pl.callbacks.LambdaCallback(on_train_start=lambda t, m: kinds.update(type(e).__name__ for e in m.modules()))
+    strategy, callbacks = MegatronStrategy(tensor_parallel=2), [seen, *([FusedOps()] if fused else [])]
+    trainer(strategy, callbacks=callbacks, max_steps=STEPS, **QUIET).fit(module, data())  # type: ignore[arg-type]
+    return module.seen, kinds
+
+
+def test_plain_modules_under_tensor_parallelism_split_their_vocabulary() -> None:
+    for (seen, kinds), (plain, _) in zip(run(_tensor_parallel, 2, True), run(_tensor_parallel, 2, False), strict=True):
+        assert torch.allclose(torch.tensor(seen), torch.tensor(plain), atol=1e-4)
+        assert {"VocabEmbedding", "VocabLinear"} <= kinds
+
+
 def _staged(fused: bool, options: dict[str, Any]) -> list[float]:
     module, losses = LlamaPipelineModule(config(False)), Losses()
     strategy = MegatronStrategy(micro_batch_size=1, **options)

@@ -19,13 +19,23 @@ from megalight.ops.linear import (
     accumulate_weight_gradient,
     input_gradient,
     linear,
+    product,
     product_and_save,
 )
 from megalight.ops.linear.low_precision import precision_of
 from megalight.ops.linear.weight_gradient import queue_for
 from megalight.ops.note import recipe_of, save_input, saved_input
 from megalight.ops.quantize import Quantized
-from megalight.parallel.collectives import PendingCollective, all_gather, all_reduce, copy, join, reduce_scatter
+from megalight.ops.quantized_weight import readable
+from megalight.parallel.collectives import (
+    PendingCollective,
+    all_gather,
+    all_reduce,
+    copy,
+    join,
+    reduce_scatter,
+    start_all_reduce,
+)
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.tensor.overlap.spec import Overlap, Product
 from megalight.parallel.tensor.quantized import GatheredQuantized, casts_shards, gather_gradient
@@ -134,6 +144,57 @@ class _WholeInput(torch.autograd.Function):
             grad_weight = accumulate_weight_gradient(grad_y, saved_input(ctx), ctx.weight)
         grad_bias = accumulate_bias_gradient(grad_y, ctx.bias) if ctx.needs_input_grad[2] else None
         return (pending.wait() if pending else None), grad_weight, grad_bias, None, None
+
+
+def column_linears(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
+    """Apply several layers to one input. Column-parallel ones sum its gradient over ranks once, not once for each."""
+    group = layers[0].shared.group if isinstance(layers[0], ColumnLinear) else None
+    # A layer with something of its own around it is called.
+    if group is None or not torch.is_grad_enabled() or not all(map(_is_plain, layers)):
+        return [layer(x) for layer in layers]
+    refuse(DIVIDED)
+    parameters = [getattr(layer, name) for layer in layers for name in ("weight", "bias")]
+    ys: tuple[Tensor, ...] = _WholeInputs.apply(x, group, *parameters)  # type: ignore[no-untyped-call]
+    return list(ys)
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    return (
+        type(layer) is ColumnLinear
+        and layer.shared.tokens(layer.tokens) == "whole"
+        and layer.adapter is None
+        and not layer.gather_output
+        and precision_of(layer.weight) is None
+        and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
+    )
+
+
+class _WholeInputs(torch.autograd.Function):
+    """:class:`_WholeInput` of several layers: one all-reduce, of the sum of their input gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.pairs, ctx.group = list(zip(parameters[::2], parameters[1::2], strict=True)), group
+        save_input(ctx, x, any(ctx.needs_input_grad[2:]))
+        return tuple(product(x, weight, bias) for weight, bias in ctx.pairs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        pending, found = None, list[Tensor | None]()
+        if ctx.needs_input_grad[0]:
+            total = input_gradient(grads[0], ctx.pairs[0][0])
+            rows = total.view(-1, total.shape[-1])
+            for grad, (weight, _) in zip(grads[1:], ctx.pairs[1:], strict=True):
+                rows.addmm_(grad.reshape(-1, grad.shape[-1]), readable(weight).to(grad.dtype))
+            pending = start_all_reduce(total, ctx.group)
+        x: Any = saved_input(ctx) if any(ctx.needs_input_grad[2:]) else None
+        for grad, (weight, bias), (needed, biased) in zip(
+            grads, ctx.pairs, zip(ctx.needs_input_grad[2::2], ctx.needs_input_grad[3::2], strict=True), strict=True
+        ):
+            found.append(accumulate_weight_gradient(grad, x, weight) if needed else None)
+            found.append(accumulate_bias_gradient(grad, bias) if biased else None)
+        return (pending.wait() if pending else None), None, *found
 
 
 class _GatheredInput(torch.autograd.Function):

@@ -130,3 +130,36 @@ def test_collectives_run_under_the_gemms() -> None:
             "wait start_all_reduce",
         ]
         assert kept == 8 * 5
+
+
+def several(names: tuple[str, ...]) -> tuple[list[float], int]:
+    """Errors of two layers with one input against the layers one by one; and the sums over ranks in a backward."""
+    first, _, _, x = layer(False)
+    bare = ColumnLinear(nn.Parameter(first.weight.detach().flip(1)[:4] * 2), None, [4], first.shared)
+    for name in names:
+        (first if name == "first" else bare).requires_grad_(False)
+    parameters = [p for p in (first.weight, first.bias, bare.weight) if p.requires_grad]
+    count, sums, errors = 0, linear.start_all_reduce, []
+
+    def counted(*args: Any) -> Any:
+        nonlocal count
+        count += 1
+        return sums(*args)
+
+    grads = []
+    for together in (False, True):
+        own = x.clone().requires_grad_()
+        linear.start_all_reduce = counted
+        ys = linear.column_linears(own, [first, bare]) if together else [first(own), bare(own)]
+        loss = ys[0].sum() + ys[1].square().sum()
+        grads.append([loss, *ys, *torch.autograd.grad(loss, [own, *parameters])])
+        linear.start_all_reduce = sums
+    errors = [float((a - b).abs().max()) for a, b in zip(*grads, strict=True)]
+    return errors, count
+
+
+@pytest.mark.parametrize("frozen", [(), ("first",), ("first", "bare")])
+def test_layers_with_one_input_sum_its_gradient_once(frozen: tuple[str, ...]) -> None:
+    for errors, count in run(several, 2, frozen):
+        assert max(errors) < 1e-12
+        assert count == 1
