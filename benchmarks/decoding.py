@@ -1,6 +1,7 @@
 """Generation on one GPU: attention through block tables, and the Llama-3-8B shape with random weights in bf16.
 
     python benchmarks/decoding.py kernels RESULT.json    # checks, then GB/s of decode attention beside a copy
+    python benchmarks/decoding.py splits RESULT.json     # attention of 64 mixed texts: rules that split their keys
     python benchmarks/decoding.py models RESULT.json     # batch 1, 64 mixed requests, a long prompt
     python benchmarks/decoding.py fp8 RESULT.json        # weights in bf16 and in FP8, one text and 64; kernels
     python benchmarks/decoding.py long RESULT.json       # 32 texts of 8,192 tokens, from steps at three lengths
@@ -117,7 +118,15 @@ TIMED: list[tuple[str, int, int, tuple[int, int], tuple[int, int], bool]] = [
 ]
 
 
-WIDE = [(16, 64, 4, 3), (16, 128, 4, 2), (16, 128, 8, 3), (16, 32, 2, 4), (16, 64, 2, 4), (16, 64, 4, 4)]
+WIDE = [
+    (16, 64, 4, 4),
+    (16, 64, 4, 3),
+    (16, 64, 4, 7),
+    (16, 128, 4, 2),
+    (16, 128, 8, 5),
+    (16, 32, 4, 5),
+    (16, 64, 2, 5),
+]
 LATENT = [(16, 32, 4, 2), (16, 64, 4, 2), (16, 64, 8, 2), (32, 32, 4, 2), (64, 32, 8, 2), (64, 64, 8, 2)]
 LONG = [(128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 4)]
 
@@ -181,6 +190,54 @@ def kernels(arguments: argparse.Namespace) -> Row:
                 variants.rows.append({"shape": f"{queries} of {length}", "blocks": blocks, "tflop_per_s": rate})
                 print(f"{queries} of {length} {blocks}: {rate:.0f} TFLOP/s", flush=True)
     return {"worst_error": worst, "copy": copy, "rows": variants.rows}
+
+
+MIXED = {"8B": (32, 8), "8B, TP2": (16, 4), "Qwen3-32B, TP2": (32, 4), "8B, 8 texts": (32, 8)}
+"""Heads of decode steps of 64 texts."""
+
+
+def splits(arguments: argparse.Namespace) -> Row:
+    """Time attention of decode steps of texts of 100 to 1,152 tokens, recorded as in the engine, by several rules.
+
+    A rule is the number of parts for each SM (1,000: every text as often as may be) and of stages of the kernel.
+    """
+    from megalight.ops.jit import overlapping
+    from megalight.ops.paged_attention import triton as module
+
+    worst, copy, rows = check(), copy_bandwidth(), []
+    own, blocks, may = module.PARTS_PER_SM, module._blocks, module.splits_of
+    rules = [(None, None), (own, None), (2, None), (8, None), (1000, None), (own, 3), (own, 4), (own, 7), (None, 4)]
+    for name, heads in MIXED.items():
+        draws = random.Random(0)
+        lengths = [draws.randint(100, 1024) + draws.randint(0, 128) for _ in range(8 if "8 texts" in name else 64)]
+        # As many layers as no cache holds.
+        size = sum(lengths) * heads[1] * 256 * 2
+        layers = [make([1] * len(lengths), lengths, heads, (128, 128), False) for _ in range(-(-200_000_000 // size))]
+        for parts, stages in rules:
+            module.PARTS_PER_SM = parts or own
+            module.splits_of = (lambda *_: 1) if parts is None else may
+            module._blocks = blocks if stages is None else lambda *_, stages=stages: (16, 64, 4, stages)
+
+            def run(layers: Any = layers) -> None:
+                for each in layers:
+                    module.paged_attention(*each, True, None, None, None, None, None)
+
+            run()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph), overlapping(layers[0][0].device):
+                run()
+            seconds = median(graph.replay, 20) / len(layers)
+            rows.append({"shape": name, "parts_per_sm": parts, "stages": stages, "us": seconds * 1e6})
+            rows[-1]["of_copy"] = size / seconds / copy
+            print(
+                f"{name:16} parts {parts} stages {stages}: {seconds * 1e6:.1f} us, {size / seconds / copy:.0%} of copy"
+            )
+            del graph
+        del layers
+        torch.cuda.empty_cache()
+    module.PARTS_PER_SM, module._blocks, module.splits_of = own, blocks, may
+    return {"worst_error": worst, "copy": copy, "rows": rows}
 
 
 def clock(run: Callable[[], Any]) -> tuple[float, Any]:
@@ -753,7 +810,7 @@ def invariant(arguments: argparse.Namespace) -> Row:
 
 def main() -> None:
     """Run a part and write its figures."""
-    ways = (kernels, models, fp8, long, suspend, graphs, invariant, peers, modules, divided)
+    ways = (kernels, splits, models, fp8, long, suspend, graphs, invariant, peers, modules, divided)
     parts = {each.__name__: each for each in ways}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=parts)

@@ -3,12 +3,14 @@
 A program takes rows of queries: pairs of a query and one of the query heads that share a key head, so that a block of
 keys and values is read once for all of them. A decode step has few rows, so several programs share the keys of a
 sequence; each writes its part of the output and its log-sum-exp, and a second kernel combines them (Flash-Decoding).
-How keys are split follows from the lengths on the device: launches depend on bounds alone, and can be recorded.
+How keys are split follows from the lengths on the device: launches depend on bounds alone, and can be recorded. A long
+sequence beside short ones gets more parts than they do, so that no program works long after the others have ended.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +34,12 @@ FEW = 8
 """Queries of a sequence up to which keys are split."""
 MOST = 64
 """Parts into which the keys of a sequence are split at most."""
+PARTS_PER_SM = 4
+"""Parts of all sequences together, for each SM: where they are fewer, the longest decides how long all take."""
+BALANCED = 8
+"""Programs of unsplit sequences for each SM, from which on they balance each other."""
+LENGTHS: Any = tl.constexpr(1024)
+"""Lengths that a program adds up; the first of more sequences stand for all."""
 LONG = 4096
 """Rows of a sequence from which on blocks are large."""
 
@@ -39,7 +47,8 @@ LONG = 4096
 # Numbers and addresses that differ from step to step: a kernel compiled for each kind of them would stop a run for
 # half a second.
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["first", "table_row"], do_not_specialize_on_alignment=["table", "lengths", "cu_queries"]
+    do_not_specialize=["first", "count", "wanted", "table_row"],
+    do_not_specialize_on_alignment=["table", "lengths", "cu_queries"],
 )
 def _attend(
     q: Value,
@@ -53,9 +62,12 @@ def _attend(
     sink: Value,
     k_scale: Value,
     v_scale: Value,
+    parts: Value,
     scale: Value,
     softcap: Value,
     first: Value,
+    count: Value,
+    wanted: Value,
     q_token: Value,
     q_head: Value,
     k_row: Value,
@@ -86,16 +98,27 @@ def _attend(
     """Attend to one part of the keys with one block of rows.
 
     ``DIM`` features of a key are read at once; with ``SHARED`` they are the value, and ``TAIL`` more follow. ``out`` is
-    ``[T, H, VALUE]``, or with several parts ``[T, H, SPLITS, VALUE]`` in float32 beside ``sums [T, H, SPLITS]``.
+    ``[T, H, VALUE]``. The keys of all ``count`` sequences from ``first`` on are split into about ``wanted`` parts. A
+    sequence with several writes ``parts [T, H, SPLITS, VALUE]`` in float32, and their log-sum-exps to ``sums [T, H,
+    SPLITS]``: minus infinity for a part that it has not. With one part it writes ``out``, and infinity.
     """
     block = tl.program_id(0)
     kv_head = tl.program_id(1)
     pair = tl.program_id(2)
-    sequence = first + pair // SPLITS
-    part = pair % SPLITS
+    # First parts come first: the others may have nothing to do.
+    sequence = first + pair % count
+    part = pair // count
     begin = tl.load(cu_queries + sequence)
     queries = tl.load(cu_queries + sequence + 1) - begin
     length = tl.load(lengths + sequence)
+    if SPLITS > 1:
+        other = tl.arange(0, LENGTHS)
+        each = tl.load(lengths + first + other, mask=other < count, other=0)
+        if WINDOW >= 0:
+            each = tl.minimum(each, WINDOW + 1)
+        if CHUNK > 0:
+            each = tl.minimum(each, CHUNK)
+        usual = tl.maximum(tl.cdiv(tl.sum(each, 0), wanted), KEYS)
     # Lengths are read before the wait: the kernel before this one makes queries, and stores keys and values.
     start_dependents(PDL)
     top = block * ROWS
@@ -126,9 +149,13 @@ def _attend(
         # Blocks before these may have been given to others, or never written: 0 times NaN is NaN.
         bottom = low
         low = low // KEYS * KEYS
-        share = tl.cdiv(tl.cdiv(high - low, SPLITS), KEYS) * KEYS
-        low += part * share
-        high = tl.minimum(high, low + share)
+        if SPLITS > 1:
+            span = tl.maximum(high - low, 1)
+            splits = tl.minimum(tl.maximum((2 * span + usual) // (2 * usual), 1), SPLITS)
+            share = tl.cdiv(tl.cdiv(span, splits), KEYS) * KEYS
+            several = share < span
+            low += part * share
+            high = tl.minimum(high, low + share)
 
         largest = tl.full((ROWS,), -float("inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
@@ -192,19 +219,25 @@ def _attend(
         # a part without keys: its output is 0, and its log-sum-exp minus infinity
         total = tl.where(total == 0, 1.0, total)
         spot = token * heads + head
-        if SPLITS > 1:
-            spot = spot * SPLITS + part
-            tl.store(sums + spot, largest + tl.log2(total), mask=valid)
-        elif SINK:
-            extra = tl.load(sink + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
-            higher = tl.maximum(largest, extra)
-            shrink = tl.exp2(largest - higher)
-            total = total * shrink + tl.exp2(extra - higher)
-            mixed = mixed * shrink[:, None]
-        mixed = mixed / total[:, None]
-        target = out + spot[:, None] * VALUE + value_feature[None, :]
         inside = valid[:, None] & (value_feature < VALUE)[None, :]
-        tl.store(target, mixed.to(out.dtype.element_ty), mask=inside)
+        alone = part == 0
+        if SPLITS > 1:
+            alone = alone & (several == 0)
+            own = spot * SPLITS + part
+            result = tl.where(alone, float("inf"), largest + tl.log2(total))
+            tl.store(sums + own, result, mask=valid)
+            if several:
+                target = parts + own[:, None] * VALUE + value_feature[None, :]
+                tl.store(target, mixed / total[:, None], mask=inside & (low < high))
+        if alone:
+            if SINK:
+                extra = tl.load(sink + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
+                higher = tl.maximum(largest, extra)
+                shrink = tl.exp2(largest - higher)
+                total = total * shrink + tl.exp2(extra - higher)
+                mixed = mixed * shrink[:, None]
+            target = out + spot[:, None] * VALUE + value_feature[None, :]
+            tl.store(target, (mixed / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
 @jit
@@ -228,24 +261,29 @@ def _combine(
     inside = feature < VALUE
     each = tl.load(sums + spot * SPLITS + part)
     largest = tl.max(each, 0)
-    if SINK:
-        extra = tl.load(sink + spot % heads).to(tl.float32) * LOG2E
-        largest = tl.maximum(largest, extra)
-    # Padding of a recorded pass sees nothing, and gets zeros: infinity minus infinity would be NaN.
-    weights = tl.exp2(each - tl.maximum(largest, -1e30))
-    total = tl.sum(weights, 0)
-    if SINK:
-        total += tl.exp2(extra - largest)
-    rows = parts + (spot * SPLITS + part)[:, None] * VALUE + feature[None, :]
-    values = tl.load(rows, mask=inside[None, :], other=0.0)
-    mixed = tl.sum(values * weights[:, None], 0) / tl.where(total == 0, 1.0, total)
-    tl.store(out + spot * VALUE + feature, mixed.to(out.dtype.element_ty), mask=inside)
+    if largest < float("inf"):
+        rows = parts + (spot * SPLITS + part)[:, None] * VALUE + feature[None, :]
+        values = tl.load(rows, mask=(each > -float("inf"))[:, None] & inside[None, :], other=0.0)
+        if SINK:
+            extra = tl.load(sink + spot % heads).to(tl.float32) * LOG2E
+            largest = tl.maximum(largest, extra)
+        # Padding of a recorded pass sees nothing, and gets zeros: infinity minus infinity would be NaN.
+        weights = tl.exp2(each - tl.maximum(largest, -1e30))
+        total = tl.sum(weights, 0)
+        if SINK:
+            total += tl.exp2(extra - largest)
+        mixed = tl.sum(values * weights[:, None], 0) / tl.where(total == 0, 1.0, total)
+        tl.store(out + spot * VALUE + feature, mixed.to(out.dtype.element_ty), mask=inside)
 
 
-def splits_of(programs: int, wanted: float) -> int:
-    """Return into how many parts keys are split: with them ``programs`` are at least as many as wanted."""
+def splits_of(programs: int, wanted: float, sms: int) -> int:
+    """Return into how many parts keys may be split: with them ``programs`` are at least as many as wanted.
+
+    From as many on as are wanted up to :data:`BALANCED` times the number of SMs, long sequences are split.
+    """
     # Powers of 4: each number is a kernel of its own, whose compilation would stop a run for seconds.
-    return next((parts for parts in (1, 4, 16) if wanted <= programs * parts), MOST)
+    fewest = 1 if programs >= BALANCED * sms else 4
+    return next((parts for parts in (fewest, 16) if wanted <= programs * parts), MOST)
 
 
 def paged_attention(
@@ -306,20 +344,23 @@ def _launch(
         rows, keys, stages = 16, 16, 1  # latents of four bytes: more would not fit into shared memory
     blocks = cdiv(queries * group, rows)
     # Blocks of many latent rows fill the shared memory of an SM; two others run there at once, and more wait.
-    wanted = num_sms(q.device) * (0.9 if shared and rows == 64 else 1.9)
-    splits = splits_of(blocks * kv_heads * count, wanted) if queries <= FEW and not fixed else 1
-    written, sums = out, out
+    sms, heavy = num_sms(q.device), shared and rows == 64
+    programs, per_sequence = blocks * kv_heads * count, blocks * kv_heads
+    splits = splits_of(programs, sms * (0.9 if heavy else 1.9), sms) if queries <= FEW and not fixed else 1
+    wanted = sms * (1 if heavy else 2 if shared else PARTS_PER_SM) / per_sequence
+    parts = sums = out
     if splits > 1:
         # Tokens of other sequences are left out of the parts: they come after these.
         tokens = min(tokens, sum(pages.query_lengths[:count]))
-        written = torch.empty(tokens, heads, splits, value_size, dtype=torch.float32, device=q.device)
+        parts = torch.empty(tokens, heads, splits, value_size, dtype=torch.float32, device=q.device)
         sums = torch.empty(tokens, heads, splits, dtype=torch.float32, device=q.device)
     pdl = OVERLAP.on
     read, tail = (value_size, size - value_size) if shared else (size, 0)
     _attend[(blocks, kv_heads, count * splits)](
-        *(q, k_pool, v_pool, pages.block_table, pages.lengths, pages.cu_queries, written, sums, sink),
-        *(scales or (None, None)),
-        *(1 / math.sqrt(size) if scale is None else scale, softcap or 0.0, first),
+        *(q, k_pool, v_pool, pages.block_table, pages.lengths, pages.cu_queries, out, sums, sink),
+        *(*(scales or (None, None)), parts),
+        *(1 / math.sqrt(size) if scale is None else scale, softcap or 0.0, first, count),
+        max(1, round(wanted * min(1, LENGTHS.value / count))),
         *(*q.stride()[:2], k_pool.stride(0), v_pool.stride(0), pages.block_table.stride(0), heads),
         GROUP=group,
         DIM=read,
@@ -347,7 +388,7 @@ def _launch(
     )
     if splits > 1:
         _combine[(tokens * heads,)](
-            *(written, sums, sink, out, heads),
+            *(parts, sums, sink, out, heads),
             VALUE=value_size,
             VALUE_BLOCK=next_power(value_size),
             SPLITS=splits,
@@ -364,6 +405,7 @@ def _blocks(rows: int, size: int, value_size: int, shared: bool) -> tuple[int, i
         return (16, 32, 4, 2) if rows <= 16 else (32, 32, 4, 2) if rows <= 32 else (64, 64, 8, 2)
     wide = max(size, value_size) > 128
     if rows <= 16:
-        return 16, 32 if wide else 64, 4, 4
+        # From 5 stages on, the next keys are read while these are multiplied.
+        return 16, 32 if wide else 64, 4, 5
     # Fewer rows give more programs, where queries are few.
     return (64, 32, 4, 2) if wide else (64 if rows <= LONG else 128, 64, 4, 3)
