@@ -139,7 +139,7 @@ MATMULS = ((8, 4096, 4096), (32, 1024, 4096), (2, 4096, 14336), (16, 2048, 2048)
 experts."""
 TILES = tuple(
     {"ROWS": rows, "COLUMNS": columns, "DEPTH": 64, "GROUP": 8, "num_warps": warps, "num_stages": stages}
-    for rows, columns, warps, stages in ((128, 128, 4, 3), (128, 128, 8, 4), (256, 128, 8, 4), (128, 256, 8, 4))
+    for rows, columns, warps, stages in ((128, 128, 4, 3), (128, 128, 4, 2), (128, 128, 8, 4), (256, 128, 8, 4))
 )
 """Tiles of the kernel to try."""
 
@@ -173,7 +173,7 @@ def block_rows(x: Tensor, c: Tensor | None, alpha: float, beta: float, size: int
     return out
 
 
-def matmuls(device: torch.device, tiny: bool) -> list[dict[str, Any]]:
+def matmuls(device: torch.device, tiny: bool, shapes: Sequence[tuple[int, int, int]]) -> list[dict[str, Any]]:
     """Time symmetric products of every shape in every way."""
     found: list[dict[str, Any]] = []
     ways: dict[str, Callable[..., Tensor]] = {"baddbmm": reference_syrk, "block rows": block_rows}
@@ -189,7 +189,7 @@ def matmuls(device: torch.device, tiny: bool) -> list[dict[str, Any]]:
         print(json.dumps(found[-1]), flush=True)
 
     torch.manual_seed(0)
-    for shape in ((2, 64, 128),) if tiny else MATMULS:
+    for shape in ((2, 64, 128),) if tiny else shapes:
         matrices = torch.randn(shape, device=device)
         x = (matrices / torch.linalg.matrix_norm(matrices, keepdim=True)).bfloat16()
         square = x @ x.mT
@@ -204,6 +204,15 @@ def matmuls(device: torch.device, tiny: bool) -> list[dict[str, Any]]:
         for backend in ("reference", "triton") if device.type == "cuda" else ("reference",):
             note("Newton-Schulz", backend, partial(newton_schulz, matrices, backend=backend), flops)
     return found
+
+
+def kernels(step: Callable[[], Any], device: torch.device) -> list[dict[str, Any]]:
+    """Return the kernels of a step that take longest, all launches of one together."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        now(device)
+    events = sorted(profile.key_averages(), key=lambda event: -float(event.device_time_total))[:20]
+    return [{"ms": e.device_time_total / 1e3, "launches": e.count, "kernel": e.key[:110]} for e in events]
 
 
 def now(device: torch.device) -> float:
@@ -247,6 +256,9 @@ def measure(options: argparse.Namespace, muon: MuonConfig | None, device: torch.
             "loss": float(loss),
         }
     if device.type == "cuda":
+        if muon is not None and options.kernels:
+            training.forward_backward([batch])
+            found["kernels"] = kernels(optimizer.step, device)
         found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     if isinstance(optimizer, Muon):
         assert optimizer.exchanges is not None
@@ -286,12 +298,17 @@ def steps(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         result[name] = measure(options, muon, device)
-        print(json.dumps({name: result[name]}), flush=True)
+        print(json.dumps({name: result[name]}).replace('{"ms', '\n{"ms'), flush=True)
     result["ratios"] = {
         count: result["muon"]["micro_batches"][count]["seconds"] / taken["seconds"]
         for count, taken in result["adam"]["micro_batches"].items()
     }
     return result
+
+
+def _shape(text: str) -> tuple[int, int, int]:
+    matrices, rows, columns = map(int, text.split("x"))
+    return matrices, rows, columns
 
 
 def main() -> None:
@@ -304,6 +321,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=MICRO_BATCHES)
     parser.add_argument("--qk-clip", type=float, help="also time steps with this threshold")
+    parser.add_argument(
+        "--shapes", type=_shape, nargs="+", default=MATMULS, help="of matmuls: matrices x rows x columns"
+    )
+    parser.add_argument("--kernels", action="store_true", help="print the kernels of one update of Muon")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     device = torch.device("cpu")
@@ -317,7 +338,11 @@ def main() -> None:
         "torch": torch.__version__,
         "device": "CPU" if options.tiny else torch.cuda.get_device_name(),
     }
-    result |= {"matmuls": matmuls(device, options.tiny)} if options.mode == "matmuls" else steps(options, device)
+    result |= (
+        {"matmuls": matmuls(device, options.tiny, options.shapes)}
+        if options.mode == "matmuls"
+        else steps(options, device)
+    )
     if not dist.is_initialized() or dist.get_rank() == 0:
         options.result.write_text(json.dumps(result, indent=1) + "\n")
         print(json.dumps(result, indent=1), flush=True)

@@ -1,23 +1,27 @@
-"""The element-wise passes of an optimizer of whole matrices: momentum before they travel, weights when they are back.
+"""The passes over memory of an optimizer of whole matrices: momentum, norms of matrices, and weights.
 
-Each is one pass over memory on a GPU. In eager torch, both together read and write 70 bytes for each parameter instead
-of 26.
+Momentum and weights take one pass each on a GPU. In eager torch, both together read and write 70 bytes for each
+parameter instead of 26. A division by the norm takes two.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megalight.ops.common import serve_all, triton_why_not
+from megalight.ops.common import serve_all, triton_why_not, wide
 from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
 from megalight.registry import Backend, BackendRegistry, remembered
 
 BLOCK = 1024
 """Elements of a program: eight per thread with four warps."""
+NORM_BLOCK = 8192
+"""Elements of a matrix that a program reads at a time."""
+MOST_PARTS = 512
+"""The largest number of sums of squares of a matrix, which every program adds up once more."""
 
 
 def reference_momentum(
@@ -39,6 +43,12 @@ def reference_decayed(param: Tensor, update: Tensor, lr: float | Tensor, decay: 
         param.sub_(update, alpha=lr)
     if out is not None:
         out.copy_(param)
+
+
+def reference_normalized(x: Tensor, eps: float) -> Tensor:
+    """Implement :func:`megalight.ops.momentum.normalized`."""
+    norm: Tensor = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=wide(x.dtype))
+    return (x / norm.clamp(min=eps)).to(x.dtype)
 
 
 @jit
@@ -119,6 +129,50 @@ def triton_decayed(param: Tensor, update: Tensor, lr: float | Tensor, decay: flo
         )
 
 
+@jit
+def _squares(x: Value, sums: Value, n: Value, blocks: Value, BLOCK: constexpr) -> None:
+    part, matrix = tl.program_id(0), tl.program_id(1)
+    first = part * blocks * BLOCK
+    total = tl.zeros((BLOCK,), tl.float32)
+    for block in range(blocks):
+        index = first + block * BLOCK + tl.arange(0, BLOCK)
+        each = tl.load(x + matrix.to(tl.int64) * n + index, mask=index < n, other=0.0).to(tl.float32)
+        total += each * each
+    tl.store(sums + matrix * tl.num_programs(0) + part, tl.sum(total, 0))
+
+
+@jit
+def _divided(
+    x: Value, sums: Value, out: Value, n: Value, blocks: Value, eps: Value, PARTS: constexpr, BLOCK: constexpr
+) -> None:
+    part, matrix, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    every = tl.arange(0, PARTS)
+    square = tl.sum(tl.load(sums + matrix * parts + every, mask=every < parts, other=0.0), 0)
+    factor = 1.0 / tl.maximum(tl.sqrt(square), eps)
+    first = part * blocks * BLOCK
+    for block in range(blocks):
+        index = first + block * BLOCK + tl.arange(0, BLOCK)
+        place = matrix.to(tl.int64) * n + index
+        each = tl.load(x + place, mask=index < n, other=0.0).to(tl.float32) * factor
+        tl.store(out + place, each.to(out.dtype.element_ty), mask=index < n)
+
+
+def triton_normalized(x: Tensor, eps: float) -> Tensor:
+    """Implement :func:`megalight.ops.momentum.normalized`."""
+    out = torch.empty_like(x)
+    if not x.numel():
+        return out
+    n = x.shape[1] * x.shape[2]
+    # Each program sums a part of a matrix, and the next kernel all parts of it, in the same order always.
+    blocks = cdiv(n, MOST_PARTS * NORM_BLOCK)
+    parts = cdiv(n, blocks * NORM_BLOCK)
+    sums = torch.empty(len(x), parts, dtype=torch.float32, device=x.device)
+    options = {"BLOCK": NORM_BLOCK, "num_warps": 8}
+    _squares[(parts, len(x))](x, sums, n, blocks, **options)
+    _divided[(parts, len(x))](x, sums, out, n, blocks, float(eps), PARTS=MOST_PARTS, **options)
+    return out
+
+
 class MomentumSpec(NamedTuple):
     """A request: device type, dtype of gradients or updates, dtype of what is changed, whether all are contiguous."""
 
@@ -130,7 +184,8 @@ class MomentumSpec(NamedTuple):
 
 MOMENTUM: BackendRegistry[MomentumSpec, Callable[..., None]] = BackendRegistry("momentum_step")
 DECAYED: BackendRegistry[MomentumSpec, Callable[..., None]] = BackendRegistry("decayed_step")
-REGISTRIES = (MOMENTUM, DECAYED)
+NORMALIZED: BackendRegistry[MomentumSpec, Callable[..., Tensor]] = BackendRegistry("normalized")
+REGISTRIES = (MOMENTUM, DECAYED, NORMALIZED)
 EXAMPLE = MomentumSpec("cpu", torch.float32, torch.float32)
 
 
@@ -144,10 +199,12 @@ MOMENTUM.register(Backend("triton", triton_momentum, 20, _triton_why_not))
 MOMENTUM.register(Backend("reference", reference_momentum, 0, serve_all))
 DECAYED.register(Backend("triton", triton_decayed, 20, _triton_why_not))
 DECAYED.register(Backend("reference", reference_decayed, 0, serve_all))
+NORMALIZED.register(Backend("triton", triton_normalized, 20, _triton_why_not))
+NORMALIZED.register(Backend("reference", reference_normalized, 0, serve_all))
 
 
 @remembered
-def _choose(registry: BackendRegistry[MomentumSpec, Callable[..., None]], spec: MomentumSpec) -> Callable[..., None]:
+def _choose(registry: BackendRegistry[MomentumSpec, Callable[..., Any]], spec: MomentumSpec) -> Callable[..., Any]:
     return registry.select(spec).fn
 
 
@@ -188,3 +245,18 @@ def decayed_step(
     flat = all(each is None or each.is_contiguous() for each in (param, update, out))
     spec = MomentumSpec(param.device.type, update.dtype, param.dtype, flat)
     _choose(DECAYED, spec)(param, update, lr, weight_decay, out)
+
+
+def normalized(x: Tensor, eps: float) -> Tensor:
+    """Divide each matrix of a batch by its Frobenius norm, or by ``eps`` where that is larger.
+
+    Args:
+        x: ``[B, m, n]``.
+        eps: least divisor.
+
+    Returns:
+        ``[B, m, n]``; squares of half types are added in float32.
+    """
+    spec = MomentumSpec(x.device.type, x.dtype, x.dtype, x.is_contiguous())
+    found: Tensor = _choose(NORMALIZED, spec)(x, eps)
+    return found

@@ -1,4 +1,4 @@
-"""Symmetric rank-k update (BLAS's SYRK) of a batch: ``alpha X X^T + beta C``, as Newton-Schulz needs it.
+"""Symmetric rank-k update (BLAS's SYRK) of a batch: ``alpha X X^T + beta C + diagonal I``, as Newton-Schulz needs it.
 
 The result is symmetric, so the kernel computes the tiles that touch the lower triangle, and writes each one twice: in
 its place, and transposed across the diagonal. That is little more than half of the FLOPs of a GEMM.
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megalight.imports import require
-from megalight.ops.common import HALF, serve_all, triton_why_not
+from megalight.ops.common import HALF, serve_all, triton_why_not, wide
 from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
 from megalight.registry import Backend, BackendRegistry, remembered
 
@@ -31,12 +31,16 @@ ALIGNED = 8
 """Features of half types in 16 bytes: rows that TMA loads begin at a multiple of them."""
 
 
-def reference_syrk(x: Tensor, c: Tensor | None, alpha: float, beta: float) -> Tensor:
+def reference_syrk(x: Tensor, c: Tensor | None, alpha: float, beta: float, diagonal: float = 0.0) -> Tensor:
     """Implement :func:`megalight.ops.syrk.syrk` by GEMMs."""
     if c is not None:
-        return torch.baddbmm(c, x, x.mT, beta=beta, alpha=alpha)
-    square = x @ x.mT
-    return square if alpha == 1 else square * alpha
+        result = torch.baddbmm(c, x, x.mT, beta=beta, alpha=alpha)
+    else:
+        result = x @ x.mT if alpha == 1 else (x @ x.mT) * alpha
+    if diagonal:
+        place = result.diagonal(dim1=-2, dim2=-1)
+        place.copy_(place.to(wide(place.dtype)) + diagonal)  # the factor itself is not rounded to a half type
+    return result
 
 
 @jit
@@ -51,6 +55,7 @@ def _syrk(
     tiles_across: Value,
     alpha: Value,
     beta: Value,
+    diagonal: Value,
     ADD: constexpr,
     TALL: constexpr,
     ROWS: constexpr,
@@ -85,16 +90,25 @@ def _syrk(
     across = column_index[:, None] * size + row_index[None, :]
     if ADD:
         total += beta * tl.load(c + begin + place, mask=known, other=0.0).to(tl.float32)
-    result = total.to(out.dtype.element_ty)
     if column + COLUMNS <= row:
+        result = total.to(out.dtype.element_ty)
         tl.store(out + begin + place, result, mask=known)
         tl.store(out + begin + across, result.T, mask=known.T)
     else:  # on the diagonal: each element is written once
+        total += tl.where(row_index[:, None] == column_index[None, :], diagonal, 0.0)
+        result = total.to(out.dtype.element_ty)
         tl.store(out + begin + place, result, mask=known & (row_index[:, None] >= column_index[None, :]))
         tl.store(out + begin + across, result.T, mask=known.T & (row_index[None, :] > column_index[:, None]))
 
 
-def triton_syrk(x: Tensor, c: Tensor | None, alpha: float, beta: float, tile: dict[str, Any] | None = None) -> Tensor:
+def triton_syrk(
+    x: Tensor,
+    c: Tensor | None,
+    alpha: float,
+    beta: float,
+    diagonal: float = 0.0,
+    tile: dict[str, Any] | None = None,
+) -> Tensor:
     """Implement :func:`megalight.ops.syrk.syrk`; ``tile`` is another one than :data:`TILE`."""
     tile = tile or TILE
     batch, size, depth = x.shape
@@ -122,6 +136,7 @@ def triton_syrk(x: Tensor, c: Tensor | None, alpha: float, beta: float, tile: di
         tiles_across,
         float(alpha),
         float(beta),
+        float(diagonal),
         ADD=c is not None,
         TALL=tall,
         **tile,
@@ -166,19 +181,27 @@ def _choose(spec: SyrkSpec, backend: str) -> Callable[..., Tensor]:
     return SYRK.select(spec, backend).fn
 
 
-def syrk(x: Tensor, c: Tensor | None = None, *, alpha: float = 1.0, beta: float = 0.0, backend: str = "auto") -> Tensor:
-    """Return ``alpha X X^T + beta C`` for each matrix of a batch, in the dtype of ``x``; half types add in float32.
+def syrk(
+    x: Tensor,
+    c: Tensor | None = None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    diagonal: float = 0.0,
+    backend: str = "auto",
+) -> Tensor:
+    """Return ``alpha X X^T + beta C + diagonal I`` for each matrix of a batch; half types add in float32.
 
     Args:
         x: ``[B, m, n]``.
         c: ``[B, m, m]``, symmetric: kernels may read one triangle of it. None: nothing is added.
-        alpha, beta: factors.
+        alpha, beta, diagonal: factors.
         backend: a backend's name, or ``auto``.
 
     Returns:
-        ``[B, m, m]``.
+        ``[B, m, m]``, in the dtype of ``x``.
 
     Raises:
         BackendError: the named backend cannot serve this dtype on this device.
     """
-    return _choose(SyrkSpec(x.device.type, x.dtype, x.shape[1], x.shape[2]), backend)(x, c, alpha, beta)
+    return _choose(SyrkSpec(x.device.type, x.dtype, x.shape[1], x.shape[2]), backend)(x, c, alpha, beta, diagonal)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megalight.errors import ConfigurationError
 from megalight.ops.common import wide
-from megalight.ops.momentum import momentum_step
+from megalight.ops.momentum import momentum_step, normalized
 from megalight.ops.syrk import syrk
 from megalight.optim.qk_clip import QKClip
 from megalight.optim.whole_matrices import GATHER_BYTES, WholeMatrixOptimizer
@@ -38,12 +38,14 @@ def newton_schulz(
     eps: float = 1e-7,
     dtype: torch.dtype = torch.bfloat16,
     factor: float = 1.0,
+    out: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Replace the singular values of matrices by values near 1 (Newton-Schulz iteration; Jordan et al. 2024).
 
-    With ``X = G / |G|`` (Frobenius norm), each step computes ``X = a X + (b S + c S^2) X``, where ``S = X X^T``; for
-    tall matrices ``X = a X + X (b S + c S^2)``, where ``S = X^T X``.
+    With ``X = G / |G|`` (Frobenius norm), each step computes ``X = (a I + b S + c S^2) X``, where ``S = X X^T``; for
+    tall matrices ``X = X (a I + b S + c S^2)``, where ``S = X^T X``. The polynomial has ``a`` on its diagonal, so that
+    no product adds to ``X``, which ``torch.baddbmm`` would copy.
 
     Args:
         matrices: ``[B, m, n]``. A matrix of zeros stays zero.
@@ -51,8 +53,9 @@ def newton_schulz(
         coefficients: ``(a, b, c)``.
         eps: least norm by which a matrix is divided.
         dtype: dtype of the GEMMs.
-        factor: what the result is multiplied with, in the last GEMM.
-        backend: backend of the op ``syrk``, which computes ``S`` and ``b S + c S^2``.
+        factor: what the result is multiplied with, in the last polynomial.
+        out: where the last GEMM writes, ``[B, m, n]`` in ``dtype``; it may be ``matrices``.
+        backend: backend of the op ``syrk``, which computes ``S`` and the polynomial.
 
     Returns:
         ``[B, m, n]`` in ``dtype``.
@@ -60,13 +63,13 @@ def newton_schulz(
     a, b, c = coefficients
     # S is a product over the longer side, so that it is as small as can be.
     tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.to(dtype)
-    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=eps)
+    x = normalized(matrices.to(dtype), eps)
     for step in range(steps):
+        last = step == steps - 1
+        by = factor if last else 1.0
         square = syrk(x.mT if tall else x, backend=backend)
-        polynomial = syrk(square, square, alpha=c, beta=b, backend=backend)
-        by = factor if step == steps - 1 else 1.0
-        x = torch.baddbmm(x, *((x, polynomial) if tall else (polynomial, x)), beta=by * a, alpha=by)
+        polynomial = syrk(square, square, alpha=by * c, beta=by * b, diagonal=by * a, backend=backend)
+        x = torch.bmm(*((x, polynomial) if tall else (polynomial, x)), out=out if last else None)
     return x
 
 
@@ -189,7 +192,7 @@ class Muon(WholeMatrixOptimizer):
         return wide(parameter.dtype) if name == "momentum_buffer" else super().room_dtype(name, parameter)
 
     def update(self, matrices: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-        """Return scaled, orthogonalized matrices, ``[B, m, n]``."""
+        """Return scaled, orthogonalized matrices, ``[B, m, n]``, in the memory of ``matrices``."""
         m, n = matrices.shape[-2:]
         scale = 0.2 * sqrt(max(m, n)) if self.scale == "match_rms_adamw" else sqrt(max(1, m / n))
         a, b, c = self.ns_coefficients
@@ -200,6 +203,7 @@ class Muon(WholeMatrixOptimizer):
             eps=self.ns_eps,
             dtype=self.dtype,
             factor=scale,
+            out=matrices,
         )
 
     def flops(self, shape: tuple[int, int]) -> float:

@@ -148,6 +148,7 @@ class MatrixRound(NamedTuple):
 
     Attributes:
         own: shape -> the matrices of this shape whose home is this rank: one batch.
+        resting: shape -> where its batch lies in a shard, if no other rank has a part of it: it is updated there.
         sent: for each rank, spans of this rank's shards that it needs.
         received: for each rank, what comes from it.
         returned: for each rank, that whose updates it gets.
@@ -156,6 +157,7 @@ class MatrixRound(NamedTuple):
     """
 
     own: dict[Shape, list[str]]
+    resting: dict[Shape, ShardSpan]
     sent: list[list[ShardSpan]]
     received: list[list[MatrixSpan]]
     returned: list[list[MatrixSpan]]
@@ -205,7 +207,8 @@ class MatrixExchange:
             for name, shape, box in entries:
                 found.setdefault(name, HomedMatrix(name, shape)).held.setdefault(rank, []).append(box)
         # All ranks make the same list, in the same order.
-        self.matrices = sorted(found.values(), key=lambda each: (-flops(each.shape), each.shape, each.name))
+        # Equal ones come as they lie in memory.
+        self.matrices = sorted(found.values(), key=lambda each: (-flops(each.shape), each.shape, each.place, each.name))
         self.load = [0.0] * size
         fair = UNEVEN * sum(flops(matrix.shape) for matrix in self.matrices) / size
         for matrix in self.matrices:
@@ -263,26 +266,30 @@ class MatrixExchange:
         return rounds
 
     def _round(self, of_rank: list[list[HomedMatrix]], completed: list[int]) -> MatrixRound:
-        mine, size = of_rank[self.rank], len(of_rank)
-        own: dict[Shape, list[str]] = {}
-        at = []
-        for matrix in mine:
-            batch = own.setdefault(matrix.shape, [])
-            at.append((matrix.shape, len(batch)))
-            batch.append(matrix.name)
-        sources = [matrix.sources() for matrix in mine]
-        held = [matrix.held for matrix in mine]
+        batches: dict[Shape, list[HomedMatrix]] = defaultdict(list)
+        for matrix in of_rank[self.rank]:
+            batches[matrix.shape].append(matrix)
+        resting = {shape: span for shape, batch in batches.items() if (span := self._rest(batch)) is not None}
+        travelling = [[m for m in ms if rank != self.rank or m.shape not in resting] for rank, ms in enumerate(of_rank)]
+        ranks = range(len(of_rank))
+        mine = [(batches[m.shape].index(m), m, m.sources()) for m in travelling[self.rank]]
         return MatrixRound(
-            own,
-            [_joined(b for m in of_rank[rank] for b in m.sources().get(self.rank, [])) for rank in range(size)],
-            [
-                _together((*at[i], b) for i, each in enumerate(sources) for b in each.get(rank, []))
-                for rank in range(size)
-            ],
-            [_together((*at[i], b) for i, each in enumerate(held) for b in each.get(rank, [])) for rank in range(size)],
-            [_joined(b for m in of_rank[rank] for b in m.held.get(self.rank, [])) for rank in range(size)],
+            {shape: [matrix.name for matrix in batch] for shape, batch in batches.items()},
+            resting,
+            [_joined(b for m in travelling[rank] for b in m.sources().get(self.rank, [])) for rank in ranks],
+            [_together((m.shape, i, b) for i, m, sources in mine for b in sources.get(rank, [])) for rank in ranks],
+            [_together((m.shape, i, b) for i, m, _ in mine for b in m.held.get(rank, [])) for rank in ranks],
+            [_joined(b for m in travelling[rank] for b in m.held.get(self.rank, [])) for rank in ranks],
             completed,
         )
+
+    def _rest(self, batch: Sequence[HomedMatrix]) -> ShardSpan | None:
+        """Return where all of a batch lies side by side on this rank, and nowhere else."""
+        boxes = [box for matrix in batch for box in matrix.held.get(self.rank, [])]
+        spans = _joined(boxes)
+        alone = all(len(matrix.held) == 1 for matrix in batch)
+        whole = len(boxes) == len(batch) and all(box.numel == prod(batch[0].shape) for box in boxes)
+        return spans[0] if alone and whole and len(spans) == 1 else None
 
     def update(
         self, flats: Mapping[int, Tensor], function: Callable[[Tensor, Mapping[str, Tensor]], Tensor]
@@ -291,7 +298,8 @@ class MatrixExchange:
 
         Args:
             flats: index of a bucket -> flat tensor of this rank's shard, which is changed in place.
-            function: ``[B, m, n] -> [B, m, n]``, in the same dtype. It changes the state in place.
+            function: ``[B, m, n] -> [B, m, n]``, in the same dtype. It changes the state in place, and may write its
+                result into the matrices that it gets.
 
         Yields:
             the index of each bucket, as soon as all of its matrices are replaced; all ranks in the same order.
@@ -300,10 +308,13 @@ class MatrixExchange:
         leaving: tuple[MatrixRound, _Message] | None = None
         for number, current in enumerate(self.rounds):
             assert coming is not None
-            whole = self._whole(current, coming)
+            whole = self._whole(current, coming, flats)
             coming = self._gather(self.rounds[number + 1], flats) if number + 1 < len(self.rounds) else None
             for shape, batch in whole.items():
-                whole[shape] = function(batch, self.states[number][shape])
+                updated = function(batch, self.states[number][shape])
+                if shape in current.resting:
+                    batch.copy_(updated)  # nothing is copied if it was updated in place
+                whole[shape] = updated
             pieces = [[span.of(whole[span.shape]).reshape(-1) for span in spans] for spans in current.returned]
             message = _Message(pieces, current.updated, next(iter(flats.values())), self.group)
             if leaving is not None:
@@ -316,9 +327,12 @@ class MatrixExchange:
         pieces = [[flats[s.bucket][s.start : s.start + s.numel] for s in spans] for spans in current.sent]
         return _Message(pieces, current.received, next(iter(flats.values())), self.group)
 
-    def _whole(self, current: MatrixRound, message: _Message) -> dict[Shape, Tensor]:
+    def _whole(self, current: MatrixRound, message: _Message, flats: Mapping[int, Tensor]) -> dict[Shape, Tensor]:
         values, first = message.wait(), 0
-        whole: dict[Shape, Tensor] = {}
+        whole = {
+            shape: flats[span.bucket][span.start : span.start + span.numel].view(-1, *shape)
+            for shape, span in current.resting.items()
+        }
         for span in chain.from_iterable(current.received):
             count = len(current.own[span.shape])
             if span.box is None and span.last - span.first == count:  # all of a batch lies there already
@@ -497,8 +511,8 @@ class WholeMatrixOptimizer(Adam):
         """Return, ``[B, m, n]``, what is subtracted from matrices, times the learning rate.
 
         Args:
-            matrices: ``[B, m, n]``. One without a gradient in this step is zero, and so is the gradient of an expert
-                without tokens: leave its state as it is.
+            matrices: ``[B, m, n]``, which may be overwritten and returned. One without a gradient in this step is zero,
+                and so is the gradient of an expert without tokens: leave its state as it is.
             state: ``[B, ...]`` by name, to be changed in place.
         """
 

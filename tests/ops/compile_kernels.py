@@ -237,7 +237,8 @@ def main() -> None:
         momentum.triton_momentum(half, one, one, 0.9, True, scale)
         momentum.triton_decayed(one, half, rate, 0.1, half)
     for square in (None, torch.zeros(2, 1024, 1024, dtype=HALF)):
-        syrk.triton_syrk(torch.zeros(2, 1024, 4096, dtype=HALF), square, 2.0, -4.0)
+        syrk.triton_syrk(torch.zeros(2, 1024, 4096, dtype=HALF), square, 2.0, -4.0, 3.0)
+    momentum.triton_normalized(torch.zeros(2, 768, 2048, dtype=HALF), 1e-7)
     for heads, own, shared, values in ((128, 128, 64, 128), (5, 24, 10, 20)):
         cos, sin = torch.randn(2, 8, shared // 2)
         through(latent_heads.triton_join_keys(leaf(8, heads, own + values), leaf(8, shared), own))

@@ -31,6 +31,18 @@ def check(device: str, n: int, nesterov: bool, scaled: bool) -> None:
             torch.testing.assert_close(copy, param.bfloat16(), rtol=8e-3, atol=0)  # the interpreter cuts bits off
 
 
+def check_norms(device: str, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    factors = torch.tensor([0.0, 1e-4, 300.0], device=device)[: shape[0], None, None]
+    x = (torch.randn(shape, device=device) * factors).to(dtype)
+    wide = x.double()
+    for eps in (1e-7, 5.0):
+        exact = wide / torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True).clamp(min=eps)
+        found = momentum.triton_normalized(x, eps)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), exact, rtol=1e-5 if dtype == torch.float32 else 8e-3, atol=0)
+
+
 @pytest.mark.gpu
 def test_gradients_in_other_layouts() -> None:
     torch.manual_seed(0)
@@ -59,3 +71,19 @@ def test_interpreted(n: int, nesterov: bool, scaled: bool) -> None:
 @CASES
 def test_on_a_gpu(n: int, nesterov: bool, scaled: bool) -> None:
     check("cuda", n, nesterov, scaled)
+
+
+@pytest.mark.skipif(not has("triton") or torch.cuda.is_available(), reason="needs triton's interpreter")
+@pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
+@pytest.mark.parametrize("shape", [(3, 7, 5), (3, 64, 300)])
+def test_norms_interpreted(shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(momentum, "NORM_BLOCK", 256)
+    monkeypatch.setattr(momentum, "MOST_PARTS", 32)
+    check_norms("cpu", shape, torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(3, 7, 5), (3, 768, 2048), (2, 4096, 1030)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_on_a_gpu(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    check_norms("cuda", shape, dtype)

@@ -25,9 +25,11 @@ def check(shape: tuple[int, int, int], device: str, dtype: torch.dtype, tile: di
     c = torch.randn(shape[0], shape[1], shape[1], device=device)
     c = (c + c.mT).to(dtype)
     # The second lies in memory as the transpose of a tall matrix.
-    for x, (added, alpha, beta) in product((wide, wide.mT.contiguous().mT), ((None, 1.0, 0.0), (c, -0.5, 2.0))):
-        found = triton_syrk(x, added, alpha, beta, tile)
+    terms = ((None, 1.0, 0.0, 0.0), (c, -0.5, 2.0, 3.0))
+    for x, (added, alpha, beta, diagonal) in product((wide, wide.mT.contiguous().mT), terms):
+        found = triton_syrk(x, added, alpha, beta, diagonal, tile)
         exact = alpha * (x.double() @ x.double().mT) + (0 if added is None else beta * added.double())
+        exact.diagonal(dim1=1, dim2=2).add_(diagonal)
         assert found.dtype == dtype
         assert found.equal(found.mT)
         assert error(found, exact) < (1e-6 if dtype == torch.float32 else 4e-3)

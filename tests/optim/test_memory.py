@@ -32,8 +32,8 @@ def _train(level: str, matrices: WholeMatrixConfig, config: GPTConfig = BASE) ->
     sizes: list[int] = []
     whole = whole_matrices.MatrixExchange._whole
 
-    def watched(self: Any, current: Any, message: Any) -> Any:
-        result = whole(self, current, message)
+    def watched(self: Any, *args: Any) -> Any:
+        result = whole(self, *args)
         sizes.append(sum(batch.nbytes for batch in result.values()))
         return result
 
