@@ -34,8 +34,8 @@ from megalight.nn.init import initialize
 from megalight.optim import Adam, shard_optimizer
 from megalight.parallel.data_parallel import DataParallelOptions, ParamInfo, clip_coefficient
 from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.run_engine import owned_alone, units_of
 from megalight.parallel.shard import ShardSpec
-from megalight.parallel.units import owned_alone, units_of
 
 SIZES = {**ALL_SIZES, "tiny": Size(layers=2, hidden=64, ffn=96, length=64, rows=8, lr=3e-3, warmup=20)}
 FULL: dict[str, Any] = {"level": "optim_grads_params"}

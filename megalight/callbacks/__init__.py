@@ -1,12 +1,11 @@
 """Lightning callbacks, each with one job. A callback that needs something a strategy lacks raises a clear error."""
 
-from megalight.callbacks.activation_offload import ActivationOffload
 from megalight.callbacks.adapters import Adapters
+from megalight.callbacks.cuda_graph import CUDAGraph
 from megalight.callbacks.distillation import Distillation
 from megalight.callbacks.ema import EMA
 from megalight.callbacks.evaluation import Evaluation
-from megalight.callbacks.garbage import GarbageCollection
-from megalight.callbacks.graphs.cuda_graph import CUDAGraph
+from megalight.callbacks.memory import ActivationOffload, GarbageCollection
 from megalight.callbacks.modelopt import AutoQuantize, ModelOptQuantization
 from megalight.callbacks.monitors import ExpertLoads, OptimizerMonitor
 from megalight.callbacks.ops import FusedOps, UseBackends
@@ -15,7 +14,7 @@ from megalight.callbacks.progress import StepProgress
 from megalight.callbacks.retention import Retention
 from megalight.callbacks.run_record import RunRecord, WholeModelSummary
 from megalight.callbacks.stopping import FinalCheckpoint, Preemption
-from megalight.callbacks.timing.throughput import Throughput
+from megalight.callbacks.throughput import Throughput
 from megalight.callbacks.transformers_export import TransformersExport
 
 __all__ = [

@@ -8,7 +8,7 @@ from typing import Literal
 
 import lightning.pytorch as pl
 
-from megalight.callbacks.graphs.cuda_graph import WHOLE, CUDAGraph
+from megalight.callbacks.cuda_graph import WHOLE, CUDAGraph
 from megalight.data.module import TokenDataModule
 from megalight.errors import ConfigurationError
 from megalight.models.distillation import CachedTeacher, DistillationLoss, Distiller, LayerPair, read_modelopt

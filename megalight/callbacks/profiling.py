@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from megalight.callbacks.timing.step_timing import StepSpans, label
+from megalight.callbacks.step_timing import StepSpans, label
 from megalight.errors import ConfigurationError, MegalightError
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)

@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from torch import Tensor
 
+from megalight.callbacks.meter import StepMeter, Window, current_loss, last_step, rates
 from megalight.callbacks.monitors import learning_rate
-from megalight.callbacks.timing.meter import StepMeter, Window, current_loss, last_step, rates
 from megalight.errors import ConfigurationError
 from megalight.strategies.checkpoints.hooks import FolderCheckpoints
 

@@ -30,8 +30,7 @@ from megalight.errors import CheckpointError
 from megalight.ops.parameter import cast_of
 from megalight.ops.quantize.amax_history import AmaxHistory
 from megalight.parallel.data_parallel import DataParallelEngine, FlatShard
-from megalight.parallel.data_parallel.buffers import FlatParameters
-from megalight.parallel.data_parallel.masters import history
+from megalight.parallel.data_parallel.buffers import FlatParameters, history
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.shard import ShardSpec

@@ -16,9 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from megalight.data.corpus import CorpusMeta, image_prefix, loss_prefix, tokenizer_path
-from megalight.data.encode import encode_files, sentences_of
+from megalight.data.encode import DocumentWriter, Encoded, encode_files, sentences_of
 from megalight.data.indexed import IndexedWriter, paths, token_dtype
-from megalight.data.sink import DocumentWriter, Encoded
 from megalight.data.text_files import SUFFIXES, Block, Format, Kind, OnBad, TextFile, blocks, find, texts_of
 from megalight.data.tokenizer import Tokenizer, config_path
 from megalight.errors import DataError

@@ -35,7 +35,7 @@ from megalight.parallel.layers import depths_of
 from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.pipeline.layout_string import balanced, compose
+from megalight.parallel.pipeline.layout import balanced, compose
 from megalight.parallel.pipeline.stages import check_protocol
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.source import FillReport, FillRequest, Source, TensorMetadata, WrappedSource

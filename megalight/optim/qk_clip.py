@@ -29,7 +29,7 @@ from megalight.errors import ConfigurationError
 from megalight.nn import InnerAttention
 from megalight.nn.attention import Attention
 from megalight.nn.latent_attention import LatentAttention
-from megalight.parallel.data_parallel.masters import FlatShard
+from megalight.parallel.data_parallel.buffers import FlatShard
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.shard import boxes

@@ -22,9 +22,8 @@ from megalight.ops.parameter import known_state
 from megalight.optim.adam import EXPONENTS, Adam
 from megalight.optim.whole_matrices import WholeMatrixOptimizer
 from megalight.parallel.data_parallel import DataParallelEngine, FlatShard, ParamInfo
-from megalight.parallel.data_parallel.buffers import Bucket
+from megalight.parallel.data_parallel.buffers import SCALARS, Bucket, history
 from megalight.parallel.data_parallel.layout import BucketSlot
-from megalight.parallel.data_parallel.masters import SCALARS, history
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 

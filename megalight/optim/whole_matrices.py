@@ -33,8 +33,7 @@ from megalight.ops.common import wide
 from megalight.ops.momentum import decayed_step
 from megalight.optim.adam import Adam
 from megalight.optim.qk_clip import QKClip
-from megalight.parallel.data_parallel.buffers import Bucket
-from megalight.parallel.data_parallel.masters import FlatShard
+from megalight.parallel.data_parallel.buffers import Bucket, FlatShard
 from megalight.parallel.mesh import DENSE_AXES
 from megalight.parallel.shard import ShardPiece, boxes
 

@@ -21,7 +21,7 @@ from megalight.parallel.data_parallel.fp8_parameters import storage_format_of
 from megalight.parallel.data_parallel.layout import level_of
 from megalight.parallel.data_parallel.options import DTYPES
 from megalight.parallel.data_parallel.unit_memory import GRADIENT_BUFFERS, PassOrder
-from megalight.parallel.units import Unit, owned_alone, units_of
+from megalight.parallel.run_engine import Unit, owned_alone, units_of
 
 ADAM = 8.0
 """Bytes per element of Adam's two moments in float32."""

@@ -37,7 +37,7 @@ from megalight.nn.moe import Dispatcher
 from megalight.ops.quantized_weight import stored_of
 from megalight.parallel.apply import check_backends, check_overlap, split, warn_of_undeferred
 from megalight.parallel.coupling import Coupling, couples
-from megalight.parallel.data_parallel.units import Units
+from megalight.parallel.data_parallel.unshard import Units
 from megalight.parallel.initial_values import initialize, is_materialized, materialize, unknown
 from megalight.parallel.layers import PRETRAINED, is_a, layers_of
 from megalight.parallel.layout import Layout

@@ -27,9 +27,9 @@ from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.frozen_model import FrozenModel, FrozenRun
 from megalight.parallel.mesh import TOKEN_AXES, ParallelMesh
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.pipeline.declared_stages import DeclaredStage
 from megalight.parallel.pipeline.executor import Executor, ScheduleExecutor
 from megalight.parallel.pipeline.p2p_communication import Carry
+from megalight.parallel.pipeline.stages import DeclaredStage
 from megalight.parallel.pipeline.timeline import Timetable
 from megalight.types import Loss, Totals, WithResults, inverse, mean
 

@@ -20,8 +20,8 @@ from torch import nn
 from megalight.first_rank import only_first
 from megalight.parallel.plan import Target
 from megalight.parallel.styles import Attributes, Column, ConvColumn, ConvRow, HeadRegion, OwnHeads, Refused, Row, Style
+from megalight.parallel.styles.linear import is_transposed
 from megalight.parallel.styles.style import is_named_linear
-from megalight.parallel.styles.transposed import is_transposed
 
 log = logging.getLogger(__name__)
 log.addFilter(only_first)

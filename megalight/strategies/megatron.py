@@ -35,7 +35,7 @@ from megalight.strategies import _lightning, launchers, micro_batches, refusals,
 from megalight.strategies.checkpoints.hooks import FolderCheckpoints
 from megalight.strategies.checkpoints.options import CheckpointOptions
 from megalight.strategies.checkpoints.resuming import Resumed
-from megalight.strategies.process_group import join
+from megalight.strategies.launchers import join
 from megalight.strategies.step import Stepper, StepReport, clip_by_norm, clip_by_value, unscale
 from megalight.strategies.user_module import defines_step, reads_weights_before_update, reads_weights_between_steps
 from megalight.strategies.whole_model import shown_by, with_whole_model
@@ -56,7 +56,7 @@ class MegatronStrategy(FolderCheckpoints):
         pipeline_parallel: number of stages over which the layers are divided.
         virtual_pipeline: number of chunks of layers per pipeline rank. Each micro-batch passes all ranks that often.
         pipeline_layout: the layers of each chunk as a string (``"Et|tt|tt|tL"``, see
-            :mod:`megalight.parallel.pipeline.layout_string`). None: ``pipeline`` decides.
+            :mod:`megalight.parallel.pipeline.layout`). None: ``pipeline`` decides.
         pipeline: the schedule, and how layers are divided.
         context_parallel: number of ranks over which each sequence is divided.
         context: how attention communicates with context parallelism.

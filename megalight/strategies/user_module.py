@@ -20,8 +20,8 @@ from megalight.models.module import MegalightModule, check_signatures
 from megalight.parallel.context.divided_calls import interfaces_of
 from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.pipeline.declared_stages import declared_parts
 from megalight.parallel.pipeline.p2p_communication import Carry
+from megalight.parallel.pipeline.stages import declared_parts
 from megalight.types import Loss
 
 log = logging.getLogger(__name__)

@@ -22,14 +22,14 @@ from megalight.data.multimodal.images import Images
 from megalight.models.vlm.config import VLMConfig
 from megalight.parallel.coupling import contents
 from megalight.parallel.data_parallel import unit_memory
-from megalight.parallel.data_parallel.units import Units
+from megalight.parallel.data_parallel.unshard import Units
 from megalight.parallel.frozen_model import TensorRoute, exchange
 from megalight.parallel.mesh import ParallelMesh, new_group, uses_backend
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.pipeline.executor import ForwardStep, LossStep, Objective, ScheduleExecutor
 from megalight.parallel.pipeline.p2p_communication import Carry, CarryEntry
 from megalight.parallel.pipeline.timeline import RankSchedule
-from megalight.towers.features import balanced, concatenated, features, padded, take
+from megalight.towers.placement import balanced, concatenated, features, padded, take
 from megalight.types import Loss
 
 Sizes = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]

@@ -19,8 +19,7 @@ from megalight.parallel.data_parallel.unit_memory import UnitPass
 from megalight.parallel.layout import Layout
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.pipeline.schedules import ActionKind, build
-from megalight.towers.features import concatenated, consecutive, features, features_of, padded, take
-from megalight.towers.placement import TowerPlacement
+from megalight.towers.placement import TowerPlacement, concatenated, consecutive, features, features_of, padded, take
 
 
 class FeatureReceiver:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from megalight.callbacks.timing.step_timing import Clock
+from megalight.callbacks.step_timing import Clock
 
 
 class Now:

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from megalight.callbacks import ActivationOffload, CUDAGraph
-from megalight.callbacks.graphs import cuda_graph
-from megalight.callbacks.graphs.cuda_graph import SETTLING, TIMED, StepReading
+from megalight.callbacks import ActivationOffload, CUDAGraph, cuda_graph
+from megalight.callbacks.cuda_graph import SETTLING, TIMED, StepReading
 from megalight.strategies import MegatronStrategy
 from megalight.strategies.micro_batches import Usage
 from tests.callbacks.test_cuda_graph import Quiet
@@ -281,8 +280,8 @@ def beside(other: str, owner: str) -> Any:
     options = {"max_steps": 6, "limit_val_batches": 0, "use_distributed_sampler": False}
     # A module without layers stands for its own layer.
     with (
-        mock.patch("megalight.callbacks.activation_offload.chosen", lambda chunk, *others, **more: [chunk]),
-        mock.patch("megalight.callbacks.activation_offload.check_patterns"),
+        mock.patch("megalight.callbacks.memory.chosen", lambda chunk, *others, **more: [chunk]),
+        mock.patch("megalight.callbacks.memory.check_patterns"),
     ):
         trainer(strategy, callbacks=callbacks, **options).fit(module, batches(24, 4))
     return own.entered, callback.replays, callback.trial, brought.replays if other == "CUDAGraph" else brought.moved > 0

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from megalight.callbacks import CUDAGraph
-from megalight.callbacks.graphs.cuda_graph import SETTLING, TIMED
+from megalight.callbacks.cuda_graph import SETTLING, TIMED
 from megalight.strategies import MegatronStrategy
 from tests.callbacks.test_automatic_graph import FAST, SLOW, Indexed, Logs, StandIn
 from tests.strategies.regression import samples, weights

@@ -16,8 +16,8 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 
 from megalight.callbacks import CUDAGraph
-from megalight.callbacks.graphs.cuda_graph import parts_of
-from megalight.callbacks.graphs.validation import of_environment, of_parts, of_whole_steps
+from megalight.callbacks.cuda_graph import parts_of
+from megalight.callbacks.cuda_graph_validation import of_environment, of_parts, of_whole_steps
 from megalight.errors import ConfigurationError
 from megalight.models.gpt import DeltaNetConfig, DropoutConfig, MambaConfig, MultiTokenConfig
 from megalight.models.module import Carry

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megalight.callbacks import CUDAGraph
-from megalight.callbacks.graphs.cuda_graph import tower_parts_of
-from megalight.callbacks.graphs.validation import of_backend
+from megalight.callbacks.cuda_graph import tower_parts_of
+from megalight.callbacks.cuda_graph_validation import of_backend
 from megalight.models.vlm import VLM, task
 from megalight.models.vlm.task import freeze
 from megalight.nn.init import initialize

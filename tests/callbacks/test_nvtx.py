@@ -6,7 +6,7 @@ from torch import nn
 
 from megalight.callbacks import NVTX
 from megalight.callbacks.profiling import Ranges, layers_of, watch
-from megalight.callbacks.timing.step_timing import label
+from megalight.callbacks.step_timing import label
 from megalight.errors import ConfigurationError, MegalightError
 from megalight.models.gpt.model import GPT
 from megalight.parallel.recompute import RecomputeOptions

@@ -5,7 +5,7 @@ import pytest
 import torch.distributed as dist
 
 from megalight.callbacks import Throughput
-from megalight.callbacks.timing.throughput import RankWork, slowest
+from megalight.callbacks.throughput import RankWork, slowest
 from megalight.errors import ConfigurationError
 from megalight.strategies import MegatronStrategy
 from tests.callbacks.clock import by_hand
@@ -80,7 +80,7 @@ def _slow(pipeline):
     words = []
     handler = logging.Handler()
     handler.emit = lambda record: words.append(record.getMessage())
-    log = logging.getLogger("megalight.callbacks.timing.throughput")
+    log = logging.getLogger("megalight.callbacks.throughput")
     log.addHandler(handler)
     logger, stragglers = Rows(), Throughput(stragglers=1.15, every_n_steps=2)
     module = Slow(BASE, optimizer=ADAM, seed=SEED)

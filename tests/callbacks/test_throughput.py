@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger, Logger
 
 from megalight.callbacks import Throughput
-from megalight.callbacks.timing.meter import StepMeter, Window, memory_gib, peak_of, rates
+from megalight.callbacks.meter import StepMeter, Window, memory_gib, peak_of, rates
 from megalight.errors import ConfigurationError
 from megalight.types import TokenBatch
 from tests.callbacks.tiny import BATCHES, LENGTH, ROWS, Tiny, tiny_trainer
@@ -56,7 +56,7 @@ def test_waits_for_data_are_a_share_of_the_window(monkeypatch):
             now += 3
             return super().training_step(batch, batch_idx)
 
-    monkeypatch.setattr("megalight.callbacks.timing.meter.time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr("megalight.callbacks.meter.time", SimpleNamespace(perf_counter=lambda: now))
     logger = Rows()
     runner = tiny_trainer(callbacks=[Throughput()], logger=logger)
     runner.fit(Slow())
@@ -102,7 +102,7 @@ def test_the_csv_log_has_the_columns(tmp_path):
 
 def test_pauses_do_not_count(monkeypatch):
     now = iter([0.0, 2.0, 10.0, 11.0, 11.5])  # start, pause, resume, end of window, end of the next
-    monkeypatch.setattr("megalight.callbacks.timing.meter.time.perf_counter", lambda: next(now))
+    monkeypatch.setattr("megalight.callbacks.meter.time.perf_counter", lambda: next(now))
     meter = StepMeter(torch.device("cpu"))
     meter.start(0)
     meter.pause()

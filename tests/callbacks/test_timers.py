@@ -9,8 +9,8 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 
 from megalight.callbacks import GarbageCollection, Throughput
-from megalight.callbacks.timing.step_timing import LEVELS, OFF, TimerTable
-from megalight.callbacks.timing.throughput import program_start, startup_spans
+from megalight.callbacks.step_timing import LEVELS, OFF, TimerTable
+from megalight.callbacks.throughput import program_start, startup_spans
 from megalight.errors import ConfigurationError, MegalightError
 from megalight.parallel.trace import SILENCE, SPANS, span
 from megalight.strategies import MegatronStrategy

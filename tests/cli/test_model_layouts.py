@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megalight.cli.main import main
-from megalight.cli.model_layouts import rows_of
+from megalight.cli.verbs.doctor import rows_of
 
 pytest.importorskip("transformers")
 

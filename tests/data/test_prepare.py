@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from megalight.data.corpus import CorpusMeta
+from megalight.data.encode import unigram_entropy
 from megalight.data.indexed import IndexedDataset
 from megalight.data.prepare import PrepareReport, prepare
-from megalight.data.sink import unigram_entropy
 from megalight.data.text_files import blocks, find, texts_of
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import DataError

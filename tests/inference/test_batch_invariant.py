@@ -20,7 +20,7 @@ from megalight.nn.moe import MoEConfig
 from megalight.nn.moe.config import CapacityConfig, RouterConfig
 from megalight.ops.batch_invariant import MODE, batch_invariant_mode
 from megalight.ops.divergence import Projection
-from megalight.parallel.recompute.regions import run_region
+from megalight.parallel.recompute import run_region
 from megalight.types import PackedSequences
 from tests.inference.test_engine import GREEDY, MODELS, tokens_of
 from tests.inference.test_generate import PROMPTS, build

@@ -20,7 +20,7 @@ from megalight.ops.attention import attention
 from megalight.ops.paged_append import dequantize_heads, paged_append
 from megalight.ops.paged_attention import paged_attention
 from megalight.ops.rotary import apply_rotary, rotary_table
-from megalight.parallel.graphs.inspection import Inspection
+from megalight.parallel.graphs.fingerprint import Inspection
 from megalight.types import AttentionSpan, PackedSequences, Pages
 from tests.ops.checks import TOLERANCE, error
 

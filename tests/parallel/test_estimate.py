@@ -19,8 +19,8 @@ from megalight.ops.quantize.recipes import recipe
 from megalight.optim import Adam, shard_optimizer
 from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions, ParamInfo
 from megalight.parallel.estimate import estimate
+from megalight.parallel.run_engine import owned_alone, units_of
 from megalight.parallel.shard import ShardSpec
-from megalight.parallel.units import owned_alone, units_of
 from tests.parallel.data_parallel.helpers import mesh
 from tests.parallel.data_parallel.test_unit_memory import Model
 from tests.support.options import data_parallel

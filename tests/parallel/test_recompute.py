@@ -21,8 +21,7 @@ from megalight.models.gpt.plan import gpt_plan
 from megalight.ops.parameter import collect
 from megalight.parallel.apply import parallelize
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.recompute import RecomputeOptions, apply_recompute, check_recompute
-from megalight.parallel.recompute.regions import Draws
+from megalight.parallel.recompute import Draws, RecomputeOptions, apply_recompute, check_recompute
 from tests.parallel.test_apply import BASE, batch, jitter, twin
 from tests.support.workers import run
 

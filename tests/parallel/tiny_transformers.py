@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from megalight.parallel import recompute
 from megalight.parallel.apply import parallelize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model_plans import plan_for
-from megalight.parallel.recompute import regions
 from megalight.strategies import MegatronStrategy
 from tests.parallel.gathering import gather_canonical, relative_error
 from tests.support.environment import trainer
@@ -164,7 +164,7 @@ def trained(family: str, options: dict[str, Any], checkpointing: bool = False, *
     world = dist.get_world_size() if dist.is_initialized() else 1
     degrees = (options.get(f"{each}_parallel", 1) for each in ("tensor", "pipeline", "context"))
     replicas = world // math.prod(degrees)
-    with mock.patch.object(regions, "checkpoint", partial(regions.checkpoint, context_fn=AGAIN["context_fn"])):
+    with mock.patch.object(recompute, "checkpoint", partial(recompute.checkpoint, context_fn=AGAIN["context_fn"])):
         runner.fit(module, DataLoader(data, batch_size=2 // replicas))
     assert strategy.parallel_model is not None
     with strategy.parallel_model.full_parameters():

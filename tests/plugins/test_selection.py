@@ -16,8 +16,7 @@ from megalight.ops.activation import GATED
 from megalight.ops.attention import ATTENTION, EXAMPLE, attention
 from megalight.ops.linear.low_precision import LOW_PRECISION, LowPrecision
 from megalight.optim import Adam, AdamConfig
-from megalight.parallel.graphs.backends import GRAPH_BACKENDS, GraphBackend
-from megalight.parallel.graphs.modules import ModuleGraphs
+from megalight.parallel.graphs.modules import GRAPH_BACKENDS, GraphBackend, ModuleGraphs
 from megalight.plugins.precision import MegatronLowPrecision
 from megalight.registry import load_plugins
 from megalight.types import PackedSequences

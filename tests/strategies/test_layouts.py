@@ -11,7 +11,7 @@ import pytest
 
 from megalight.models.gpt import AttentionConfig
 from megalight.parallel.context.attention import ContextOptions
-from megalight.parallel.pipeline.layout_string import parse
+from megalight.parallel.pipeline.layout import parse
 from megalight.parallel.recompute import RecomputeOptions
 from megalight.parallel.tensor.overlap.spec import TensorOptions
 from megalight.strategies import PipelineOptions

@@ -14,7 +14,7 @@ import pytest
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from megalight.errors import ConfigurationError, LayoutError
-from megalight.strategies import process_group
+from megalight.strategies import launchers
 from tests.support.workers import free_port
 
 
@@ -52,7 +52,7 @@ def test_bad_addresses_are_refused_before_processes(
     if port is not None:
         monkeypatch.setenv("MASTER_PORT", port)
     with pytest.raises(ConfigurationError, match=message):
-        process_group.check_address(strategy(nodes=nodes))
+        launchers.check_address(strategy(nodes=nodes))
 
 
 def test_a_port_in_use_is_refused_by_whoever_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,10 +60,10 @@ def test_a_port_in_use_is_refused_by_whoever_finds_it(monkeypatch: pytest.Monkey
         port = server.getsockname()[1]
         monkeypatch.setenv("MASTER_PORT", str(port))
         with pytest.raises(ConfigurationError, match=f"MASTER_PORT={port} is in use on this machine"):
-            process_group.check_address(strategy())
+            launchers.check_address(strategy())
         with pytest.raises(ConfigurationError, match=f"MASTER_PORT={port} is in use on this machine"):
-            process_group.meet(strategy(), "127.0.0.1", port, 60)
-    process_group.check_address(strategy())
+            launchers.meet(strategy(), "127.0.0.1", port, 60)
+    launchers.check_address(strategy())
 
 
 @pytest.mark.parametrize(
@@ -79,9 +79,9 @@ def test_who_waits_says_for_whom(
 ) -> None:
     looks = itertools.count(step=10)  # ten seconds pass between two looks
     clock = SimpleNamespace(monotonic=lambda: next(looks), sleep=lambda seconds: None)
-    monkeypatch.setattr(process_group, "time", clock)
+    monkeypatch.setattr(launchers, "time", clock)
     with caplog.at_level(logging.WARNING), pytest.raises(LayoutError, match=message):
-        process_group.meet(strategy(rank, nodes), "127.0.0.1", free_port(), 100)
+        launchers.meet(strategy(rank, nodes), "127.0.0.1", free_port(), 100)
     told = [record.getMessage() for record in caplog.records]
     assert [re.search(r"after (\d+) seconds, and Trainer", text)[1] for text in told] == ["60"]  # type: ignore[index]
 
@@ -89,5 +89,5 @@ def test_who_waits_says_for_whom(
 def test_all_go_on_when_the_last_is_here() -> None:
     port = free_port()
     with ThreadPoolExecutor(2) as ranks:
-        stores = [ranks.submit(process_group.meet, strategy(rank), "127.0.0.1", port, 60) for rank in (1, 0)]
+        stores = [ranks.submit(launchers.meet, strategy(rank), "127.0.0.1", port, 60) for rank in (1, 0)]
         assert all(store.result(60) is not None for store in stores)

@@ -26,7 +26,7 @@ from megalight.parallel.pipeline.schedules import PipelineOptions
 from megalight.parallel.recompute import RecomputeOptions
 from megalight.towers import TowersTraining
 from megalight.towers.disjoint import TowerRunner
-from megalight.towers.features import balanced, consecutive
+from megalight.towers.placement import balanced, consecutive
 from tests.models.test_vlm_strategy import ADAPTERS, CONFIGS, COUNTS, FREEZE, by_hand, rows_of
 from tests.models.vlm_samples import batch
 from tests.strategies.training import ADAM, CLIP, SEED, assert_same_gradients, gathered, reduced

@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from megalight.data.chat.conversations import Conversation, conversations
 from megalight.data.chat.template import ChatTemplate, TrainOn, encode, read_template
 from megalight.data.corpus import loss_prefix, tokenizer_path
-from megalight.data.encode import encode_files
+from megalight.data.encode import DocumentWriter, Encoded, encode_files
 from megalight.data.indexed import IndexedWriter, token_dtype
 from megalight.data.prepare import PrepareReport, find_inputs, progress_bar, publish_facts
-from megalight.data.sink import DocumentWriter, Encoded
 from megalight.data.text_files import Block, Format, OnBad, TextFile, blocks, records_of
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import DataError

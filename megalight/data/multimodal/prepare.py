@@ -16,12 +16,11 @@ from megalight.data.chat.conversations import Conversation, conversations
 from megalight.data.chat.prepare import ChatEncoder, ChatSink
 from megalight.data.chat.template import TrainOn, read_template
 from megalight.data.corpus import image_prefix, loss_prefix, tokenizer_path
-from megalight.data.encode import encode_files
+from megalight.data.encode import Encoded, encode_files
 from megalight.data.indexed import IndexedWriter, token_dtype
 from megalight.data.multimodal.images import VIDEO_TOKENS, decode, videos_of
 from megalight.data.multimodal.template import IMAGE_TOKEN, ImageTemplate, image_text_of, images_of, is_image
 from megalight.data.prepare import PrepareReport, find_inputs, progress_bar, publish_facts
-from megalight.data.sink import Encoded
 from megalight.data.text_files import ROWS, Block, Format, OnBad
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import DataError

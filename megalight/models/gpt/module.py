@@ -18,7 +18,7 @@ from megalight.models.gpt.model import MultiTokenTarget
 from megalight.models.hidden import keeping
 from megalight.models.module import Carry
 from megalight.models.saved import Keys
-from megalight.nn.moe import balance
+from megalight.nn.moe.router import counts_of
 from megalight.ops.row_indexing import put_rows
 from megalight.optim import AdamConfig
 from megalight.parallel.frozen_model import FrozenModel
@@ -182,7 +182,7 @@ class GPTModule(FamilyModule[GPTConfig]):
         """Return the sum of the loss mask of each depth of multi-token prediction, and counts of routers' losses."""
         depths = {f"mtp_{depth}": batch.shifted(depth).loss_mask.sum() for depth in self._depths}
         moe = self.config.moe
-        return depths if moe is None else depths | balance.counts_of(moe.balance, batch.sequences)
+        return depths if moe is None else depths | counts_of(moe.balance, batch.sequences)
 
     @property
     def _depths(self) -> range:

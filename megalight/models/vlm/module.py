@@ -22,7 +22,7 @@ from megalight.models.vlm import task
 from megalight.models.vlm.config import VLMConfig
 from megalight.models.vlm.model import Arrived
 from megalight.models.vlm.task import check_batch, freeze
-from megalight.nn.moe import balance
+from megalight.nn.moe.router import counts_of
 from megalight.optim import AdamConfig
 from megalight.types import Loss
 
@@ -126,7 +126,7 @@ class VLMModule(FamilyModule[VLMConfig]):
     def aux_loss_counts(self, batch: ImageTextBatch) -> dict[str, Tensor]:
         """Return the counts of routers' losses."""
         moe = self.config.language.moe
-        return {} if moe is None else balance.counts_of(moe.balance, batch.sequences)
+        return {} if moe is None else counts_of(moe.balance, batch.sequences)
 
     def output_step(self, carry: Carry, batch: ImageTextBatch) -> Tensor:
         """Return the cross entropy of each label in nats, ``[b, s]``. It is 0 if the loss mask is 0."""

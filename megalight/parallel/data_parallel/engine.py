@@ -14,7 +14,14 @@ from torch.distributed import ProcessGroup
 
 from megalight.errors import ConfigurationError
 from megalight.ops.adam import QuantizedOutput
-from megalight.parallel.data_parallel.buffers import Bucket, FlatParameters, Groups
+from megalight.parallel.data_parallel.buffers import (
+    Bucket,
+    FlatParameters,
+    FlatShard,
+    Groups,
+    check_masters,
+    masters_of,
+)
 from megalight.parallel.data_parallel.communication import TransportChoice, UserBuffers
 from megalight.parallel.data_parallel.fp8_parameters import storage_format_of
 from megalight.parallel.data_parallel.gather import Pushes
@@ -29,7 +36,6 @@ from megalight.parallel.data_parallel.layout import (
     level_of,
     plan_buckets,
 )
-from megalight.parallel.data_parallel.masters import FlatShard, check_masters, masters_of
 from megalight.parallel.data_parallel.options import DTYPES, DataParallelOptions
 from megalight.parallel.data_parallel.parameters import HostMasters, ShardedParameters, fill, offloaded
 from megalight.parallel.data_parallel.reduce import PushedSums, Reducer
@@ -42,7 +48,7 @@ from megalight.parallel.data_parallel.unit_memory import (
     choose,
     free_memory,
 )
-from megalight.parallel.data_parallel.units import FrozenShards, Units, can_be_sharded
+from megalight.parallel.data_parallel.unshard import FrozenShards, Units, can_be_sharded
 from megalight.parallel.mesh import ParallelMesh, check_max_ctas, new_group, shared_group
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.trace import spanned

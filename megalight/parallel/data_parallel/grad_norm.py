@@ -14,8 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.utils import clip_grad
 
 from megalight.errors import ConfigurationError, MegalightError
-from megalight.parallel.data_parallel.buffers import Bucket
-from megalight.parallel.data_parallel.masters import FlatShard
+from megalight.parallel.data_parallel.buffers import Bucket, FlatShard
 
 
 def counted_runs(shard: FlatShard) -> list[tuple[int, int]]:

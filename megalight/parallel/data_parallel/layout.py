@@ -270,7 +270,7 @@ class ParamInfo:
         group: index of its optimizer parameter group.
         chunk: index of the model chunk on this rank that holds it, in model order.
         mesh: the mesh over which its model is split; None: the engine's mesh.
-        unit: number of the unit that holds it; None: none does. See :mod:`~megalight.parallel.data_parallel.units`.
+        unit: number of the unit that holds it; None: none does. See :mod:`~megalight.parallel.data_parallel.unshard`.
     """
 
     name: str

@@ -14,10 +14,9 @@ from torch.distributed import ProcessGroup
 from megalight.errors import LayoutError
 from megalight.imports import torch_distributed
 from megalight.ops.sum_terms import sum_terms
-from megalight.parallel.data_parallel.buffers import Bucket
+from megalight.parallel.data_parallel.buffers import Bucket, FlatShard
 from megalight.parallel.data_parallel.communication import TransportChoice
 from megalight.parallel.data_parallel.gather import finish
-from megalight.parallel.data_parallel.masters import FlatShard
 from megalight.parallel.peers import driver
 from megalight.parallel.peers.memory import BOUNDARY, Flag, PeerCopyStream, PeerMemory
 from megalight.parallel.peers.spin import Watch

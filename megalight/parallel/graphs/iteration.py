@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from megalight.parallel.data_parallel import DataParallelEngine
-from megalight.parallel.graphs.fingerprint import Fingerprint, format_changing
-from megalight.parallel.graphs.inspection import Inspection, Operation
+from megalight.parallel.graphs.fingerprint import Fingerprint, Inspection, Operation, format_changing
 from megalight.parallel.graphs.recorder import Recorder, Recording
 from megalight.parallel.graphs.static import StaticInputs, clone
 from megalight.parallel.peers.spin import check_all

@@ -18,7 +18,7 @@ from megalight.ops.linear.weight_gradient import WeightGradients, deferring
 from megalight.parallel import trace
 from megalight.parallel.collectives import Message
 from megalight.parallel.data_parallel.unit_memory import UnitPass
-from megalight.parallel.data_parallel.units import Units
+from megalight.parallel.data_parallel.unshard import Units
 from megalight.parallel.interleaved_passes import PassInterleaver
 from megalight.parallel.layers import layers_of
 from megalight.parallel.mesh import ParallelMesh

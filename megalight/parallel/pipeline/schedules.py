@@ -14,8 +14,7 @@ from itertools import zip_longest
 from typing import Literal, NamedTuple, TypeAlias
 
 from megalight.errors import ConfigurationError, LayoutError, nearest
-from megalight.parallel.pipeline.layout import PipelineLayout
-from megalight.parallel.pipeline.layout_string import parse
+from megalight.parallel.pipeline.layout import PipelineLayout, parse
 
 
 class ActionKind(Enum):

@@ -13,11 +13,11 @@ from megalight.parallel.styles.boundaries import AllRows as AllRows
 from megalight.parallel.styles.boundaries import Boundary as Boundary
 from megalight.parallel.styles.boundaries import SequenceRegion as SequenceRegion
 from megalight.parallel.styles.boundaries import SharedSlice as SharedSlice
-from megalight.parallel.styles.divided_layers import DividedStates as DividedStates
-from megalight.parallel.styles.divided_layers import OwnCounts as OwnCounts
-from megalight.parallel.styles.divided_layers import OwnHeadsColumn as OwnHeadsColumn
-from megalight.parallel.styles.divided_layers import OwnHeadsRow as OwnHeadsRow
-from megalight.parallel.styles.divided_layers import TokenBoundary as TokenBoundary
+from megalight.parallel.styles.context import DividedStates as DividedStates
+from megalight.parallel.styles.context import OwnCounts as OwnCounts
+from megalight.parallel.styles.context import OwnHeadsColumn as OwnHeadsColumn
+from megalight.parallel.styles.context import OwnHeadsRow as OwnHeadsRow
+from megalight.parallel.styles.context import TokenBoundary as TokenBoundary
 from megalight.parallel.styles.embedding_and_head import ComparisonStyle as ComparisonStyle
 from megalight.parallel.styles.embedding_and_head import SharedHeadStyle as SharedHeadStyle
 from megalight.parallel.styles.embedding_and_head import Vocab as Vocab
@@ -27,6 +27,8 @@ from megalight.parallel.styles.experts import Routing as Routing
 from megalight.parallel.styles.experts import StackedExperts as StackedExperts
 from megalight.parallel.styles.linear import Channels as Channels
 from megalight.parallel.styles.linear import Column as Column
+from megalight.parallel.styles.linear import ConvColumn as ConvColumn
+from megalight.parallel.styles.linear import ConvRow as ConvRow
 from megalight.parallel.styles.linear import NormGroups as NormGroups
 from megalight.parallel.styles.linear import Row as Row
 from megalight.parallel.styles.style import STYLES as STYLES
@@ -36,5 +38,3 @@ from megalight.parallel.styles.style import Refused as Refused
 from megalight.parallel.styles.style import Replicated as Replicated
 from megalight.parallel.styles.style import Style as Style
 from megalight.parallel.styles.style import register as register
-from megalight.parallel.styles.transposed import ConvColumn as ConvColumn
-from megalight.parallel.styles.transposed import ConvRow as ConvRow

@@ -8,7 +8,7 @@ from torch import nn
 
 from megalight.errors import LayoutError
 from megalight.nn import Embedding, Linear, LMHead, StateComparison, latent_attention
-from megalight.parallel.expert.token_pool import MeshPool
+from megalight.parallel.expert.dispatch import MeshPool
 from megalight.parallel.splitter import Splitter
 from megalight.parallel.styles.boundaries import Boundary
 from megalight.parallel.styles.style import Style, register

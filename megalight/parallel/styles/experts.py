@@ -19,7 +19,7 @@ from megalight.nn.moe.adapters import StackAdapter
 from megalight.ops.router import Routes
 from megalight.parallel import collectives
 from megalight.parallel.expert import DISPATCHERS
-from megalight.parallel.expert.token_pool import MeshPool
+from megalight.parallel.expert.dispatch import MeshPool
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.splitter import Splitter

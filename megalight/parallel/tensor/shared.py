@@ -20,8 +20,7 @@ from megalight.parallel.context.attention import ContextOptions
 from megalight.parallel.context.divided_layers import TokenShares
 from megalight.parallel.context.spec import ContextGroups
 from megalight.parallel.expert.copy_engine import PeerExchange
-from megalight.parallel.expert.dispatch import ExpertOptions
-from megalight.parallel.expert.token_pool import EqualTokens
+from megalight.parallel.expert.dispatch import EqualTokens, ExpertOptions
 from megalight.parallel.mesh import ParallelMesh, check_max_ctas, new_group, shared_group
 from megalight.parallel.peers.one_shot import OneShotAllReduce, one_shot
 from megalight.parallel.random import RandomStreams

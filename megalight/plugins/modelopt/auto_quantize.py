@@ -27,7 +27,15 @@ from megalight.parallel.tensor.linear import ColumnLinear, RowLinear
 from megalight.plugins.modelopt.calibration import agree
 from megalight.plugins.modelopt.layers import ATTENTIONS
 from megalight.plugins.modelopt.presets import Preset, modelopt
-from megalight.plugins.modelopt.quantizer_sites import STACKS, matrices
+from megalight.plugins.modelopt.quantizer_sites import (
+    STACKS,
+    check_blocks,
+    matrices,
+    matrix_spec,
+    row_weights,
+    rows_are_split,
+    share_tokens,
+)
 from megalight.plugins.modelopt.quantizers import (
     KINDS,
     UNQUANTIZED,
@@ -39,7 +47,6 @@ from megalight.plugins.modelopt.quantizers import (
     take_nothing,
 )
 from megalight.plugins.modelopt.search import Search
-from megalight.plugins.modelopt.specs import check_blocks, matrix_spec, row_weights, rows_are_split, share_tokens
 
 BITS = 16
 """Bits of a weight without quantization, as ModelOpt counts."""

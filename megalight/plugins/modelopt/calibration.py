@@ -11,8 +11,7 @@ from torch import Tensor
 
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
-from megalight.plugins.modelopt.quantizer_sites import amaxes, places, rounds
-from megalight.plugins.modelopt.specs import matrix_spec, rows_are_split
+from megalight.plugins.modelopt.quantizer_sites import amaxes, matrix_spec, places, rounds, rows_are_split
 
 
 def uncalibrated(model: ParallelModel) -> list[str]:

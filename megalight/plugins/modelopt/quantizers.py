@@ -22,8 +22,15 @@ from megalight.parallel.shard import ShardSpec
 from megalight.parallel.transform import ModelTransform
 from megalight.plugins.modelopt.layers import ATTENTIONS, HEADS, LINEARS, register_layers
 from megalight.plugins.modelopt.presets import Preset, modelopt
-from megalight.plugins.modelopt.quantizer_sites import matrices, places, sites
-from megalight.plugins.modelopt.specs import amax_spec, check_blocks, features_spec, share_tokens
+from megalight.plugins.modelopt.quantizer_sites import (
+    amax_spec,
+    check_blocks,
+    features_spec,
+    matrices,
+    places,
+    share_tokens,
+    sites,
+)
 
 UNQUANTIZED = "none"
 """In place of a preset: the layer keeps its dtype."""

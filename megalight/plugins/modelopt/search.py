@@ -20,8 +20,16 @@ from megalight.parallel.data_parallel.engine import DataParallelEngine
 from megalight.parallel.model import ParallelModel
 from megalight.plugins.modelopt.calibration import Calibration, agree, read
 from megalight.plugins.modelopt.presets import Preset
-from megalight.plugins.modelopt.quantizer_sites import KEYS_AND_VALUES, Site, places, rounds, sites
-from megalight.plugins.modelopt.specs import features_spec, matrix_spec, row_weights
+from megalight.plugins.modelopt.quantizer_sites import (
+    KEYS_AND_VALUES,
+    Site,
+    features_spec,
+    matrix_spec,
+    places,
+    rounds,
+    row_weights,
+    sites,
+)
 
 AWQ = "awq_lite"
 SCALES = 1e-4, 1e4

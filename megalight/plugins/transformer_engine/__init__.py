@@ -12,7 +12,7 @@ from megalight.ops.fp8_attention import FP8_ATTENTION
 from megalight.ops.linear.low_precision import LOW_PRECISION
 from megalight.ops.linear.weight_gradient import WGRAD
 from megalight.ops.norm import ADD_LAYER_NORM, ADD_RMS_NORM, LAYER_NORM, RMS_NORM
-from megalight.parallel.graphs.backends import GRAPH_BACKENDS, GraphBackend
+from megalight.parallel.graphs.modules import GRAPH_BACKENDS, GraphBackend
 from megalight.plugins.transformer_engine import attention, graphs, kernels, low_precision
 from megalight.registry import Backend
 

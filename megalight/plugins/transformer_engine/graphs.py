@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megalight.ops.common import once_differentiable
 from megalight.ops.parameter import cast_of
-from megalight.parallel.graphs.backends import Named, Parts
+from megalight.parallel.graphs.modules import Named, Parts
 from megalight.parallel.graphs.static import recordable, tensors_of, with_tensors
 from megalight.parallel.layers import check_own_forwards
 from megalight.parallel.pipeline.p2p_communication import signature

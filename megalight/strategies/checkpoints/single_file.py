@@ -22,7 +22,7 @@ from megalight.checkpoint.sources import TensorSource
 from megalight.errors import CheckpointError
 from megalight.models.module import CANONICAL_PREFIX, MegalightModule
 from megalight.nn.canonical import CanonicalPart, parts
-from megalight.parallel.data_parallel.masters import SCALARS, history
+from megalight.parallel.data_parallel.buffers import SCALARS, history
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.source import FillReport, Target
 from megalight.parallel.transform import apply_transforms

@@ -11,7 +11,7 @@ from torch import Tensor
 from megalight.nn import LayerContext
 from megalight.nn.aux_losses import AuxLosses, KeptAuxLosses
 from megalight.nn.moe import BalanceConfig, Pool, Router, RouterConfig
-from megalight.nn.moe.balance import balance_loss, losses, whole_balance_loss
+from megalight.nn.moe.router import balance_loss, losses, whole_balance_loss
 from megalight.ops.router import Statistics
 from megalight.types import PackedSequences
 from tests.nn.moe.loops import WIDTH, context, layer

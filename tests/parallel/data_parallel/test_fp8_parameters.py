@@ -18,8 +18,8 @@ from megalight.optim import Adam, shard_optimizer
 from megalight.optim.adam import MomentDtype
 from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions, ParamInfo
 from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.run_engine import owned_alone, units_of
 from megalight.parallel.shard import ShardSpec
-from megalight.parallel.units import owned_alone, units_of
 from tests.parallel.data_parallel.helpers import mesh
 from tests.support.workers import run
 

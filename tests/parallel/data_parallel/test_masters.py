@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from megalight.errors import ConfigurationError
 from megalight.optim import Adam, shard_optimizer
 from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions, ParamInfo
+from megalight.parallel.data_parallel.buffers import check_masters
 from megalight.parallel.data_parallel.layout import BucketKey
-from megalight.parallel.data_parallel.masters import check_masters
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 from tests.parallel.data_parallel.helpers import accumulate, batches, build, loss, mesh

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from megalight.ops.parameter import state_of
 from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions, ParamInfo, clip_coefficient
+from megalight.parallel.data_parallel.buffers import FlatShard
 from megalight.parallel.data_parallel.grad_norm import counted_runs, global_norm
-from megalight.parallel.data_parallel.masters import FlatShard
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardPiece, ShardSpec
 from tests.parallel.data_parallel.helpers import assert_close, mesh, split_spec

@@ -8,7 +8,7 @@ from torch import nn
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.ops.parameter import state_of
 from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions, ParamInfo
-from megalight.parallel.data_parallel.masters import FlatShard
+from megalight.parallel.data_parallel.buffers import FlatShard
 from megalight.parallel.data_parallel.reduce import partial_runs
 from megalight.parallel.shard import ShardPiece, ShardSpec
 from tests.parallel.data_parallel.helpers import assert_close, infos, mesh, split_spec

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions, ParamInfo
+from megalight.parallel.run_engine import owned_alone, units_of
 from megalight.parallel.shard import ShardSpec
-from megalight.parallel.units import owned_alone, units_of
 from tests.parallel.data_parallel.helpers import mesh
 from tests.support.workers import run
 

@@ -24,8 +24,8 @@ from megalight.parallel.data_parallel import (
 from megalight.parallel.data_parallel.layout import BucketKey, BucketLayout, align, plan_buckets
 from megalight.parallel.data_parallel.unit_memory import choose
 from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.run_engine import owned_alone, units_of
 from megalight.parallel.shard import ShardSpec
-from megalight.parallel.units import owned_alone, units_of
 from tests.parallel.data_parallel.helpers import assert_close, assert_models_close, mesh
 from tests.parallel.data_parallel.stale import stale_gradients
 from tests.support.options import data_parallel

@@ -14,8 +14,8 @@ from megalight.nn.linear import Linear
 from megalight.optim import Adam, shard_optimizer
 from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions, ParamInfo, clip_coefficient
 from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.run_engine import owned_alone, units_of
 from megalight.parallel.shard import ShardSpec
-from megalight.parallel.units import owned_alone, units_of
 from tests.parallel.data_parallel.helpers import assert_close
 from tests.support.nccl import runs_of
 from tests.support.options import data_parallel

@@ -27,7 +27,7 @@ from megalight.ops.router import Routes
 from megalight.parallel.apply import parallelize
 from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions, ParamInfo
 from megalight.parallel.expert import AllToAllDispatcher, ExpertOptions
-from megalight.parallel.expert.token_pool import EqualTokens
+from megalight.parallel.expert.dispatch import EqualTokens
 from megalight.parallel.initial_values import initialize, materialize
 from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from megalight.errors import MegalightError
 from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions, ParamInfo
-from megalight.parallel.graphs.fingerprint import Fingerprint
-from megalight.parallel.graphs.inspection import Inspection, Operation
+from megalight.parallel.graphs.fingerprint import Fingerprint, Inspection, Operation
 from megalight.parallel.graphs.iteration import REMEMBERED, IterationGraphs
 from megalight.parallel.graphs.recorder import no_collection
 from megalight.parallel.mesh import ParallelMesh

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError, MegalightError
 from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions, ParamInfo
-from megalight.parallel.graphs.backends import Named, Parts
-from megalight.parallel.graphs.modules import ModuleGraphs
+from megalight.parallel.graphs.modules import ModuleGraphs, Named, Parts
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 from tests.parallel.data_parallel.stale import stale_gradients

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megalight.errors import MegalightError
-from megalight.parallel.graphs.inspection import Inspection
+from megalight.parallel.graphs.fingerprint import Inspection
 from megalight.parallel.mesh import shared_group
 from megalight.parallel.peers import driver, memory
 from megalight.parallel.peers.memory import MEETINGS, PeerMemory

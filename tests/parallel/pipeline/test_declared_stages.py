@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.parallel.layout import Layout
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.pipeline.declared_stages import HIDDEN, DeclaredStage, declared_parts
 from megalight.parallel.pipeline.layout import Stage
+from megalight.parallel.pipeline.stages import HIDDEN, DeclaredStage, declared_parts
 from megalight.parallel.step import StepDriver
 from megalight.strategies.user_module import UserStages, WeightedBatch
 from tests.parallel.gathering import gather_canonical, relative_error

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalight.errors import LayoutError
-from megalight.parallel.pipeline.layout_string import MAX_LENGTH, compose, parse
+from megalight.parallel.pipeline.layout import MAX_LENGTH, compose, parse
 
 
 @pytest.mark.parametrize(

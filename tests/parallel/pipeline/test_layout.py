@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalight.errors import LayoutError
-from megalight.parallel.pipeline.layout import PipelineLayout, Stage
-from megalight.parallel.pipeline.layout_string import balanced
+from megalight.parallel.pipeline.layout import PipelineLayout, Stage, balanced
 
 
 def held(layout: PipelineLayout) -> list[int]:

@@ -16,7 +16,6 @@ from megalight.ops.parameter import state_of
 from megalight.ops.quantize.recipes import recipe
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.tensor import linear as row
-from megalight.parallel.tensor import quantized
 from megalight.parallel.tensor.linear import RowLinear, column_linear
 from megalight.parallel.tensor.overlap import spec
 from megalight.parallel.tensor.overlap.spec import TensorOptions
@@ -45,7 +44,7 @@ def _compare(name: str, dim: int, shape: tuple[int, ...], wait: bool, kept: bool
     generator = torch.Generator().manual_seed(1)
     sent: list[torch.dtype] = []
     saved: list[Tensor] = []
-    gather = quantized.start_all_gather
+    gather = row.start_all_gather
 
     sessions = Session(), Session()
     ours, theirs = (_weight(name, session) for session in sessions)
@@ -55,7 +54,7 @@ def _compare(name: str, dim: int, shape: tuple[int, ...], wait: bool, kept: bool
         sent.append(x.dtype)
         return gather(x, *args)
 
-    quantized.start_all_gather = spec.start_all_gather = watched
+    row.start_all_gather = spec.start_all_gather = watched
     try:
         for step in range(3):
             whole = (
@@ -85,7 +84,7 @@ def _compare(name: str, dim: int, shape: tuple[int, ...], wait: bool, kept: bool
                 torch.equal(ours.main_grad, theirs.main_grad),
             ]
     finally:
-        quantized.start_all_gather = spec.start_all_gather = gather
+        row.start_all_gather = spec.start_all_gather = gather
     found["sent"] = set(sent)
     found["saved"] = max(t.nbytes for t in saved)
     return found
@@ -117,17 +116,18 @@ def _gradients(name: str, dim: int, shape: tuple[int, ...], wait: bool) -> dict[
     shared = Shared(ParallelMesh(size, rank, tp=size), True, dim)
     tokens = tuple(n // size if d == dim else n for d, n in enumerate(shape[:-1]))
     ways: list[dict[str, Any]] = []
-    for gathering in (quantized.gather_gradient, lambda *_: None):
+    gather_gradient = row.gather_gradient
+    for gathering in (gather_gradient, lambda *_: None):
         session, draws = Session(), torch.Generator().manual_seed(rank)
         layer = RowLinear(_weight(name, session), None, shared)
         way: dict[str, Any] = {"values": [], "sent": []}
-        gather = quantized.start_all_gather
+        gather = row.start_all_gather
 
         def watched(x: Tensor, *args: Any, way: dict[str, Any] = way, gather: Any = gather) -> Any:
             way["sent"].append((x.dtype, x.nbytes))
             return gather(x, *args)
 
-        quantized.start_all_gather = spec.start_all_gather = watched
+        row.start_all_gather = spec.start_all_gather = watched
         row.gather_gradient = gathering
         try:
             for step in range(3):
@@ -143,8 +143,8 @@ def _gradients(name: str, dim: int, shape: tuple[int, ...], wait: bool) -> dict[
                 past = torch.zeros(()) if history is None else history.past
                 way["values"] += [y.detach(), x.grad, layer.weight.main_grad.clone(), past.clone()]
         finally:
-            quantized.start_all_gather = spec.start_all_gather = gather
-            row.gather_gradient = quantized.gather_gradient
+            row.start_all_gather = spec.start_all_gather = gather
+            row.gather_gradient = gather_gradient
         ways.append(way)
     ours, theirs = ways
     return {

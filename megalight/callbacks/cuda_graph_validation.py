@@ -18,7 +18,7 @@ from megalight.nn.moe import Dispatcher
 from megalight.ops.parameter import cast_of
 from megalight.parallel.mesh import uses_backend
 from megalight.parallel.pipeline import schedules
-from megalight.parallel.recompute.apply import redrawing
+from megalight.parallel.recompute import redrawing
 from megalight.strategies.megatron import MegatronStrategy
 from megalight.strategies.towers import MegatronTowersStrategy
 from megalight.strategies.user_module import defines, defines_step, intercepted_log, is_ours

@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import lightning.pytorch as pl
 import torch.distributed as dist
 
-from megalight.callbacks.timing.meter import StepMeter, rates
-from megalight.callbacks.timing.step_timing import LEVELS, OFF, StepSpans, Timer, TimerTable, Times, check_level
+from megalight.callbacks.meter import StepMeter, rates
+from megalight.callbacks.step_timing import LEVELS, OFF, StepSpans, Timer, TimerTable, Times, check_level
 from megalight.errors import ConfigurationError
 from megalight.strategies.mesh_strategy import Collectives
 
@@ -66,7 +66,7 @@ class Throughput(StepSpans):
             comes before ``_s``.
         time/first/<part>_s: the same for the first step, which is in no mean.
         startup/<part>_s: with ``timers``: seconds that the run needed to start (see
-            :func:`megalight.callbacks.timing.throughput.startup_spans`).
+            :func:`megalight.callbacks.throughput.startup_spans`).
         straggler/rank: with ``stragglers``: the slowest rank relative to its pipeline stage.
         straggler/ratio: its time divided by the median of the other ranks of the stage.
         straggler/seconds: its seconds per step.

@@ -16,14 +16,13 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
-from megalight.callbacks.graphs import validation
-from megalight.callbacks.graphs.validation import INTERNAL, STAND_INS, watched
+from megalight.callbacks import cuda_graph_validation
+from megalight.callbacks.cuda_graph_validation import INTERNAL, STAND_INS, watched
 from megalight.errors import ConfigurationError
 from megalight.nn.moe import MoE
-from megalight.parallel.graphs.backends import GRAPH_BACKENDS, Named, PartGraphs, Parts
 from megalight.parallel.graphs.fingerprint import Fingerprint
 from megalight.parallel.graphs.iteration import IterationGraphs
-from megalight.parallel.graphs.modules import ModuleGraphs
+from megalight.parallel.graphs.modules import GRAPH_BACKENDS, ModuleGraphs, Named, PartGraphs, Parts
 from megalight.parallel.graphs.recorder import CUDARecorder, Recorder
 from megalight.parallel.layers import depth_layers_of, layers_of, tower_layers_of
 from megalight.parallel.mesh import ParallelMesh
@@ -429,21 +428,21 @@ class CUDAGraph(pl.Callback):
         """Return the reasons why this rank cannot record, and the modules of each chunk to record."""
         on_gpu = strategy.root_device.type == "cuda"
         reasons = [
-            *validation.of_environment(on_gpu),
-            *validation.of_recompute(roots_of(strategy)),
+            *cuda_graph_validation.of_environment(on_gpu),
+            *cuda_graph_validation.of_recompute(roots_of(strategy)),
         ]
         if (missing := GRAPH_BACKENDS[self.backend].why_not(strategy.root_device.type)) is not None:
             reasons.append(missing)
         if self.scope in WHOLE:
-            reasons += validation.of_sharding(strategy, self.backend, [])
-            return [*reasons, *validation.of_whole_steps(trainer, module, strategy)], []
-        reasons += [*validation.of_module(module), *validation.of_backend(strategy, self.backend)]
+            reasons += cuda_graph_validation.of_sharding(strategy, self.backend, [])
+            return [*reasons, *cuda_graph_validation.of_whole_steps(trainer, module, strategy)], []
+        reasons += [*cuda_graph_validation.of_module(module), *cuda_graph_validation.of_backend(strategy, self.backend)]
         try:
             lanes = lanes_of(strategy, self.scope, towers=self.backend == "own")
         except ConfigurationError as error:
             return [*reasons, str(error)], []
-        reasons += validation.of_sharding(strategy, self.backend, lanes)
-        return [*reasons, *validation.of_parts(strategy, self.scope, lanes)], lanes
+        reasons += cuda_graph_validation.of_sharding(strategy, self.backend, lanes)
+        return [*reasons, *cuda_graph_validation.of_parts(strategy, self.scope, lanes)], lanes
 
     def _whole_steps(self, strategy: MegatronStrategy, module: pl.LightningModule) -> StepRunner:
         assert self._recorder is not None and strategy.engine is not None

@@ -1,1 +1,0 @@
-"""Training steps as CUDA graphs: the callback, and what speaks against recording."""

@@ -1,1 +1,0 @@
-"""Callbacks that time a run, and the clocks they share."""
