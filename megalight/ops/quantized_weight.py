@@ -13,7 +13,8 @@ A weight ``[out, in]`` is cut into blocks of features along each row. Each block
 
 Other scales have the weight's own dtype, and quantized values are chosen for the rounded scale. Products read the
 decoded weight, which exists for one product at a time; few tokens of inference read ``fp8`` itself
-(:mod:`megalight.ops.linear.weight_only`). Gradients go through it to the input, and the weight has none.
+(:mod:`megalight.ops.linear.weight_only`, :mod:`megalight.ops.grouped_linear.few_rows`). Gradients go through it to the
+input, and the weight has none.
 """
 
 from __future__ import annotations

@@ -14,14 +14,15 @@ from torch import Tensor
 
 from megalight.ops.batch_invariant import MODE, refuse
 from megalight.ops.batch_invariant.product import grouped_product
-from megalight.ops.common import apply, once_differentiable
+from megalight.ops.common import apply, lazy, once_differentiable
 from megalight.ops.grouped_linear import low_precision
 from megalight.ops.grouped_linear.backends import EXAMPLE, PRODUCT, WGRAD, GroupedLinearSpec, choose
 from megalight.ops.grouped_linear.low_precision import stack_precision_of
+from megalight.ops.linear import reads_fp8
 from megalight.ops.linear.weight_gradient import queue_for
 from megalight.ops.note import recipe_of, save_cast, save_input, saved_input
 from megalight.ops.parameter import main_grad_of, state_of
-from megalight.ops.quantized_weight import readable
+from megalight.ops.quantized_weight import readable, stored_of
 from megalight.registry import BackendRegistry
 
 __all__ = [
@@ -36,6 +37,10 @@ __all__ = [
 ]
 
 REGISTRIES: tuple[BackendRegistry[GroupedLinearSpec, Any], ...] = (PRODUCT, WGRAD)
+FEW = 16
+"""Mean number of rows of an expert up to which a stack in e4m3 is not decoded before its product."""
+
+few_rows_product = lazy("megalight.ops.grouped_linear.few_rows", "few_rows_product")
 
 
 def grouped_linear(
@@ -47,7 +52,8 @@ def grouped_linear(
 
     If the weight has a main gradient (:mod:`megalight.ops.parameter`), its gradient is added there, in float32 if that
     is float32, and autograd gets None. If ``x`` has a recipe (:mod:`megalight.ops.note`), only the recipe is
-    kept. A quantized stack (:mod:`megalight.ops.quantized_weight`) is dequantized for each GEMM. If the stack has a
+    kept. A quantized stack (:mod:`megalight.ops.quantized_weight`) is dequantized for each GEMM, but for few
+    rows of e4m3. If the stack has a
     precision (:mod:`megalight.ops.grouped_linear.low_precision`), its GEMMs use that.
 
     Args:
@@ -121,6 +127,10 @@ def _rows_of(offsets: Tensor, y: Tensor, count: int, sizes: Sequence[int] | None
 def _product(
     x: Tensor, weight: Tensor, offsets: Tensor, sizes: Sequence[int] | None, transposed: bool, backend: str
 ) -> Tensor:
+    stored = stored_of(weight)
+    if transposed and stored is not None and len(x) <= FEW * len(weight) and reads_fp8(x, weight, stored):
+        few: Tensor = few_rows_product(x, weight, offsets)
+        return few
     weight = readable(weight).to(x.dtype)
     if MODE.on and transposed:
         return grouped_product(x, weight, offsets)

@@ -66,20 +66,20 @@ FEW = 64
 
 def _of_quantized(x: Tensor, weight: Tensor, bias: Tensor | None, stored: QuantizedWeight) -> Tensor:
     """``x [..., in]`` times a quantized weight, without a graph."""
-    if x.numel() <= FEW * x.shape[-1] and x.numel() and _reads_fp8(x, weight, stored):
+    if x.numel() <= FEW * x.shape[-1] and x.numel() and reads_fp8(x, weight, stored):
         y: Tensor = few_tokens_product(x, weight, bias)
         return y
     return product(x, stored.values(), bias)
 
 
-def _reads_fp8(x: Tensor, weight: Tensor, stored: QuantizedWeight) -> bool:
-    """Return whether kernels read these values themselves."""
+def reads_fp8(x: Tensor, weight: Tensor, stored: QuantizedWeight) -> bool:
+    """Return whether kernels of few tokens read the values of a weight ``[..., out, in]`` themselves."""
     block = stored.data.shape[-1]
     return (
         stored.form == "fp8"
         and not stored.away
-        and weight.shape[1] % 16 == 0  # rows begin at multiples of 16 bytes
-        and (block == weight.shape[1] or block in (32, 64, 128, 256, 512))
+        and weight.shape[-1] % 16 == 0  # rows begin at multiples of 16 bytes
+        and (block == weight.shape[-1] or block in (32, 64, 128, 256, 512))
         and _takes_half(x, weight)
         and fp8_why_not("cuda") is None
     )
@@ -91,7 +91,7 @@ def takes_gemv(x: Tensor, weight: Tensor) -> bool:
         return False
     state: ParameterState | None = getattr(weight, "megalight", None)
     if state is not None and state.stored is not None:
-        return _reads_fp8(x, weight, state.stored)
+        return reads_fp8(x, weight, state.stored)
     # rows begin at multiples of 16 bytes
     return weight.is_contiguous() and not weight.shape[1] % 8 and _takes_half(x, weight)
 

@@ -108,7 +108,7 @@ def weight_only_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
         PARTS=parts,
         TOKENS=max(16, next_power(count)),
         ROWS=rows,
-        COLUMNS=min(COLUMNS, block),
+        COLUMNS=COLUMNS if block == size else min(COLUMNS, block),
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=4,
