@@ -227,7 +227,7 @@ class DynamicEngine:
         self._open: OpenStep | None = None
         self._ended: dict[int, Completion] = {}
         self._finished: dict[int, RequestRecord] = {}
-        self.suspended = False
+        self.suspended = self._kept = False
 
     def add(
         self,
@@ -622,14 +622,15 @@ class DynamicEngine:
             elif not self.suspended:
                 cache.keep()
         elif not self.suspended:
-            pages.move(cache.tensors, torch.device("cpu"), False)
+            pages.move(cache.tensors, torch.device("cpu"), keep_cache)
         if weights and pages is not None and pages.has_weights:
-            pages.move([], torch.device("cpu"), True)
+            pages.move_weights(torch.device("cpu"))
         elif weights and self._released is None:
             self._released = HostWeights(self._model)
         # They hold addresses of what is gone.
         if self._passes.graphs is not None and (pages is None or self._released is not None):
             self._passes.graphs.drop()
+        self._kept = keep_cache
         self.suspended = True
 
     def resume(self) -> None:
@@ -645,7 +646,8 @@ class DynamicEngine:
             self._released.restore()
             self._released = None
         if self.suspended and self._pages is not None:
-            self._pages.move(self._scheduler.cache.tensors, device_of(self._model), True)
+            self._pages.move(self._scheduler.cache.tensors, device_of(self._model), self._kept)
+            self._pages.move_weights(device_of(self._model))
         elif self.suspended:
             self._scheduler.cache.allocate(self._forms)
         self.suspended = False

@@ -9,7 +9,7 @@ import math
 import os
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from megalight.inference.sampler import PassSampling, TokenCounts
 from megalight.inference.scheduler import Request
 from megalight.inference.speculator import EagleSpeculator
 from megalight.ops.quantized_weight import stored_of
-from megalight.parallel.host_memory import ManagedMemory, host_memory, prefetch
+from megalight.parallel.host_memory import ManagedMemory, host_memory, move_pages
 from megalight.types import AttentionSpan
 
 Memory = int | float
@@ -234,10 +234,13 @@ class ManagedPages:
             tensor.data = moved[place].view_as(tensor)
         self._weights = [*moved.values()]
 
-    def move(self, tensors: Iterable[Tensor], where: torch.device, weights: bool) -> None:
-        """Start to move the pages of tensors, and of the weights."""
-        for tensor in (*tensors, *(self._weights if weights else ())):
-            prefetch(tensor, where)
+    def move(self, tensors: Sequence[Tensor], where: torch.device, keep: bool = True) -> None:
+        """Start to move the pages of tensors, with their values or without."""
+        move_pages(tensors, where, keep)
+
+    def move_weights(self, where: torch.device) -> None:
+        """Start to move the pages of the weights."""
+        move_pages(self._weights, where)
 
     @property
     def has_weights(self) -> bool:

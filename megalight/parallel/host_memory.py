@@ -8,6 +8,10 @@ The pages of managed memory move between the device and the host::
     prefetch(cache[:2**30], device)  # its pages come before a kernel asks for them
 
 A kernel that meets a page that is not there waits for it. So memory that is used in turn should be prefetched in turn.
+Pages of which nobody needs the values are discarded, where the driver can (CUDA 13): nothing is copied.
+
+The driver lets go of a page's memory on the device when another allocation needs it, and then at once if the page is on
+the host or discarded. Until then ``torch.cuda.mem_get_info`` counts it as in use.
 """
 
 from __future__ import annotations
@@ -134,14 +138,29 @@ ORDINAL: dict[str, tuple[Any, ...]] = {
 """Calls of drivers before CUDA 12.2, with -1 for the host. A location passed to them would be read as nonsense."""
 
 
+RANGES = (ctypes.POINTER(ADDRESS), ctypes.POINTER(SIZE), SIZE)
+LOCATIONS = (ctypes.POINTER(Location), ctypes.POINTER(SIZE), SIZE)
+BATCHED: dict[str, tuple[Any, ...]] = {
+    "cuMemPrefetchBatchAsync": (*RANGES, *LOCATIONS, ctypes.c_uint64, STREAM),
+    "cuMemDiscardBatchAsync": (*RANGES, ctypes.c_uint64, STREAM),
+    "cuMemDiscardAndPrefetchBatchAsync": (*RANGES, *LOCATIONS, ctypes.c_uint64, STREAM),
+}
+"""Calls of drivers since CUDA 13, for several ranges of memory at once."""
+
+
 @cache
 def library() -> Any:
-    """Return the CUDA driver with the argument types of its calls, or None; ``located`` says which form it has."""
+    """Return the CUDA driver with the argument types of its calls, or None.
+
+    ``located`` says which form some have, and ``batched`` whether there are those for several ranges.
+    """
     try:
         found: Any = ctypes.CDLL(LIBRARY)
         # By what the driver has, not by the version of CUDA that torch was built with: the two may differ.
         found.located = hasattr(found, "cuMemPrefetchAsync_v2") and hasattr(found, "cuMemAdvise_v2")
-        for name, types in (LOCATED if found.located else ORDINAL).items():
+        found.batched = all(hasattr(found, name) for name in BATCHED)
+        calls = (LOCATED if found.located else ORDINAL) | (BATCHED if found.batched else {})
+        for name, types in calls.items():
             getattr(found, name).argtypes = types
         found.cuDeviceGetAttribute.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
     except (OSError, AttributeError):
@@ -227,6 +246,45 @@ def prefetch(tensor: Tensor, where: torch.device, stream: torch.cuda.Stream | No
     else:
         code = driver.cuMemPrefetchAsync(tensor.data_ptr(), tensor.nbytes, _ordinal(where), handle)
     _check(code, "cuMemPrefetchAsync")
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def move_pages(tensors: Sequence[Tensor], where: torch.device, keep: bool = True) -> None:
+    """Start to move the pages of contiguous tensors of one GPU to a device or to the host, behind the current stream.
+
+    Args:
+        tensors: in managed memory.
+        where: a GPU, or ``torch.device("cpu")``.
+        keep: False: their values are of no use any more, and are not copied if the driver can discard them.
+    """
+    if not tensors:
+        return
+    driver, current = library(), torch.cuda.current_stream(tensors[0].device)
+    if not driver.batched:
+        for tensor in tensors:
+            prefetch(tensor, where, current)
+        return
+    # The driver takes no default stream.
+    side, count = _side_stream(current.device), len(tensors)
+    side.wait_stream(current)
+    ranges = (
+        (ADDRESS * count)(*(tensor.data_ptr() for tensor in tensors)),
+        (SIZE * count)(*(tensor.nbytes for tensor in tensors)),
+        count,
+    )
+    target = (ctypes.pointer(_location(where)), (SIZE * 1)(0), 1)
+    if keep:
+        code = driver.cuMemPrefetchBatchAsync(*ranges, *target, 0, side.cuda_stream)
+    elif where.type == "cpu":
+        code = driver.cuMemDiscardBatchAsync(*ranges, 0, side.cuda_stream)
+    else:
+        code = driver.cuMemDiscardAndPrefetchBatchAsync(*ranges, *target, 0, side.cuda_stream)
+    _check(code, "batch of moves of memory")
+    current.wait_stream(side)
 
 
 def advise(tensor: Tensor, advice: Literal["preferred_location", "accessed_by"], where: torch.device) -> None:

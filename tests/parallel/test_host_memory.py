@@ -14,7 +14,15 @@ import torch
 
 from megalight.errors import ConfigurationError, MegalightError
 from megalight.parallel import host_memory
-from megalight.parallel.host_memory import HostPool, ManagedMemory, advise, compile_allocator, prefetch, why_not
+from megalight.parallel.host_memory import (
+    HostPool,
+    ManagedMemory,
+    advise,
+    compile_allocator,
+    move_pages,
+    prefetch,
+    why_not,
+)
 
 
 def test_blocks_are_used_again() -> None:
@@ -90,17 +98,35 @@ int cuMemAdvise_v2(unsigned long long p, size_t n, int advice, location l) {
 """
 
 
-@pytest.fixture(params=["ordinal", "located"])
+BATCHED = """
+typedef unsigned long long word;
+static int batch(int call, word *p, size_t *n, size_t count, location *l, size_t *first, size_t places, word flags) {
+    return note(call, p[count - 1], n[count - 1], count, l ? l->type * 10 + l->id : 0, flags + (places ? *first : 0));
+}
+int cuMemPrefetchBatchAsync(word *p, size_t *n, size_t c, location *l, size_t *f, size_t k, word flags, void *s) {
+    return s ? batch(1, p, n, c, l, f, k, flags) : 1;
+}
+int cuMemDiscardBatchAsync(word *p, size_t *n, size_t c, word flags, void *s) {
+    return s ? batch(2, p, n, c, 0, 0, 0, flags) : 1;
+}
+int cuMemDiscardAndPrefetchBatchAsync(word *p, size_t *n, size_t c, location *l, size_t *f, size_t k, word flags,
+                                      void *s) {
+    return s ? batch(3, p, n, c, l, f, k, flags) : 1;
+}
+"""
+
+
+@pytest.fixture(params=["ordinal", "located", "batched"])
 def driver(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A driver before CUDA 12.2, and one that also has what CUDA 13 calls. The latter's old calls abort here."""
-    located = request.param == "located"
+    """A driver before CUDA 12.2, one that also has newer forms, whose old calls abort here, and one of CUDA 13."""
+    located = request.param != "ordinal"
     wrong = "int cuMemPrefetchAsync() { abort(); } int cuMemAdvise() { abort(); }" if located else ""
     source, library = tmp_path / "driver.c", tmp_path / f"libdriver-{request.param}.so"
-    source.write_text(COMMON + (LOCATED + wrong if located else ORDINAL))
+    source.write_text(COMMON + (LOCATED + wrong if located else ORDINAL) + BATCHED * (request.param == "batched"))
     subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
     monkeypatch.setattr(host_memory, "LIBRARY", str(library))
     host_memory.library.cache_clear()
-    yield SimpleNamespace(located=located, own=ctypes.CDLL(str(library)))
+    yield SimpleNamespace(located=located, batched=request.param == "batched", own=ctypes.CDLL(str(library)))
     host_memory.library.cache_clear()
 
 
@@ -121,6 +147,37 @@ def test_arguments_of_both_generations(driver: Any) -> None:
     assert _seen(driver) == [address, size, 5, *((2, 0, 0) if driver.located else (-1, 0, 0))]
     with pytest.raises(MegalightError, match="cuMemPrefetchAsync failed with code 801"):
         prefetch(x[:2], SECOND, stream)  # type: ignore[arg-type]
+
+
+def test_several_tensors_move_together_and_values_of_no_use_are_discarded(
+    driver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[Any] = []
+    current, side = (
+        SimpleNamespace(cuda_stream=number, device=SECOND, wait_stream=waits.append) for number in (77, 78)
+    )
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(host_memory, "_side_stream", lambda device: side)
+    tensors = [torch.zeros(6), torch.zeros(3)]
+    address, size = tensors[1].data_ptr(), tensors[1].nbytes
+    for where, keep, call, place in (
+        (CPU, True, 1, 20),
+        (CPU, False, 2, 0),
+        (SECOND, True, 1, 11),
+        (SECOND, False, 3, 11),
+    ):
+        waits.clear()
+        move_pages(tensors, where, keep)
+        if driver.batched:
+            assert _seen(driver) == [call, address, size, 2, place, 0]
+            assert waits == [current, side]
+        else:
+            assert _seen(driver)[:2] == [address, size]
+            assert not waits
+    if driver.batched:
+        side.cuda_stream = None
+        with pytest.raises(MegalightError, match="batch of moves of memory failed with code 1"):
+            move_pages(tensors, CPU)
 
 
 def test_the_allocator_allocates_and_frees(driver: Any, tmp_path: Path) -> None:
