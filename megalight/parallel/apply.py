@@ -18,7 +18,7 @@ from megalight.parallel.context.divided_calls import interfaces_of, why_not
 from megalight.parallel.expert.dispatch import ExpertOptions
 from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.model_plans import context_plan, plan_for
+from megalight.parallel.model_plans import context_plan, plan_for, why_no_plan
 from megalight.parallel.pipeline.layout import PipelineLayout
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.recompute import check_recompute
@@ -222,14 +222,20 @@ def find_plan(root: nn.Module, mesh: ParallelMesh, layout: Layout) -> Paralleliz
     Raises:
         ConfigurationError: ``tp > 1``, but no plan says what to split.
     """
-    plan = layout.plan or plan_for(root) or ParallelizePlan(sequence_dim=1)
+    try:
+        plan = layout.plan or plan_for(root) or ParallelizePlan(sequence_dim=1)
+    except LayoutError:
+        # A declaration that is wrong or unknown is in the way of those alone who split by it.
+        if mesh.tp > 1 or mesh.ep > 1 or mesh.etp > 1:
+            raise
+        plan = ParallelizePlan(sequence_dim=1)
     if mesh.cp > 1 and layout.plan is None:
         for name in interfaces_of(root):
             plan |= _plan_over_cp(name, root.get_submodule(name), plan.sequence_dim)
     if mesh.tp > 1 and plan.axes <= {"cp"}:
         raise ConfigurationError(
-            f"tensor_parallel={mesh.tp}, but there is no plan for {type(root).__name__}, so nothing would be split. "
-            "Pass plan=..., or define plan(model) on your MegalightModule."
+            f"tensor_parallel={mesh.tp}, but there is {why_no_plan(root)}: nothing would be split. Pass plan=..., or "
+            "define plan(model) on your MegalightModule."
         )
     return plan
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from megalight.errors import LayoutError
 from megalight.parallel.context.divided_layers import WHOLE
-from megalight.parallel.sequence_regions import MIXES, computes_by_token, styles
+from megalight.parallel.sequence_regions import MIXES, by_token_arguments, computes_by_token, styles
 from megalight.parallel.structural_plan import Rules, feed_forward, is_linear, names_read
 from megalight.parallel.styles import (
     Attributes,
@@ -156,6 +156,8 @@ class _ContextRegions:
             self.whole(name)
             return
         self.shares.append(name)
+        if arguments := by_token_arguments(self.modules[name]):
+            self.around(name, TokenBoundary(self.stack, arguments=arguments))
         for each, child in self.children(name):
             if self.is_attention(each):
                 self.attention(each)

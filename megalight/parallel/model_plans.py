@@ -26,7 +26,15 @@ from megalight.parallel.context_regions import context_regions
 from megalight.parallel.layers import PRETRAINED, is_a
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.sequence_regions import with_sequence_regions
-from megalight.parallel.structural_plan import COUNTS, KEY_COUNTS, Rules, refused_dropout, rms_eps, structural_rules
+from megalight.parallel.structural_plan import (
+    COUNTS,
+    KEY_COUNTS,
+    Rules,
+    refused_dropout,
+    rms_eps,
+    structural_rules,
+    why_whole,
+)
 from megalight.parallel.styles import (
     Attributes,
     Column,
@@ -59,6 +67,14 @@ def plan_for(model: nn.Module) -> ParallelizePlan | None:
             continue
         found = plan.under(name) if found is None else found | plan.under(name)
     return found
+
+
+def why_no_plan(model: nn.Module) -> str:
+    """Return what of a model has no plan and, for one of ``transformers`` or around it, why: a clause."""
+    inside = [("", model)] if is_transformers(model) else _outermost(model, "")
+    for name, module in inside:
+        return f"no plan for {name or 'the model'} ({type(module).__name__}), which {why_whole(module)}"
+    return f"no plan for {type(model).__name__}"
 
 
 def _outermost(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from megalight.parallel.context.divided_layers import WHOLE
+from megalight.parallel.context.divided_layers import BY_TOKEN, WHOLE
 from megalight.parallel.structural_plan import Rules, names_read
 from megalight.parallel.styles import (
     Attributes,
@@ -35,6 +35,8 @@ from megalight.parallel.styles import (
 
 MIXES = {"roll", "flip", "cumsum", "conv1d"}
 """Calls by which a layer mixes tokens outside of the modules in it."""
+SELECTS = {"masked_scatter"}
+"""Calls by which a layer takes some tokens, whose number is another on each rank."""
 RESHAPES = {"reshape", "view", "flatten"}
 """Calls after which a linear layer of the layer itself may not see ``[B, S, h]``, whose dim 1 it would gather."""
 
@@ -64,6 +66,11 @@ def with_sequence_regions(model: nn.Module, rules: Rules, towers: Sequence[str] 
         if inside or not any(found.divided(layer) for layer in layers):
             continue
         outer.append(name)
+        if parts := [layer for layer in layers if found.is_part(layer)]:
+            # The model adds residuals between them itself.
+            reason = "is no layer of a list, but a part of one; turn sequence parallelism off."
+            found.add(parts[0], Refused(reason, sequence_parallel=True))
+            continue
         for layer in layers:
             found.layer(layer)
         found.add(layers[0], Boundary(enter="split"))
@@ -109,7 +116,7 @@ class _SequenceRegions:
         """Give rules to a layer of a stack, or one that refuses sequence parallelism."""
         module = self.modules[name]
         direct = any(self.has(f"{name}.{local}", Column, ConvColumn) for local in module._modules)
-        if found := sorted(names_read(module) & (MIXES | RESHAPES if direct else MIXES)):
+        if found := sorted(names_read(module) & (MIXES | SELECTS | (RESHAPES if direct else set()))):
             reason = f"calls {found[0]} on hidden states itself, which may mix tokens; turn sequence parallelism off."
             self.add(name, Refused(reason, sequence_parallel=True))
         drawn = [each for each, p in vars(module).items() if "drop" in each and isinstance(p, float) and p]
@@ -119,6 +126,8 @@ class _SequenceRegions:
                 "set it to 0, or turn sequence parallelism off."
             )
             self.add(name, Refused(reason, sequence_parallel=True))
+        if by_token := by_token_arguments(module):
+            self.add(name, Boundary(arguments=by_token))
         self.visit(name)
 
     def children(self, name: str) -> Iterator[tuple[str, nn.Module]]:
@@ -157,6 +166,12 @@ class _SequenceRegions:
         children = [each for each, _ in self.children(name)]
         columns = any(self.has(each, Column, ConvColumn) for each in children)
         return self.has(name, Attributes) or (columns and any(self.has(each, Row, ConvRow) for each in children))
+
+    def is_part(self, name: str) -> bool:
+        """Return whether a module is an attention, or nothing but the linear layers of a feed-forward layer."""
+        layers = [each for each, child in self.children(name) if any(True for _ in child.parameters())]
+        known = (Column, Row, ConvColumn, ConvRow)
+        return self.has(name, Attributes) or (bool(layers) and all(self.has(each, *known) for each in layers))
 
     def region(self, name: str) -> None:
         """Gather the tokens for a module whose first layers split features, and whose last one scatters the sum."""
@@ -212,6 +227,11 @@ class _SequenceRegions:
             reason = "may hand out its bias, for tokens of which ranks hold shares; turn sequence parallelism off."
             self.add(name, Refused(reason, sequence_parallel=True))
         self.add(name, Boundary(enter="join", leave="split"))
+
+
+def by_token_arguments(layer: nn.Module) -> tuple[str, ...]:
+    """Return the arguments of a layer that have a value for each token, besides hidden states."""
+    return tuple(each for each in inspect.signature(layer.forward).parameters if each in BY_TOKEN)
 
 
 def computes_by_token(module: nn.Module) -> bool:

@@ -140,18 +140,32 @@ def refused_dropout(config: Any) -> tuple[Refused, ...]:
     return ()
 
 
+def _forms(model: nn.Module) -> Iterator[tuple[str, nn.Module, Rules | str]]:
+    """Yield attention and feed-forward layers by name, with their rules, or the reason why these are not known."""
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        outer = modules.get(name.rpartition(".")[0]) if name else None
+        if (found := _attention(name, module, outer) or feed_forward(name, module)) is not None:
+            yield name, module, found
+
+
+def why_whole(model: nn.Module) -> str:
+    """Return why no layer of a model is split by its form, as a sentence whose subject is the model."""
+    for name, module, found in _forms(model):
+        if isinstance(found, str):
+            return f"declares none, and {name} ({type(module).__name__}) does not split: {found}"
+    return "declares none, and has no attention and no feed-forward layer of a known form"
+
+
 def structural_rules(model: nn.Module) -> Rules:
     """Return the rules of attention and feed-forward layers of known forms; the log names modules of no known form."""
     rules: Rules = {}
     blocks, whole = 0, []
     refused = refused_dropout(getattr(model, "config", None))
-    modules = dict(model.named_modules())
-    for name, module in modules.items():
-        outer = modules.get(name.rpartition(".")[0]) if name else None
-        found = _attention(name, module, outer) or feed_forward(name, module)
+    for name, module, found in _forms(model):
         if isinstance(found, str):
             whole.append(f"{name} ({type(module).__name__}: {found})")
-        elif found is not None:
+        else:
             blocks += 1
             own = found.pop(name, ())
             if refused or own:

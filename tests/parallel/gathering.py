@@ -33,14 +33,15 @@ def gather_canonical(
     Fails where owners cover an element twice or not at all, or where holders of the same box differ.
     """
     pieces = []
-    for name, tensor in tensors.items():
-        for piece in specs[name].pieces:
-            value = piece.view(tensor.detach()).clone()
-            group = mesh.group(*piece.partial) if piece.partial else None
-            if sum_partial and group is not None:
-                dist.all_reduce(value, group=group)
-            owner = piece.owner and (sum_partial or mesh.ranks(*specs[name].data)[0] == mesh.global_rank)
-            pieces.append((piece.name, piece.shape, piece.box, owner, value.cpu().double().numpy()))
+    held = [(piece, specs[name].data, tensor) for name, tensor in tensors.items() for piece in specs[name].pieces]
+    # A tied weight is an embedding on one stage and a head on another: all stages sum in the order of canonical names.
+    for piece, data, tensor in sorted(held, key=lambda each: each[0].name):
+        value = piece.view(tensor.detach()).clone()
+        group = mesh.group(*piece.partial) if piece.partial else None
+        if sum_partial and group is not None:
+            dist.all_reduce(value, group=group)
+        owner = piece.owner and (sum_partial or mesh.ranks(*data)[0] == mesh.global_rank)
+        pieces.append((piece.name, piece.shape, piece.box, owner, value.cpu().double().numpy()))
     group = mesh.group("pp", "tp") if sum_partial else mesh.everyone
     everyone = [pieces]
     if group is not None:

@@ -56,6 +56,7 @@ OWN: dict[str, dict[str, Any]] = {
     "zamba": {"layer_types": ["mamba", "hybrid"]},
     "bamba": {"attn_layer_indices": [1]},
     "reformer": {"is_decoder": True},
+    "ctrl": {"dff": 48},
     "luke": {"entity_vocab_size": 16, "entity_emb_size": 16},
     **{f: {"rope_parameters": MROPE} for f in ("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text")},
     **{f: {"rope_parameters": MROPE} for f in ("glm4v_text", "glm_image_text", "glm_ocr_text")},

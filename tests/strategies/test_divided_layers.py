@@ -14,8 +14,9 @@ from megalight.parallel.layout import Layout
 from tests.parallel.tiny_transformers import tiny, trained
 from tests.support.workers import run
 
-FORMS = ("bloom", "mt5", "qwen3_5_text", "openai-gpt")
-"""ALiBi in a fused layer; relative biases in encoder and decoder; layers that are computed whole; ``Conv1D``."""
+FORMS = ("bloom", "mt5", "qwen3_5_text", "openai-gpt", "higgs_audio_v2")
+"""ALiBi in a fused layer; relative biases in encoder and decoder; layers that are computed whole; ``Conv1D``; a mask of
+tokens that layers get."""
 MORE = ("bert", "camembert", "codegen", "deepseek_v32", "minimax", "mpt", "olmo_hybrid", "opt", "stablelm", "whisper")
 
 

@@ -129,7 +129,9 @@ def test_parameters_without_a_shape_are_refused_before_there_are_ranks(
 
 def test_a_plain_module_without_a_plan_is_refused_before_there_are_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("subprocess.Popen", start_nothing)
-    with pytest.raises(ConfigurationError, match=r"^tensor_parallel=2, but there is no plan for Plain"):
+    with pytest.raises(
+        ConfigurationError, match=r"^tensor_parallel=2, but there is no plan for Plain: nothing would be split"
+    ):
         of_ranks(2, tensor_parallel=2).fit(Plain(), batches(8, 2))
     with pytest.raises(AssertionError, match="a process was started"):
         of_ranks(2, tensor_parallel=2, plan=ParallelizePlan({"net.0": Column(), "net.2": Row()})).fit(

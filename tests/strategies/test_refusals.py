@@ -275,7 +275,7 @@ def test_backward_that_nobody_may_call() -> None:
 
 
 def test_tensor_parallelism_needs_a_plan() -> None:
-    assert "tensor_parallel=2, but there is no plan for Plain" in refused(_no_plan)
+    assert "tensor_parallel=2, but there is no plan for Plain: nothing would be split" in refused(_no_plan)
 
 
 def _no_plan() -> None:

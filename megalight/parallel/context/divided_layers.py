@@ -12,6 +12,7 @@ same, each has the true gradient; where ranks compute different tokens or heads,
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +32,9 @@ TOKENS = 1
 
 WHOLE = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
 """Arguments of an attention that looks at other tokens besides its first input: all of them, on every rank."""
+
+BY_TOKEN = ("per_layer_input", "audio_token_mask")
+"""Arguments of a layer with a value for each token, besides hidden states: it computes with those of its share."""
 
 
 class _Scaled(torch.autograd.Function):
@@ -98,6 +102,8 @@ class TokenShares:
         """Take this rank's share of what all ranks compute alike."""
         if not self.divided:
             return x
+        if not x.is_floating_point():  # a mask has no gradient
+            return collectives.own_slice(x, self.groups.all, TOKENS)
         return collectives.split(_scaled(x, 1 / self.groups.mesh.cp), self.groups.all, TOKENS)
 
     def join(self, x: Tensor) -> Tensor:
@@ -312,6 +318,23 @@ def add_boundary(module: nn.Module, shares: TokenShares, enter: str | None, leav
     if leave:
         # Before hooks of others, which see what the next layer gets.
         module.register_forward_hook(after, with_kwargs=True)
+
+
+def change_arguments(module: nn.Module, names: Sequence[str], change: Callable[[Tensor], Tensor]) -> None:
+    """Change tensors among the arguments of a module, which are passed by position or keyword."""
+    places = {place: name for place, name in enumerate(inspect.signature(module.forward).parameters) if name in names}
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        found = tuple(
+            change(each) if place in places and isinstance(each, Tensor) else each for place, each in enumerate(args)
+        )
+        named = {
+            name: change(each) if name in places.values() and isinstance(each, Tensor) else each
+            for name, each in kwargs.items()
+        }
+        return found, named
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
 
 
 def refuse_states(model: nn.Module, refused: tuple[str, ...]) -> None:

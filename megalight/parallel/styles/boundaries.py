@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megalight.errors import LayoutError
 from megalight.parallel.collectives import all_gather, copy, join, own_slice, split
-from megalight.parallel.context.divided_layers import read_alike
+from megalight.parallel.context.divided_layers import change_arguments, read_alike
 from megalight.parallel.splitter import Splitter
 from megalight.parallel.styles.style import Style, register
 from megalight.parallel.tensor.shared import Shared
@@ -28,10 +28,12 @@ class Boundary(Style):
         leave: change of its first output. ``join``: gather all tokens for modules after it that compute the same on
             every rank. ``gather``: gather them for modules that use other tokens on each rank. ``split``: take this
             rank's share.
+        arguments: names of further inputs ``[B, S, ...]``, of which the module computes with its rank's share.
     """
 
     enter: Literal["split", "gather", "join"] | None = None
     leave: Literal["join", "gather", "split"] | None = None
+    arguments: tuple[str, ...] = ()
 
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> None:
         """Keep the module, and add hooks."""
@@ -47,11 +49,14 @@ class Boundary(Style):
             # Looked up in each call: decoding switches sequence parallelism off.
             if not shared.sequence_parallel:
                 return args, kwargs
-            if args:
-                return (self._enter(args[0], shared), *args[1:]), kwargs
             # Models of `transformers` pass hidden states by keyword; by convention they come first.
-            first = next(iter(kwargs))
-            return args, {**kwargs, first: self._enter(kwargs[first], shared)}
+            first = args[0] if args else next(iter(kwargs.values()))
+            found = self._enter(first, shared)
+            # Some attentions are called with the same hidden states as queries, keys and values.
+            return (
+                tuple(found if each is first else each for each in args),
+                {name: found if each is first else each for name, each in kwargs.items()},
+            )
 
         region = {"gather": all_gather, "join": join, "split": split}[self.leave or "join"]
 
@@ -83,6 +88,10 @@ class Boundary(Style):
             module.register_forward_pre_hook(before, with_kwargs=True)
         if self.leave and shared.sequence_parallel:
             module.register_forward_hook(after, with_kwargs=True)
+        if self.arguments and shared.sequence_parallel:
+            change_arguments(
+                module, self.arguments, lambda x: self._share(x, shared) if shared.sequence_parallel else x
+            )
 
     def _enter(self, x: Tensor, shared: Shared) -> Tensor:
         # The backward of `gather` sums gradients over ranks, as the layers inside see part of the
@@ -92,6 +101,14 @@ class Boundary(Style):
             return all_gather(x, shared.group, shared.sequence_dim)
         if self.enter == "join":
             return join(x, shared.group, shared.sequence_dim)
+        if shared.sequence_dim and x.dim() > shared.sequence_dim + 2:
+            raise LayoutError(
+                f"layers get hidden states {tuple(x.shape)}, and sequence parallelism looks for tokens in dim "
+                f"{shared.sequence_dim} before the features; turn it off for this model."
+            )
+        return self._share(x, shared)
+
+    def _share(self, x: Tensor, shared: Shared) -> Tensor:
         if not x.is_floating_point():  # ids have no gradient
             return own_slice(x, shared.group, shared.sequence_dim)
         return split(x, shared.group, shared.sequence_dim)

@@ -13,6 +13,7 @@ from megalight.nn.adapter import AdapterSet
 from megalight.parallel.context.divided_layers import (
     OwnPart,
     add_boundary,
+    change_arguments,
     compute_part,
     own_features,
     read_alike,
@@ -74,6 +75,7 @@ class TokenBoundary(Style):
         enter: change of the module's first input. ``begin``: take this rank's share, in the first layer. ``gather``:
             gather all tokens for the heads of this rank. ``join``: gather them for what all ranks compute alike.
         leave: change of its first output. ``join``: gather all tokens. ``split``: take this rank's share.
+        arguments: names of further inputs ``[B, S, ...]``, of which the module computes with its rank's share.
     """
 
     axis: ClassVar[str] = "cp"
@@ -81,11 +83,15 @@ class TokenBoundary(Style):
     stack: str
     enter: Literal["begin", "gather", "join"] | None = None
     leave: Literal["join", "split"] | None = None
+    arguments: tuple[str, ...] = ()
 
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> None:
         """Keep the module, and add hooks."""
         splitter.keep_rest(name, module)
-        add_boundary(module, splitter.shared.shares_of(self.stack), self.enter, self.leave)
+        shares = splitter.shared.shares_of(self.stack)
+        add_boundary(module, shares, self.enter, self.leave)
+        if self.arguments:
+            change_arguments(module, self.arguments, shares.split)
 
 
 @register
