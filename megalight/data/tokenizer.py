@@ -71,6 +71,7 @@ class Tokenizer:
         model.no_truncation()
         model.no_padding()
         self._model = model
+        self._whole_texts: dict[int, str] = {}
         self._vocabulary: dict[str, int] = model.get_vocab(with_added_tokens=True)
         for name, token in (("eod_token", eod_token), ("pad_token", pad_token)):
             if token is not None and token not in self._vocabulary:
@@ -303,6 +304,21 @@ class Tokenizer:
         start = self.decode(before, skip_special=True)
         text = self.decode([*before, *ids], skip_special=True)
         return text.removeprefix(start) if text.startswith(start) else self.decode(ids, skip_special=True)
+
+    def whole_text(self, token: int) -> str:
+        """Return what a token adds wherever it stands between two characters; nothing if its neighbours change that.
+
+        Those of byte-level tokenizers (GPT-2, Llama 3, Qwen) never do, unless the token holds part of a character.
+        """
+        if (text := self._whole_texts.get(token)) is None:
+            text = self.decode([token]) if self._is_byte_level else ""
+            self._whole_texts[token] = text = "" if "\ufffd" in text else text
+        return text
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        decoder = json.loads(self.to_json()).get("decoder")
+        return decoder is not None and decoder["type"] == "ByteLevel"
 
     def to_json(self) -> str:
         """Return the content of ``tokenizer.json``."""

@@ -28,7 +28,6 @@ class Detokenizer:
         special_text: special tokens that are text; others are none.
 
     Attributes:
-        text: what :meth:`add` and :meth:`finish` have returned so far.
         stopped: whether a stop text has come.
     """
 
@@ -46,7 +45,6 @@ class Detokenizer:
         self._fresh: list[int] = []
         # Text that may turn out to be the beginning of a stop text.
         self._held = ""
-        self.text = ""
         self.stopped = False
 
     def _end_of(self, prompt: Sequence[int]) -> list[int]:
@@ -67,6 +65,9 @@ class Detokenizer:
         # Special tokens, and rows of the embedding that pad it, are no text.
         if self.stopped or token not in self._tokenizer.text_tokens:
             return ""
+        if not self._fresh and (text := self._tokenizer.whole_text(token)):
+            self._context = [token]
+            return self._send(text) if self._stop else text
         self._fresh.append(token)
         if token in self._tokenizer.byte_tokens:
             return ""
@@ -84,7 +85,6 @@ class Detokenizer:
         self._context, self._fresh = self._fresh, []
         sent, held = self._send(rest), self._held
         self._held = ""
-        self.text += held
         return sent + held
 
     def _settled(self, text: str) -> str:
@@ -114,7 +114,6 @@ class Detokenizer:
         elif self._stop:
             held = next((n for n in range(min(self._longest_stop, len(text)), 0, -1) if self._begins(text[-n:])), 0)
             text, self._held = text[: len(text) - held], text[len(text) - held :]
-        self.text += text
         return text
 
     def _begins(self, text: str) -> bool:
