@@ -5,7 +5,7 @@
     python benchmarks/serving.py peers RESULT.json     # `transformers serve` with continuous batching
     python benchmarks/serving.py fake RESULT.json      # an engine without a model: CPU time of the server
 
-``--tiny`` runs the same on a CPU in seconds. Clients are a process of their own, which reads what sockets give. Prompts
+``--tiny`` runs the same on a CPU in seconds. Clients are processes of their own, which read what sockets give. Prompts
 have 64 to 192 tokens and completions ``--tokens``; arrivals are a Poisson process with a mean of one second for all.
 """
 
@@ -30,6 +30,15 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks import serving_load
+from benchmarks.coordinator import TimedEngine
+from megalight.serving.engine_loop import EngineLoop, EngineOptions
+from megalight.serving.engine_worker import EngineWorker
+from megalight.serving.inference_client import InferenceClient
+from megalight.serving.llm import AsyncClient, AsyncLLM, ModelText, ServedModel
+from megalight.serving.processes import end_process, say, settings_of, start_process
+from megalight.serving.replicas import ReplicatedLLM
+from megalight.serving.server import serve
 
 Row = dict[str, Any]
 CONTROL = "control"
@@ -50,91 +59,41 @@ def prompts(streams: int, vocabulary: int, seed: int = 1) -> list[list[int]]:
     return [[draw.randrange(300, vocabulary) for _ in range(draw.randrange(64, 193))] for _ in range(streams)]
 
 
-# The load, in a process of its own
-
-
-async def _stream(port: int, path: str, body: Row, at: float) -> Row:
-    """Send one request at a time of this clock; return when parts of its answer came."""
-    await asyncio.sleep(at - time.monotonic())
-    data = json.dumps(body).encode()
-    start = time.monotonic()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 22)
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n"
-    writer.write(head.encode() + b"Connection: close\r\n\r\n" + data)
-    times, whole = list[float](), bytearray()
-    while part := await reader.read(1 << 16):
-        events = part.count(b"data: {")
-        times += [time.monotonic()] * events
-        whole += part
-    writer.close()
-    if b" 200 " not in whole[:20]:
-        raise SystemExit(f"the server answers {bytes(whole[:300])!r}")
-    usage = [json.loads(line[6:]) for line in whole.split(b"\n") if b'"completion_tokens"' in line]
-    tokens = usage[-1]["usage"]["completion_tokens"] if usage else len(times) - 1
-    return {"start": start, "times": times, "tokens": tokens}
-
-
-async def _load(settings: Row) -> Row:
-    begin = time.monotonic() + 0.2
-    spread = arrivals(len(settings["bodies"]))
-    tasks = [
-        asyncio.create_task(_stream(settings["port"], settings["path"], body, begin + at))
-        for body, at in zip(settings["bodies"], spread, strict=True)
-    ]
-    pauses = [await _paused(settings["port"], begin + at) for at in settings.get("pauses", ())]
-    found = await asyncio.gather(*tasks)
-    end = max(each["times"][-1] for each in found)
+def load(port: int, bodies: Sequence[Row], path: str = "/v1/completions", pauses: Sequence[float] = ()) -> Row:
+    """Send requests from other processes; return what they got. One process would read more slowly than these write."""
+    count = max(1, min(len(bodies) // 16, 8, (os.cpu_count() or 1) // 2))
+    begin = time.monotonic() + 0.5  # all processes have one clock
+    at = [begin + each for each in arrivals(len(bodies))]
+    clients = []
+    for number in range(count):
+        share = slice(number, None, count)
+        settings: Row = {"port": port, "path": path, "bodies": bodies[share], "at": at[share], "key": CONTROL}
+        settings["pauses"] = [begin + each for each in pauses] if number == 0 else []
+        words = [sys.executable, "-S", serving_load.__file__]
+        client = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert client.stdin is not None
+        client.stdin.write(json.dumps(settings))
+        client.stdin.close()
+        clients.append(client)
+    found = list[Row]()
+    for client in clients:
+        assert client.stdout is not None
+        with client:
+            found += json.loads(client.stdout.read())
+    measured = [seconds for each in found for seconds in each.pop("pauses", ())]
+    found = [each for each in found if each]
     first = sorted(each["times"][0] - each["start"] for each in found)
     between = sorted(b - a for each in found for a, b in zip(each["times"], each["times"][1:], strict=False))
     tokens = sum(each["tokens"] for each in found)
-
-    def at(values: Sequence[float], share: float) -> float:
-        return 1e3 * values[min(len(values) - 1, int(share * len(values)))]
-
-    return {
+    row: Row = {
         "tokens": tokens,
-        "tokens/s": tokens / (end - begin),
+        "tokens/s": tokens / (max(each["times"][-1] for each in found) - begin),
         "events": sum(len(each["times"]) for each in found),
-        "first ms p50": at(first, 0.5),
-        "first ms p99": at(first, 0.99),
-        "between ms p50": at(between, 0.5),
-        "between ms p99": at(between, 0.99),
-        **({"pause ms": [1e3 * each for each in pauses]} if pauses else {}),
     }
-
-
-async def _paused(port: int, at: float) -> float:
-    """Pause and resume the server; return the seconds until the pause was acknowledged."""
-    await asyncio.sleep(at - time.monotonic())
-    start = time.monotonic()
-    await _control(port, "/pause")
-    found = time.monotonic() - start
-    await _control(port, "/resume")
-    return found
-
-
-async def _control(port: int, path: str) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {CONTROL}\r\nContent-Length: 0\r\n"
-    writer.write(head.encode() + b"Connection: close\r\n\r\n")
-    answer = await reader.read()
-    if b" 200 " not in answer[:20]:
-        raise SystemExit(f"{path} answers {answer[:300]!r}")
-
-
-def load(port: int, bodies: Sequence[Row], path: str = "/v1/completions", pauses: Sequence[float] = ()) -> Row:
-    """Send requests from another process; return what they got."""
-    settings = {"port": port, "path": path, "bodies": bodies, "pauses": pauses}
-    done = subprocess.run(
-        [sys.executable, "-S", os.path.abspath(__file__), "load"],
-        input=json.dumps(settings),
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        timeout=300,
-    )
-    found: Row = json.loads(done.stdout)
-    return found
+    for name, values in (("first", first), ("between", between)):
+        for part in (0.5, 0.99):
+            row[f"{name} ms p{100 * part:g}"] = 1e3 * values[min(len(values) - 1, int(part * len(values)))]
+    return row | ({"pause ms": [1e3 * each for each in measured]} if pauses else {})
 
 
 # The engine and the server
@@ -207,8 +166,6 @@ def bodies_of(asked: Sequence[Sequence[int]], tokens: int) -> list[Row]:
 
 def served(llm: Any, measure: Callable[[int], None]) -> None:
     """Serve a model in this process while another thread measures."""
-    from megalight.serving.server import serve
-
     failed: list[BaseException] = []
 
     def ready(port: int) -> None:
@@ -226,61 +183,111 @@ def served(llm: Any, measure: Callable[[int], None]) -> None:
         raise failed[0]
 
 
+class OneEngine(ReplicatedLLM):
+    """A coordinator and an engine in processes of their own, as ``megalight serve`` has them; its weights are random.
+
+    Args:
+        arguments: of this program. The engine's process measures the engine alone first, as ``own``.
+        tokenizer: of its texts.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, tokenizer: Any) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        endpoint = f"ipc://{self._folder.name}/socket"
+        self._children = []
+        told = []
+        for function in ("megalight.serving.coordinator:coordinate", "benchmarks.serving:be_engine"):
+            read, write = os.pipe()
+            settings = {**vars(arguments), "result": "", "endpoint": endpoint, "ready": write}
+            environment = {"PYTHONPATH": os.pathsep.join(sys.path)}
+            self._children.append(start_process(function, settings, environment, passed=[write]))
+            os.close(write)
+            told.append(json.loads(os.fdopen(read).readline()))
+        self.own: Row = told[1]
+        AsyncClient.__init__(self, ModelText(tokenizer=tokenizer, vocab_size=1 << 20, **self.own.pop("text")))
+        self._client, self._closed = InferenceClient(endpoint), False
+        self._replicas: Any = self
+
+    def watch(self, failed: Callable[[BaseException], None]) -> None:
+        """Children that end are seen by the load."""
+
+    def close(self) -> None:
+        """End the processes."""
+        for child in self._children:
+            end_process(child)
+        self._folder.cleanup()
+
+
+def be_engine() -> None:
+    """Be the engine of :class:`OneEngine`."""
+    settings = settings_of()
+    arguments = argparse.Namespace(**settings)
+    streams = arguments.streams
+    options = EngineOptions(max_sequences=max(streams), cache_tokens=max(streams) * 512)
+    found: Row = {}
+    if arguments.mode == "fake":
+        tokenizer, text = words_of(2048), {"max_sequence_length": 2048, "num_blocks": 1 << 20}
+        loop = EngineLoop(TimedEngine([*range(300, 900)], arguments.step_ms / 1e3, 0.0, 0), tokenizer)  # type: ignore[arg-type]
+    else:
+        start = time.monotonic()
+        model = model_of(arguments.tiny, arguments.layers)
+        served = ServedModel.of(model, words_of(model.config.vocab_size), frozenset(), options=options)
+        text = {"max_sequence_length": served.max_sequence_length, "num_blocks": served.num_blocks}
+        loop = served.loop
+        found = {"ready seconds": time.monotonic() - start}
+        own(loop.engine, prompts(4, model.config.vocab_size, 9), 8)
+        found["own"] = {
+            each: own(loop.engine, prompts(each, model.config.vocab_size), arguments.tokens) for each in streams
+        }
+    say(settings, text=text, **found)
+    asyncio.run(EngineWorker(loop, settings["endpoint"], name="0").run())
+
+
 def http(arguments: argparse.Namespace) -> Row:
     """Measure the engine, and then the server around it."""
-    from megalight.serving.engine_loop import EngineOptions
-    from megalight.serving.llm import AsyncLLM, ServedModel
-
-    model = model_of(arguments.tiny, arguments.layers)
-    vocabulary = model.config.vocab_size
-    options = EngineOptions(max_sequences=max(arguments.streams), cache_tokens=max(arguments.streams) * 512)
-    start = time.monotonic()
-    found = ServedModel.of(model, words_of(vocabulary), frozenset(), options=options)
-    engine = found.loop.engine
-    rows: Row = {"ready seconds": time.monotonic() - start, "streams": {}}
-    own(engine, prompts(4, vocabulary, 9), 8)
-    for streams in arguments.streams:
-        rows["streams"][streams] = {"own": own(engine, prompts(streams, vocabulary), arguments.tokens)}
-        say(streams, "own", rows["streams"][streams]["own"])
+    vocabulary = 512 if arguments.tiny else WORDS
+    llm = OneEngine(arguments, words_of(vocabulary))
+    rows: Row = {"ready seconds": llm.own["ready seconds"], "streams": {}}
 
     def measure(port: int) -> None:
         load(port, bodies_of(prompts(4, vocabulary, 8), 8))
         for streams in arguments.streams:
-            row = rows["streams"][streams]
+            row = rows["streams"][streams] = {"own": llm.own["own"][str(streams)]}
+            tell(streams, "own", row["own"])
+            before = time.process_time()
             row["http"] = load(port, bodies_of(prompts(streams, vocabulary, 2), arguments.tokens))
+            row["http"]["server us/token"] = (time.process_time() - before) / row["http"]["tokens"] * 1e6
             row["share"] = row["http"]["tokens/s"] / row["own"]["tokens/s"]
-            say(streams, "http", row["http"] | {"share": row["share"]})
+            tell(streams, "http", row["http"] | {"share": row["share"]})
         bodies = bodies_of(prompts(arguments.streams[0], vocabulary, 3), arguments.tokens)
         rows["pause"] = load(port, bodies, pauses=[0.6, 0.9, 1.2])["pause ms"]
         print("pause ms", rows["pause"], flush=True)
 
-    before = time.process_time()
-    served(AsyncLLM.of(found), measure)
-    rows["CPU seconds"] = time.process_time() - before
+    served(llm, measure)
     return rows
 
 
 def fake(arguments: argparse.Namespace) -> Row:
-    """Measure the server around an engine without a model, whose steps take 5 ms."""
-    from benchmarks.coordinator import TimedEngine
-    from megalight.serving.engine_loop import EngineLoop, EngineOptions
-    from megalight.serving.llm import AsyncLLM, ServedModel
-
+    """Measure the server around an engine without a model: in a thread of the server, and in a process of its own."""
     tokenizer = words_of(2048)
     model = ServedModel.of(model_of(True), tokenizer, frozenset(), options=EngineOptions())
-    engine = TimedEngine([*range(300, 900)], 0.005, 0.0, 0)
+    engine = TimedEngine([*range(300, 900)], arguments.step_ms / 1e3, 0.0, 0)
     model.__dict__["loop"] = EngineLoop(engine, tokenizer)  # type: ignore[arg-type]
-    rows: Row = {"streams": {}}
+    rows: Row = {}
+    for where in ("thread", "process"):
+        llm = AsyncLLM.of(model) if where == "thread" else OneEngine(arguments, tokenizer)
+        rows[where] = {}
 
-    def measure(port: int) -> None:
-        for streams in arguments.streams:
-            before = time.process_time()
-            row = load(port, bodies_of(prompts(streams, 500), arguments.tokens))
-            row["server us/token"] = (time.process_time() - before) / row["tokens"] * 1e6
-            rows["streams"][streams] = row
-            say(streams, "http", row)
+        def measure(port: int, where: str = where) -> None:
+            load(port, bodies_of(prompts(4, 500, 8), 8))
+            for streams in arguments.streams:
+                before = time.process_time()
+                row = load(port, bodies_of(prompts(streams, 500), arguments.tokens))
+                row["server us/token"] = (time.process_time() - before) / row["tokens"] * 1e6
+                rows[where][streams] = row
+                tell(streams, where, row)
 
-    served(AsyncLLM.of(model), measure)
+        served(llm, measure)
     return rows
 
 
@@ -300,9 +307,6 @@ def folder_of(place: Path, tiny: bool, layers: int | None) -> int:
 
 def replicas(arguments: argparse.Namespace) -> Row:
     """Measure one replica and two, each on a GPU, behind a coordinator."""
-    from megalight.serving.engine_loop import EngineOptions
-    from megalight.serving.replicas import ReplicatedLLM
-
     rows: Row = {"replicas": {}}
     streams = arguments.streams[0]
     with tempfile.TemporaryDirectory(dir=arguments.folder) as place:
@@ -318,7 +322,7 @@ def replicas(arguments: argparse.Namespace) -> Row:
                 load(port, bodies_of(prompts(8, vocabulary, 8), 8))
                 row = load(port, bodies_of(prompts(streams * count, vocabulary), arguments.tokens))
                 rows["replicas"][count] = row
-                say(streams * count, f"{count} replicas", row)
+                tell(streams * count, f"{count} replicas", row)
 
             start = time.monotonic()
             llm = ReplicatedLLM(Path(place) / "model", replicas=count, options=options)
@@ -348,7 +352,7 @@ def peers(arguments: argparse.Namespace) -> Row:
                     asked = [{**common, "messages": [{"role": "user", "content": text}]} for text in texts]
                     row = load(port, asked, "/v1/chat/completions")
                     rows["streams"][streams] = row
-                    say(streams, "transformers", row)
+                    tell(streams, "transformers", row)
             finally:
                 server.terminate()
     return rows
@@ -364,7 +368,7 @@ def _wait(port: int, server: subprocess.Popen[bytes]) -> None:
     raise SystemExit("transformers serve does not start")
 
 
-def say(streams: int, name: str, row: Row) -> None:
+def tell(streams: int, name: str, row: Row) -> None:
     """Print a line."""
     text = ", ".join(f"{key} {value:.4g}" for key, value in row.items() if isinstance(value, int | float))
     print(f"{streams:4} streams, {name}: {text}", flush=True)
@@ -378,6 +382,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--streams", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--step-ms", type=float, default=10.0, help="of an engine without a model (default: 10)")
     parser.add_argument("--layers", type=int, help="of the model (default: 32)")
     parser.add_argument("--folder", help="where models are written (default: that of temporary files)")
     arguments = parser.parse_args(words)
@@ -388,7 +393,4 @@ def main(words: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["load"]:
-        print(json.dumps(asyncio.run(_load(json.load(sys.stdin)))))
-        sys.exit()
     sys.exit(main())

@@ -306,7 +306,7 @@ class Tokenizer:
         return text.removeprefix(start) if text.startswith(start) else self.decode(ids, skip_special=True)
 
     def whole_text(self, token: int) -> str:
-        """Return what a token adds wherever it stands between two characters; nothing if its neighbours change that.
+        """Return what a token adds wherever it stands between two characters; nothing if its neighbors change that.
 
         Those of byte-level tokenizers (GPT-2, Llama 3, Qwen) never do, unless the token holds part of a character.
         """

@@ -25,6 +25,7 @@ from megalight.inference.speculator import EagleSpeculator, load_draft
 from megalight.inference.text_requests import is_text
 from megalight.inference.weights import LoadedWeights, NewWeights
 from megalight.models.hf.config import UNBOUNDED
+from megalight.serving.asynchronous import Queue
 from megalight.serving.engine_status import EngineStatus
 
 log = logging.getLogger(__name__)
@@ -173,6 +174,43 @@ class EngineOutput:
     def last(self) -> bool:
         """Whether nothing follows."""
         return self.reason is not None or self.error is not None
+
+
+class OutputQueue:
+    """What steps give several requests, for the task that waits for it.
+
+    Args:
+        requests: the requests.
+
+    Attributes:
+        unfinished: ids of those that have not ended.
+    """
+
+    def __init__(self, requests: Sequence[EngineRequest]) -> None:
+        self.unfinished = {request.id for request in requests}
+        self._queue = Queue[EngineOutput]()
+        self._error: Exception | None = None
+        self.put, self.shutdown = self._queue.put_nowait, self._queue.shutdown
+
+    async def get(self) -> list[EngineOutput]:
+        """Return all that has come meanwhile, at least one output.
+
+        Raises:
+            Exception: the first error of an output, after those in front of it.
+            QueueShutDown: nothing more comes.
+        """
+        if self._error is not None:
+            raise self._error
+        found, output = list[EngineOutput](), await self._queue.get()
+        while output.error is None:
+            found.append(output)
+            if output.reason is not None:
+                self.unfinished.discard(output.id)
+            if self._queue.empty():
+                return found
+            output = self._queue.get_nowait()
+        self._error = output.error
+        return found or await self.get()
 
 
 class _Running:

@@ -6,17 +6,17 @@ import asyncio
 import itertools
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 import zmq
 import zmq.asyncio
 
 from megalight.errors import ConfigurationError, MegalightError
-from megalight.serving.asynchronous import Queue
 from megalight.serving.coordinator import BEAT, SILENCE
 from megalight.serving.curve_keys import CurveKeys, check_endpoint
-from megalight.serving.engine_loop import EngineOutput, EngineRequest
+from megalight.serving.engine_loop import EngineOutput, EngineRequest, OutputQueue
 from megalight.serving.engine_status import EngineStatus
 from megalight.serving.messages import (
     LARGEST,
@@ -42,8 +42,8 @@ class _Stream:
     """A request that has not ended, with its tokens so far."""
 
     request: EngineRequest
+    outputs: OutputQueue
     generated: list[int] = field(default_factory=list)
-    outputs: Queue[EngineOutput] = field(default_factory=Queue)
 
 
 class InferenceClient:
@@ -113,29 +113,37 @@ class InferenceClient:
         return len(self._streams)
 
     async def submit(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
-        """Yield what each step gives a request, until it ends. Whoever leaves the iteration aborts the request.
+        """Yield what each step gives a request, until it ends; see :meth:`subscribe`."""
+        async with aclosing(self.subscribe([request])) as parts:  # type: ignore[type-var]
+            async for outputs in parts:
+                for output in outputs:
+                    yield output
+
+    async def subscribe(self, requests: Sequence[EngineRequest]) -> AsyncIterator[list[EngineOutput]]:
+        """Yield what steps have given several requests meanwhile, until all have ended.
+
+        Whoever leaves the iteration aborts them.
 
         Raises:
-            DataError, ConfigurationError: an engine refuses the request.
-            MegalightError: it is lost.
+            DataError, ConfigurationError: an engine refuses one of the requests.
+            MegalightError: they are lost.
         """
-        if request.id in self._streams:
-            raise ConfigurationError(f"a request {request.id!r} runs already; give each an id of its own.")
-        stream = self._streams[request.id] = _Stream(request)
-        # A coordinator that is not there yet gets it when it is.
-        if self._epoch is not None:
-            self._send(SubmitRequest(RequestFields.of(request)))
+        for request in requests:
+            if request.id in self._streams:
+                raise ConfigurationError(f"a request {request.id!r} runs already; give each an id of its own.")
+        outputs = OutputQueue(requests)
+        for request in requests:
+            self._streams[request.id] = _Stream(request, outputs)
+            # A coordinator that is not there yet gets it when it is.
+            if self._epoch is not None:
+                self._send(SubmitRequest(RequestFields.of(request)))
         try:
-            while True:
-                output = await stream.outputs.get()
-                if output.error is not None:
-                    raise output.error
-                yield output
-                if output.last:
-                    return
+            while outputs.unfinished:
+                yield await outputs.get()
         finally:
-            if self._streams.pop(request.id, None) is not None:
-                self._send(AbortRequest(request.id))
+            for request in requests:
+                if self._streams.pop(request.id, None) is not None:
+                    self._send(AbortRequest(request.id))
 
     async def pause(self) -> State:
         """Let all engines stop after their step; return the state when all have."""
@@ -210,7 +218,7 @@ class InferenceClient:
                         continue
                     stream.generated += output.tokens
                     found = _output_of(output, message.weights_epoch)
-                    stream.outputs.put_nowait(found)
+                    stream.outputs.put(found)
                     if found.last:
                         del self._streams[output.id]
             elif isinstance(message, ControlAck):
@@ -233,7 +241,7 @@ class InferenceClient:
     def lose(self, message: str) -> None:
         """Let all requests that have not ended raise."""
         for stream in self._streams.values():
-            stream.outputs.put_nowait(EngineOutput(id=stream.request.id, error=MegalightError(message)))
+            stream.outputs.put(EngineOutput(id=stream.request.id, error=MegalightError(message)))
         self._streams.clear()
 
 

@@ -7,7 +7,7 @@ import itertools
 import os
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
@@ -28,7 +28,7 @@ from megalight.inference.scheduler import Reason
 from megalight.inference.text import NEW_TOKENS, begun
 from megalight.inference.weights import LoadedWeights, NewWeights
 from megalight.parallel.mesh import ParallelMesh, join_ranks
-from megalight.serving.asynchronous import Queue, QueueShutDown, get_asyncio_loop
+from megalight.serving.asynchronous import QueueShutDown, get_asyncio_loop
 from megalight.serving.engine_loop import (
     Abort,
     EngineLoop,
@@ -36,6 +36,7 @@ from megalight.serving.engine_loop import (
     EngineOutput,
     EngineRequest,
     EngineThread,
+    OutputQueue,
 )
 from megalight.serving.engine_status import EngineStatus
 from megalight.serving.rank_processes import LedWeights, RankProcesses
@@ -553,13 +554,22 @@ class AsyncClient(ABC):
         self._ids = itertools.count()
 
     @abstractmethod
-    def submit(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
-        """Yield what each step gives a request, until it ends. Whoever leaves the iteration aborts the request.
+    def subscribe(self, requests: Sequence[EngineRequest]) -> AsyncIterator[list[EngineOutput]]:
+        """Yield what steps have given several requests meanwhile, until all have ended.
+
+        Whoever leaves the iteration aborts them.
 
         Raises:
-            DataError, ConfigurationError: the engine refuses the request.
+            DataError, ConfigurationError: the engine refuses one of the requests.
             MegalightError: a step has failed, or :meth:`shutdown` was called.
         """
+
+    async def submit(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        """Yield what each step gives a request, until it ends; see :meth:`subscribe`."""
+        async with aclosing(self.subscribe([request])) as parts:  # type: ignore[type-var]
+            async for outputs in parts:
+                for output in outputs:
+                    yield output
 
     @abstractmethod
     async def prepare(self, grammar: GrammarSource) -> None:
@@ -700,7 +710,7 @@ class AsyncLLM(AsyncClient):
 
     def _serve(self, served: ServedModel) -> None:
         super().__init__(served)
-        self._streams: dict[str, Queue[EngineOutput]] = {}
+        self._streams: dict[str, OutputQueue] = {}
         self._events: asyncio.AbstractEventLoop | None = None
         self._thread: EngineThread | None = None
         self._closed = False
@@ -710,33 +720,31 @@ class AsyncLLM(AsyncClient):
         self._held = 0
         self._updating = asyncio.Lock()
 
-    async def submit(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+    async def subscribe(self, requests: Sequence[EngineRequest]) -> AsyncIterator[list[EngineOutput]]:
         """See :class:`AsyncClient`."""
-        self._held += 1
+        self._held += len(requests)
         try:
             await self._admits.wait()
         finally:
-            self._held -= 1
+            self._held -= len(requests)
         self._check_open()
-        if request.id in self._streams:
-            raise ConfigurationError(f"a request {request.id!r} runs already; give each an id of its own.")
-        thread, stream = self._started(), Queue[EngineOutput]()
-        self._streams[request.id] = stream
-        thread.submit(request)
+        for request in requests:
+            if request.id in self._streams:
+                raise ConfigurationError(f"a request {request.id!r} runs already; give each an id of its own.")
+        thread, outputs = self._started(), OutputQueue(requests)
+        for request in requests:
+            self._streams[request.id] = outputs
+            thread.submit(request)
         try:
-            while True:
-                output = await stream.get()
-                if output.error is not None:
-                    raise output.error
-                yield output
-                if output.last:
-                    return
+            while outputs.unfinished:
+                yield await outputs.get()
         except QueueShutDown:
             raise MegalightError("the engine has stopped, and the request is lost; send it again.") from self.failure
         finally:
-            if self._streams.pop(request.id, None) is not None:
-                thread.submit(Abort(request.id))
-                self._ended_one.set()
+            for request in requests:
+                if self._streams.pop(request.id, None) is not None:
+                    thread.submit(Abort(request.id))
+                    self._ended_one.set()
 
     async def prepare(self, grammar: GrammarSource) -> None:
         """Compile the grammar in another thread than the engine's.
@@ -847,7 +855,7 @@ class AsyncLLM(AsyncClient):
         for output in outputs:
             # Nobody waits for a request that was aborted meanwhile.
             if (stream := self._streams.get(output.id)) is not None:
-                stream.put_nowait(output)
+                stream.put(output)
                 if output.last:
                     del self._streams[output.id]
                     self._ended_one.set()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Iterator
+from bisect import bisect_left
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
-from itertools import zip_longest
+from dataclasses import dataclass
+from itertools import accumulate, zip_longest
 from typing import Any, TextIO
 
 import prometheus_client as prometheus
-from prometheus_client import Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from megalight.errors import MegalightError
@@ -20,6 +21,17 @@ from megalight.serving.llm import AsyncClient
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 """Bounds of the histograms of times."""
+
+
+@dataclass(slots=True)
+class _Measured:
+    """A request that has not ended: when it came and got its newest tokens, and how many of them there are."""
+
+    request: EngineRequest
+    start: float
+    last: float
+    new: int = 0
+    cached: int = 0
 
 
 class Metrics:
@@ -34,63 +46,109 @@ class Metrics:
     def __init__(self, llm: AsyncClient, model: str, events: TextIO | None = None) -> None:
         self._llm, self._model, self._events = llm, model, events
         self.registry = prometheus.CollectorRegistry()
-
-        def counter(name: str, what: str, *labels: str) -> Counter:
-            return Counter(f"megalight_{name}", what, ["model", *labels], registry=self.registry)
-
-        def histogram(name: str, what: str) -> Histogram:
-            return Histogram(f"megalight_{name}_seconds", what, ["model"], registry=self.registry, buckets=SECONDS)
-
         self.registry.register(_Engines(llm, model))
         self.registry.register(_Drafts(llm, model))
-        self._ended = counter("completions", "Completions that have ended, by reason", "reason")
-        self._prompt = counter("prompt_tokens", "Tokens of prompts").labels(model)
-        self._cached = counter("cached_prompt_tokens", "Tokens of prompts that the prefix cache had").labels(model)
-        self._new = counter("completion_tokens", "Tokens of completions").labels(model)
-        self._first = histogram("time_to_first_token", "From a request to its first token").labels(model)
-        self._between = histogram("time_between_tokens", "From one token of a completion to its next").labels(model)
-        self._whole = histogram("completion", "From a request to its end").labels(model)
+        self._ended = prometheus.Counter(
+            "megalight_completions",
+            "Completions that have ended, by reason",
+            ["model", "reason"],
+            registry=self.registry,
+        )
+        self._prompt = _Count("prompt_tokens", "Tokens of prompts", model)
+        self._cached = _Count("cached_prompt_tokens", "Tokens of prompts that the prefix cache had", model)
+        self._new = _Count("completion_tokens", "Tokens of completions", model)
+        self._first = _Times("time_to_first_token", "From a request to its first token", model)
+        self._between = _Times("time_between_tokens", "From one token of a completion to its next", model)
+        self._whole = _Times("completion", "From a request to its end", model)
+        for each in (self._prompt, self._cached, self._new, self._first, self._between, self._whole):
+            self.registry.register(each)
 
     def page(self) -> bytes:
         """Return all metrics in the text format of Prometheus."""
         return prometheus.generate_latest(self.registry)
 
-    async def measured(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
-        """Yield the outputs of a request; see :meth:`AsyncClient.submit`."""
-        start = last = time.perf_counter()
-        reason = "aborted"
-        first, new, cached = True, 0, 0
-        self._tell(request, "add", prompt_tokens=len(request.prompt), max_new_tokens=request.max_new_tokens)
+    async def measured(self, requests: Sequence[EngineRequest]) -> AsyncIterator[list[EngineOutput]]:
+        """Yield the outputs of requests; see :meth:`AsyncClient.subscribe`."""
+        start, reason = time.perf_counter(), "aborted"
+        left = {request.id: _Measured(request, start, start) for request in requests}
+        for request in requests:
+            self._tell(request, "add", prompt_tokens=len(request.prompt), max_new_tokens=request.max_new_tokens)
         try:
-            async with aclosing(self._llm.submit(request)) as outputs:  # type: ignore[type-var]
-                async for output in outputs:
+            async with aclosing(self._llm.subscribe(requests)) as parts:  # type: ignore[type-var]
+                async for outputs in parts:
                     now = time.perf_counter()
-                    if output.cached_tokens:
-                        cached = output.cached_tokens
-                        self._cached.inc(output.cached_tokens)
-                    if output.tokens:
-                        (self._first if first else self._between).observe(now - last)
-                        if first:
-                            self._prompt.inc(len(request.prompt))
-                            self._tell(request, "first_token", cached_tokens=cached)
-                        first, last, new = False, now, new + len(output.tokens)
-                        self._new.inc(len(output.tokens))
-                    if output.reason is not None:
-                        reason = output.reason
-                        self._whole.observe(now - start)
-                    yield output
+                    for output in outputs:
+                        self._take(left[output.id], output, now)
+                        if output.reason is not None:
+                            self._end(left.pop(output.id), output.reason, now)
+                    yield outputs
         except MegalightError:
             reason = "refused" if self._llm.failure is None else "lost"
             raise
         finally:
-            self._ended.labels(self._model, reason).inc()
-            kind = {"aborted": "abort", "refused": "fail", "lost": "fail", "error": "fail"}.get(reason, "finish")
-            seconds = round(time.perf_counter() - start, 6)
-            self._tell(request, kind, reason=reason, completion_tokens=new, seconds=seconds)
+            for each in left.values():
+                self._end(each, reason, time.perf_counter())
+
+    def _take(self, measured: _Measured, output: EngineOutput, now: float) -> None:
+        if output.cached_tokens:
+            measured.cached = output.cached_tokens
+            self._cached.value += output.cached_tokens
+        if not (count := len(output.tokens)):
+            return
+        if measured.new:
+            self._between.add(now - measured.last)
+        else:
+            self._first.add(now - measured.last)
+            self._prompt.value += len(measured.request.prompt)
+            self._tell(measured.request, "first_token", cached_tokens=measured.cached)
+        measured.last = now
+        measured.new += count
+        self._new.value += count
+
+    def _end(self, measured: _Measured, reason: str, now: float) -> None:
+        self._ended.labels(self._model, reason).inc()
+        kind = {"aborted": "abort", "refused": "fail", "lost": "fail", "error": "fail"}.get(reason, "finish")
+        seconds = now - measured.start
+        if reason not in ("aborted", "refused", "lost"):
+            self._whole.add(seconds)
+        self._tell(measured.request, kind, reason=reason, completion_tokens=measured.new, seconds=round(seconds, 6))
 
     def _tell(self, request: EngineRequest, kind: str, **values: Any) -> None:
         if self._events is not None:
             print(json.dumps({"time": time.time(), "id": request.id, "event": kind, **values}), file=self._events)
+
+
+class _Count(Collector):
+    """A number that only grows. Those of ``prometheus_client`` lock it each time: a microsecond for each token."""
+
+    def __init__(self, name: str, what: str, model: str) -> None:
+        self._name, self._what, self._model, self.value = name, what, model, 0
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the number."""
+        family = CounterMetricFamily(f"megalight_{self._name}", self._what, labels=["model"])
+        family.add_metric([self._model], self.value)
+        yield family
+
+
+class _Times(Collector):
+    """A histogram of seconds; see :class:`_Count`."""
+
+    def __init__(self, name: str, what: str, model: str) -> None:
+        self._name, self._what, self._model = name, what, model
+        self._counts, self._sum = [0] * (len(SECONDS) + 1), 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count seconds."""
+        self._counts[bisect_left(SECONDS, seconds)] += 1
+        self._sum += seconds
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the histogram."""
+        family = HistogramMetricFamily(f"megalight_{self._name}_seconds", self._what, labels=["model"])
+        bounds = [*(str(float(each)) for each in SECONDS), "+Inf"]
+        family.add_metric([self._model], [*zip(bounds, accumulate(self._counts), strict=True)], self._sum)
+        yield family
 
 
 class _Engines(Collector):

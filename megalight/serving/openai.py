@@ -12,6 +12,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from json.encoder import encode_basestring_ascii
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -24,6 +25,8 @@ from megalight.serving.engine_loop import EngineOutput
 from megalight.serving.llm import InFlight
 from megalight.serving.tool_calls import AnswerParser, Part, ToolForm, call_id
 
+TEXT = "\0"
+"""Stands for the text where an event is made in advance."""
 FINISH = {"end": "stop", "stop": "stop", "length": "length"}
 """Why a completion ended -> OpenAI's word."""
 COMPLETION_TOKENS = 16
@@ -490,8 +493,8 @@ class _Choice:
     """What a choice has so far."""
 
     parser: AnswerParser | None
-    text: str = ""
-    reasoning: str = ""
+    text: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -508,6 +511,17 @@ class _Choice:
         if self.reason is None:
             return None
         return "tool_calls" if self.calls and self.reason != "length" else FINISH[self.reason]
+
+
+def choice_id(request_id: str, place: int) -> str:
+    """Return the engine's name of a choice of a request."""
+    return f"{request_id}-{place}"
+
+
+def event(value: dict[str, Any]) -> bytes:
+    """Return an event of a stream."""
+    # In ASCII: some clients take U+2028 for the end of a line.
+    return f"data: {json.dumps(value)}\n\n".encode()
 
 
 class CompletionAnswer:
@@ -535,23 +549,30 @@ class CompletionAnswer:
         self._chat = isinstance(body, ChatBody)
         self._each = body.n or 1
         self._choices = [_Choice(parser()) for _ in range(self._each * len(prompts))]
+        self._places = {choice_id(request_id, place): place for place in range(len(self._choices))}
+        self._tells_tokens = body.return_token_ids or body.top_log_probs is not None
+        self._around: dict[tuple[int, str], tuple[bytes, bytes]] = {}
         kind = "chat.completion" if self._chat else "text_completion"
         common = {"id": request_id, "created": int(time.time()), "model": body.model}
         self._whole = {**common, "object": kind}
         self._chunk = {**common, "object": f"{kind}.chunk" if self._chat else kind}
 
-    def take(self, place: int, output: EngineOutput) -> list[dict[str, Any]]:
-        """Take what a step gave a choice, and return what is new in its message, as deltas.
+    def take(self, outputs: Sequence[EngineOutput]) -> None:
+        """Take what steps gave choices.
 
         Raises:
             APIError: its logits hold NaN or infinity.
         """
+        for output in outputs:
+            self._take(self._choices[self._places[output.id]], output)
+
+    def _take(self, choice: _Choice, output: EngineOutput) -> list[dict[str, Any]]:
+        """Take what a step gave a choice, and return what is new in its message, as deltas."""
         if output.reason == "error" and (grammar := self._body.grammar) is not None:
             field = "structured_outputs" if self._body.structured_outputs else "response_format"
             raise APIError(400, f"the {grammar.kind} needs too much work, or the logits hold NaN.", field)
         if output.reason == "error":
             raise APIError(500, "the model's logits hold NaN or infinity, so no token can be sampled.")
-        choice = self._choices[place]
         choice.tokens += output.tokens
         choice.log_probs += output.log_probs or []
         choice.top_log_probs += output.top_log_probs or []
@@ -560,7 +581,7 @@ class CompletionAnswer:
         choice.cached = max(choice.cached, output.cached_tokens)
         choice.reason = output.reason
         if choice.parser is None:
-            choice.text += output.text
+            choice.text.append(output.text)
             return [{"content": output.text}] if output.text else []
         parts = choice.parser.add(output.text)
         if output.last:
@@ -569,8 +590,8 @@ class CompletionAnswer:
 
     def _delta(self, choice: _Choice, part: Part) -> dict[str, Any]:
         if part.call is None:
-            choice.text += part.content
-            choice.reasoning += part.reasoning
+            choice.text.append(part.content)
+            choice.reasoning.append(part.reasoning)
             return {"reasoning_content": part.reasoning} if part.reasoning else {"content": part.content}
         assert self._form is not None
         function = {"name": part.call.name, "arguments": part.call.arguments}
@@ -582,26 +603,30 @@ class CompletionAnswer:
         """Return the answer."""
         choices = []
         for place, choice in enumerate(self._choices):
+            text, reasoning = "".join(choice.text), "".join(choice.reasoning)
             found = self._choice(place, choice.finish_reason, choice.tokens)
             if self._body.top_log_probs is not None:
                 found["logprobs"] = self._log_probs(place, 0, whole=True)
             if self._chat:
                 # As OpenAI: an answer that is calls alone has no content.
-                content = choice.text if choice.text or not (choice.calls or choice.reasoning) else None
+                content = text if text or not (choice.calls or reasoning) else None
                 found["message"] = {"role": "assistant", "content": content, "refusal": None}
-                if choice.reasoning:
-                    found["message"]["reasoning_content"] = choice.reasoning
+                if reasoning:
+                    found["message"]["reasoning_content"] = reasoning
                 if choice.calls:
                     found["message"]["tool_calls"] = choice.calls
             else:
-                found["text"] = self._echo(place) + choice.text
+                found["text"] = self._echo(place) + text
             if self._body.return_token_ids:
                 found["prompt_token_ids"] = self._prompts[place // self._each]
             choices.append(found)
         return {**self._whole, "choices": choices, "usage": self.usage()}
 
-    def first_chunks(self) -> Iterator[dict[str, Any]]:
-        """Yield the chunks in front of all tokens: roles, and prompts that are echoed."""
+    def first_events(self) -> bytes:
+        """Return the events in front of all tokens: roles, and prompts that are echoed."""
+        return b"".join(map(event, self._first_chunks()))
+
+    def _first_chunks(self) -> Iterator[dict[str, Any]]:
         for place in range(len(self._choices)):
             found = self._choice(place, None)
             if self._body.return_token_ids:
@@ -611,14 +636,42 @@ class CompletionAnswer:
             elif (echo := self._echo(place)) or self._body.return_token_ids:
                 yield self._chunk_of(found | {"text": echo})
 
-    def chunks(self, place: int, output: EngineOutput, deltas: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yield the chunks for an output, of which :meth:`take` has returned the deltas; there may be none."""
+    def events(self, outputs: Sequence[EngineOutput]) -> bytes:
+        """Take what steps gave choices, and return the events that tell of it; there may be none.
+
+        Raises:
+            APIError: see :meth:`take`.
+        """
+        found = list[bytes]()
+        for output in outputs:
+            place = self._places[output.id]
+            deltas = self._take(self._choices[place], output)
+            if output.reason is None and not self._tells_tokens:
+                found += [self._text_event(place, delta) for delta in deltas]
+            else:
+                found += map(event, self._chunks(place, output, deltas))
+        return b"".join(found)
+
+    def _text_event(self, place: int, delta: dict[str, Any]) -> bytes:
+        """Return the event of a delta; but for its text, those of a choice are equal."""
+        ((key, text),) = delta.items()
+        if not isinstance(text, str):
+            return event(self._chunk_of(self._choice(place, None) | {"delta": delta}))
+        if (around := self._around.get((place, key))) is None:
+            told = {"delta": {key: TEXT}} if self._chat else {"text": TEXT}
+            head, _, tail = event(self._chunk_of(self._choice(place, None) | told)).rpartition(
+                json.dumps(TEXT).encode()
+            )
+            around = self._around[place, key] = head, tail
+        return around[0] + encode_basestring_ascii(text).encode() + around[1]
+
+    def _chunks(self, place: int, output: EngineOutput, deltas: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Yield the chunks for an output with these deltas; there may be none."""
         choice, new = self._choices[place], len(output.tokens)
-        tells = new > 0 and (self._body.return_token_ids or self._body.top_log_probs is not None)
         # Tokens and the reason come once, with the last chunk.
         for delta in deltas[:-1]:
             yield self._chunk_of(self._choice(place, None) | {"delta": delta})
-        if not (deltas or tells or output.last):
+        if not (deltas or (new and self._tells_tokens) or output.last):
             return
         found = self._choice(place, choice.finish_reason, output.tokens)
         if new and self._body.top_log_probs is not None:

@@ -13,7 +13,7 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ class ReplicaProcesses:
         path: where all of them read the model.
         replicas: number of engines.
         tensor_parallel: number of processes of each.
-        device: None: a GPU for each process if there is one.
+        device: None: a GPU for each process if there is one; ``cuda:1``: from this one on.
         options: sizes of each engine.
         weights: see :meth:`TextGenerator.from_checkpoint`.
 
@@ -67,14 +67,14 @@ class ReplicaProcesses:
         options: EngineOptions | None = None,
         **weights: Any,
     ) -> None:
-        kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
-        environments = _environments(integer("replicas", replicas), integer("tensor_parallel", tensor_parallel), kind)
+        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        environments = _environments(integer("replicas", replicas), integer("tensor_parallel", tensor_parallel), where)
         self._folder = Path(tempfile.mkdtemp(prefix="megalight-"))
         self.endpoint = f"ipc://{self._folder}/coordinator"
         settings = {
             "endpoint": self.endpoint,
             "tensor_parallel": tensor_parallel,
-            "device": kind,
+            "device": where.type,
             **as_settings(path, options or EngineOptions(), weights),
         }
         self._failed: Callable[[BaseException], None] | None = None
@@ -170,16 +170,17 @@ class _Process:
         return found
 
 
-def _environments(replicas: int, tensor_parallel: int, kind: str) -> list[dict[str, str]]:
+def _environments(replicas: int, tensor_parallel: int, device: torch.device) -> list[dict[str, str]]:
     """Return variables by which each replica sees its own GPUs.
 
     Raises:
         LayoutError: there are too few.
     """
-    if kind != "cuda":
+    if device.type != "cuda":
         return [{}] * replicas
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())]
+    gpus = gpus[device.index or 0 :]
     if len(gpus) < replicas * tensor_parallel:
         raise LayoutError(
             f"{replicas} replicas on {tensor_parallel} GPUs each need {replicas * tensor_parallel}, and there are "
@@ -273,11 +274,11 @@ class ReplicatedLLM(AsyncClient):
         self._client = InferenceClient(self._replicas.endpoint)
         self._closed = False
 
-    def submit(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+    def subscribe(self, requests: Sequence[EngineRequest]) -> AsyncIterator[list[EngineOutput]]:
         """See :class:`AsyncClient`."""
         if self._closed or self.failure is not None:
             raise MegalightError("the engines have stopped; start them again.") from self.failure
-        return self._started().submit(request)
+        return self._started().subscribe(requests)
 
     async def prepare(self, grammar: GrammarSource) -> None:
         """Do nothing: an engine compiles a grammar with its first request."""

@@ -7,18 +7,17 @@ import contextlib
 import hashlib
 import hmac
 import ipaddress
-import json
 import logging
 import signal
 import socket
 import time
 import uuid
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from importlib.resources import files
-from typing import Any, TextIO, TypeAlias, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import fastapi
 import uvicorn
@@ -30,7 +29,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from megalight import __version__
 from megalight.errors import ConfigurationError, DataError, MegalightError, integer
 from megalight.inference.grammar import GrammarSource
-from megalight.serving.asynchronous import Queue
 from megalight.serving.engine_loop import EngineOutput, EngineRequest
 from megalight.serving.grammar_worker import GrammarWorker
 from megalight.serving.llm import AsyncClient
@@ -45,6 +43,8 @@ from megalight.serving.openai import (
     DetokenizeBody,
     TokenizeBody,
     WeightsBody,
+    choice_id,
+    event,
     refused,
 )
 from megalight.serving.tool_calls import END_THINK, THINK, AnswerParser, ToolForm, marks_of, rules
@@ -226,14 +226,44 @@ class Gate:
 
     def _patient(self, send: Send) -> Send:
         async def patient(message: Message) -> None:
+            sending = _Begun(send(message))  # type: ignore[arg-type]
+            if sending.done:
+                return  # as most do: a timer for each event would take as long as the event
             try:
                 async with asyncio.timeout(self.endpoints.limits.idle_seconds):
-                    await send(message)
+                    await sending
             except TimeoutError as error:
                 # As if it had gone: the request is aborted, and its blocks are free.
                 raise OSError("the client has stopped reading") from error
 
         return patient
+
+
+class _Begun:
+    """A coroutine that has run up to where it first waits. Await the rest of it.
+
+    Attributes:
+        done: whether there is no rest.
+    """
+
+    def __init__(self, work: Coroutine[Any, Any, Any]) -> None:
+        self.done, self._work = False, work
+        self._resume(work.send, None)
+
+    def _resume(self, act: Callable[[Any], Any], value: Any) -> None:
+        try:
+            self._waits_for = act(value)
+        except StopIteration:
+            self.done = True
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        while not self.done:
+            try:
+                found = yield self._waits_for
+            except BaseException as error:
+                self._resume(self._work.throw, error)
+            else:
+                self._resume(self._work.send, found)
 
 
 def _open(scope: Scope) -> bool:
@@ -257,10 +287,6 @@ def _response(error: APIError) -> JSONResponse:
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(error.body, error.status, headers)
-
-
-Outputs: TypeAlias = list[tuple[int, EngineOutput]]
-"""What choices have got meanwhile, each with its place."""
 
 
 @dataclass(frozen=True)
@@ -486,7 +512,7 @@ class Endpoints:
             each = body.n or 1
             requests = [
                 EngineRequest(
-                    id=f"{name}-{place}",
+                    id=choice_id(name, place),
                     prompt=prompts[place // each],
                     max_new_tokens=answered.limits[place // each],
                     sampling_params=body.sampling_params,
@@ -502,7 +528,7 @@ class Endpoints:
                 for place in range(each * len(prompts))
             ]
         answer = CompletionAnswer(body, name, prompts, self.llm.served.words, answered.parser, answered.form)
-        outputs = merged([self.metrics.measured(each) for each in requests])
+        outputs = self.metrics.measured(requests)
         # The first output decides: what the engine refuses is an error of the request, also of a stream.
         try:
             first = await while_connected(request.receive, self._first(outputs, body))
@@ -510,15 +536,13 @@ class Endpoints:
             await outputs.aclose()  # type: ignore[attr-defined]
             raise
         if body.stream:
-            return EventStream(self._chunks(answer, first, outputs, body))
+            return EventStream(self._events(answer, first, outputs, body))
         async with aclosing(outputs):  # type: ignore[type-var]
 
             async def rest() -> None:
-                for choice, output in first:
-                    answer.take(choice, output)
+                answer.take(first)
                 async for several in outputs:
-                    for choice, output in several:
-                        answer.take(choice, output)
+                    answer.take(several)
 
             await while_connected(request.receive, rest())
         return JSONResponse(answer.whole())
@@ -546,7 +570,7 @@ class Endpoints:
         if self._grammars is not None:
             await self._grammars.close()
 
-    async def _first(self, outputs: AsyncIterator[Outputs], body: Body) -> Outputs:
+    async def _first(self, outputs: AsyncIterator[list[EngineOutput]], body: Body) -> list[EngineOutput]:
         with _refusing(body, lost=lambda: self.llm.failure is not None):
             try:
                 async with asyncio.timeout(self.limits.first_token_seconds):
@@ -557,40 +581,30 @@ class Endpoints:
                     503, f"no token has come within {seconds:g} seconds; try again.", None, "overloaded", 1
                 ) from error
 
-    async def _chunks(
+    async def _events(
         self,
         answer: CompletionAnswer,
-        first: Outputs,
-        outputs: AsyncIterator[Outputs],
+        first: list[EngineOutput],
+        outputs: AsyncIterator[list[EngineOutput]],
         body: CompletionBody | ChatBody,
-    ) -> AsyncIterator[str]:
+    ) -> AsyncIterator[bytes]:
         """Yield the events of a stream, together those that are there. An error in the midst of it is the last one."""
         try:
             async with aclosing(outputs):  # type: ignore[type-var]
-                for chunk in answer.first_chunks():
-                    yield _event(chunk)
-                several: Outputs | None = first
+                if begin := answer.first_events():
+                    yield begin
+                several: list[EngineOutput] | None = first
                 while several is not None:
-                    events = [
-                        _event(chunk)
-                        for choice, output in several
-                        for chunk in answer.chunks(choice, output, answer.take(choice, output))
-                    ]
-                    if events:
-                        yield "".join(events)
+                    if events := answer.events(several):
+                        yield events
                     several = await anext(outputs, None)
             if body.wants_usage:
-                yield _event(answer.usage_chunk())
+                yield event(answer.usage_chunk())
         except APIError as error:
-            yield _event(error.body)
+            yield event(error.body)
         except MegalightError:
-            yield _event(APIError(503, "the engine has stopped; send the request again.").body)
-        yield "data: [DONE]\n\n"
-
-
-def _event(value: dict[str, Any]) -> str:
-    # In ASCII: some clients take U+2028 for the end of a line.
-    return f"data: {json.dumps(value)}\n\n"
+            yield event(APIError(503, "the engine has stopped; send the request again.").body)
+        yield b"data: [DONE]\n\n"
 
 
 @contextmanager
@@ -602,44 +616,6 @@ def _refusing(body: Body, lost: Callable[[], bool] = lambda: False) -> Iterator[
         raise refused(error, body) from error
     except MegalightError as error:
         raise APIError(503, "the engine has stopped; send the request again.", None, "unavailable", 1) from error
-
-
-async def merged(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[list[tuple[int, T]]]:
-    """Yield what several streams have given meanwhile, each with the stream's place. The first error ends all."""
-    queue = Queue[tuple[int, T | None, BaseException | None]]()
-
-    async def drain(place: int, stream: AsyncIterator[T]) -> None:
-        error: BaseException | None = None
-        try:
-            async with aclosing(stream):  # type: ignore[type-var]
-                async for item in stream:
-                    queue.put_nowait((place, item, None))
-        except BaseException as raised:
-            error = raised
-        queue.put_nowait((place, None, error))
-
-    tasks = [asyncio.create_task(drain(place, stream)) for place, stream in enumerate(streams)]
-    try:
-        left = len(tasks)
-        while left:
-            found, failed = list[tuple[int, T]](), None
-            events = [await queue.get()]
-            while not queue.empty():
-                events.append(queue.get_nowait())
-            for place, item, error in events:
-                failed = failed or error
-                if item is not None:
-                    found.append((place, item))
-                elif error is None:
-                    left -= 1
-            if found:
-                yield found
-            if failed is not None:
-                raise failed
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
@@ -668,7 +644,7 @@ async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
 class EventStream(StreamingResponse):
     """Events that end when the client goes: at once, and not with the next event."""
 
-    def __init__(self, events: AsyncIterator[str]) -> None:
+    def __init__(self, events: AsyncIterator[bytes]) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(events, media_type="text/event-stream", headers=headers)
         self._events = events
@@ -867,6 +843,7 @@ def serve(
             watch.cancel()
             await llm.shutdown()
 
-    asyncio.run(main())
+    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+        runner.run(main())
     if llm.failure is not None:
         raise MegalightError(f"the engine has stopped: {llm.failure}") from llm.failure

@@ -12,9 +12,10 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+import torch
 
 from megalight.cli.main import main
-from megalight.errors import CheckpointError, ConfigurationError, MegalightError
+from megalight.errors import CheckpointError, ConfigurationError, LayoutError, MegalightError
 from megalight.inference import SamplingParams
 from megalight.serving import LLM
 from megalight.serving.engine_loop import EngineOptions
@@ -24,7 +25,7 @@ pytest.importorskip("zmq")
 pytest.importorskip("msgspec")
 
 from megalight.cli.verbs.serve import uses_coordinator
-from megalight.serving.replicas import ReplicatedLLM
+from megalight.serving.replicas import ReplicatedLLM, _environments
 
 GREEDY = SamplingParams(temperature=0)
 
@@ -71,7 +72,7 @@ def test_replicas_that_are_killed_lose_nothing(folder: Path) -> None:
             await llm.shutdown()
         assert all(each.process.poll() is not None for each in llm._replicas._processes)
         with pytest.raises(MegalightError, match="have stopped"):
-            llm.submit(None)  # type: ignore[arg-type]
+            llm.subscribe([])
 
     asyncio.run(asyncio.wait_for(test(), 100))
 
@@ -138,14 +139,22 @@ def test_the_server_starts_its_ranks_and_ends_them(folder: Path, tmp_path: Path)
             server.kill()
 
 
-def test_a_coordinator_is_used_for_several_replicas_or_by_choice(
+def test_a_coordinator_is_used_on_gpus_for_several_replicas_and_by_choice(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("USE_COORDINATOR", raising=False)
-    assert (uses_coordinator(1), uses_coordinator(2)) == (False, True)
+    assert [uses_coordinator(*each) for each in ((1, False), (2, False), (1, True))] == [False, True, True]
     monkeypatch.setenv("USE_COORDINATOR", "1")
-    assert uses_coordinator(1)
+    assert uses_coordinator(1, False)
     monkeypatch.setenv("USE_COORDINATOR", "0")
-    assert not uses_coordinator(1)
+    assert not uses_coordinator(1, True)
     assert main(["serve", str(folder), "--replicas", "2"]) == 2
     assert "USE_COORDINATOR is '0' and --replicas 2" in capsys.readouterr().err
+
+
+def test_replicas_have_the_gpus_from_the_named_one_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    found = _environments(1, 2, torch.device("cuda:1"))
+    assert found == [{"CUDA_VISIBLE_DEVICES": "5,6"}]
+    with pytest.raises(LayoutError, match="need 4, and there are 3"):
+        _environments(2, 2, torch.device("cuda:1"))

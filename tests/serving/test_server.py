@@ -15,12 +15,15 @@ from typing import Any
 
 import pytest
 
+from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError
 from megalight.inference import SamplingParams
 from megalight.serving import LLM, AsyncLLM
+from megalight.serving.engine_loop import EngineOutput, EngineRequest, OutputQueue
 from megalight.serving.engine_status import EngineStatus
 from megalight.serving.metrics import Metrics
-from megalight.serving.server import CONTROLS, PAGE, Endpoints, Limits, app_of, check_host, merged
+from megalight.serving.openai import ChatBody, CompletionAnswer, CompletionBody
+from megalight.serving.server import CONTROLS, PAGE, Endpoints, Limits, app_of, check_host
 
 httpx = pytest.importorskip("httpx")
 openai = pytest.importorskip("openai")
@@ -649,25 +652,36 @@ def test_metrics_count_guesses_of_all_engines() -> None:
     assert "draft" not in Metrics(SimpleNamespace(engines={"a": EngineStatus()}), "small").page().decode()  # type: ignore[arg-type]
 
 
-def test_merged_streams_keep_their_order_and_end_with_the_first_error() -> None:
-    closed: list[str] = []
-
-    async def count(name: str, last: int, broken: bool = False) -> AsyncIterator[str]:
-        try:
-            for number in range(last):
-                await asyncio.sleep(0)
-                yield f"{name}{number}"
-            if broken:
-                raise ValueError(name)
-        finally:
-            closed.append(name)
-
+def test_outputs_in_front_of_an_error_come_first() -> None:
     async def main() -> None:
-        found = [item async for several in merged([count("a", 3), count("b", 5)]) for item in several]
-        assert [item for place, item in found if place == 0] == ["a0", "a1", "a2"]
-        assert [item for place, item in found if place == 1] == ["b0", "b1", "b2", "b3", "b4"]
-        with pytest.raises(ValueError, match="c"):
-            [item async for item in merged([count("c", 2, True), count("d", 99)])]
-        assert {*closed} == {"a", "b", "c", "d"}
+        queue = OutputQueue([EngineRequest(id=name, prompt=[1], max_new_tokens=9) for name in "ab"])
+        queue.put(EngineOutput(id="a", tokens=[1]))
+        assert [output.tokens for output in await queue.get()] == [[1]]
+        queue.put(EngineOutput(id="b", tokens=[2], reason="length"))
+        assert queue.unfinished == {"a", "b"}
+        queue.put(EngineOutput(id="a", error=ConfigurationError("wrong")))
+        assert [output.id for output in await queue.get()] == ["b"]
+        assert queue.unfinished == {"a"}
+        with pytest.raises(ConfigurationError, match="wrong"):
+            await queue.get()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("usage", [False, True])
+@pytest.mark.parametrize("chat", [False, True])
+def test_events_that_are_made_in_advance_are_those_of_json(chat: bool, usage: bool) -> None:
+    body: Any = {"model": 'a "b" \0', "stream": True, "n": 2, "stream_options": {"include_usage": usage}}
+    read = ChatBody.read if chat else CompletionBody.read
+    body = read(json.dumps(body | ({"messages": HELLO} if chat else {"prompt": "x"})).encode())
+    answer = CompletionAnswer(body, "id", [[1]], Tokenizer.train(["hello"], 260))
+    texts = ["one", 'two "quoted"\n', "naïve 東京 🙂 \u2028", "\0"]
+    outputs = [EngineOutput(id=f"id-{place % 2}", text=text, tokens=[1]) for place, text in enumerate(texts)]
+    found = answer.events([*outputs, EngineOutput(id="id-1", tokens=[1], reason="length")]).decode("ascii")
+    chunks = [json.loads(line.removeprefix("data: ")) for line in found.split("\n\n")[:-1]]
+    told = [chunk["choices"][0] for chunk in chunks]
+    assert [each["delta"].get("content", "") if chat else each["text"] for each in told] == [*texts, ""]
+    assert [each["index"] for each in told] == [0, 1, 0, 1, 1]
+    assert [each["finish_reason"] for each in told] == [None] * 4 + ["length"]
+    assert all(chunk.keys() == chunks[-1].keys() and ("usage" in chunk) == usage for chunk in chunks)
+    assert all(chunk["model"] == body.model and chunk["id"] == "id" for chunk in chunks)

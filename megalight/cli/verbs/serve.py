@@ -13,7 +13,7 @@ from megalight.errors import ConfigurationError
 KEY = "MEGALIGHT_API_KEY"
 CONTROL_KEY = "MEGALIGHT_CONTROL_KEY"
 COORDINATOR = "USE_COORDINATOR"
-"""Environment variable: 1: also a single engine is in a process of its own, behind a coordinator."""
+"""Environment variable: whether also a single engine is in a process of its own, behind a coordinator: 1 or 0."""
 
 
 def describe() -> str:
@@ -101,8 +101,11 @@ LIMITS = {
 """Options -> fields of ``Limits``."""
 
 
-def uses_coordinator(replicas: int) -> bool:
-    """Return whether engines are in other processes, behind a coordinator: where there are several, or by choice.
+def uses_coordinator(replicas: int, on_gpu: bool) -> bool:
+    """Return whether engines are in other processes, behind a coordinator.
+
+    By default those on GPUs are, and several replicas: in one process, Python would run either the engine or the
+    server, and a GPU would wait for events to be written.
 
     Raises:
         ConfigurationError: the choice is none, or there are several engines without a coordinator.
@@ -112,7 +115,7 @@ def uses_coordinator(replicas: int) -> bool:
         raise ConfigurationError(
             f"{COORDINATOR} is {chosen!r} and --replicas {replicas}; it must be 0 or 1, and 1 for several replicas."
         )
-    return chosen == "1" or replicas > 1
+    return replicas > 1 or chosen == "1" or (on_gpu and not chosen)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -127,9 +130,9 @@ def run(arguments: argparse.Namespace) -> int:
     require("fastapi", "megalight serve")
     require("uvicorn", "megalight serve")
     require("prometheus_client", "megalight serve")
-    if coordinated := uses_coordinator(arguments.replicas):
-        require("zmq", "a coordinator")
-        require("msgspec", "a coordinator")
+    require("zmq", "megalight serve")
+    require("msgspec", "megalight serve")
+    uses_coordinator(arguments.replicas, on_gpu=False)
 
     import torch  # after the checks: importing it takes seconds
 
@@ -154,7 +157,8 @@ def run(arguments: argparse.Namespace) -> int:
         "quantization": arguments.quantization,
     }
     llm: AsyncClient
-    if coordinated:
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if uses_coordinator(arguments.replicas, torch.device(device).type == "cuda"):
         from megalight.serving.replicas import ReplicatedLLM
 
         llm = ReplicatedLLM(path, replicas=arguments.replicas, **model)
