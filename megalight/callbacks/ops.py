@@ -17,11 +17,11 @@ from megalight.ops import use_backends
 class FusedOps(pl.Callback):
     """Runs models of ``transformers`` with fused ops while a Trainer works on them.
 
-    Parts of a model are fused whose code is that of Llama, Mistral, Qwen2 or Qwen3, as in most families.
+    A module is fused if its numbers are those of one of our ops, whatever its family: a small copy of it is tried once.
 
-    Fused are norms with the sum before them, the gated activation, rotary embedding, the head with its loss, and the
-    step of torch's ``Adam`` and ``AdamW``. Losses and gradients are equal up to rounding. Names and weights stay, so
-    checkpoints fit models with and without this callback. See :func:`megalight.models.fused.fuse`.
+    Fused are norms with the sum before them, gated activations, experts, rotary embedding, attention, the head with its
+    loss, and the step of torch's ``Adam`` and ``AdamW``. Losses and gradients are equal up to rounding. Names and
+    weights stay, so checkpoints fit models with and without this callback. See :func:`megalight.models.fused.fuse`.
 
     In training, a model that is given ``labels`` returns its loss and no logits.
 

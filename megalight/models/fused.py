@@ -1,65 +1,69 @@
 """Our fused ops inside models of ``transformers``, whose modules, names and weights stay as they are.
 
-:func:`fuse` gives each known module a subclass of its class with another ``forward``: norms together with the sum
-before them, the gated activation, rotary embedding, causal attention, and the head together with its loss. It knows
-classes whose code is that of a family in :data:`REFERENCES`.
+:func:`fuse` gives each module whose numbers one of our ops computes (``fused_forms.py``) a subclass of its class with
+another ``forward``: norms together with the sum before them, gated activations, experts, rotary embedding, attention,
+and the head together with its loss.
 """
 
 from __future__ import annotations
 
-import dis
+import functools
 import inspect
-import re
 import sys
-from collections.abc import Hashable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from types import CodeType, FunctionType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
-from megalight.nn.transformers_attention import NAME
-from megalight.ops.activation import gated_pair
-from megalight.ops.attention import attention
+from megalight.models import fused_forms as forms
+from megalight.nn.transformers_attention import CALL, CAUSAL, NAME, use_attention
+from megalight.ops.activation import gated, gated_pair
+from megalight.ops.common import wide
 from megalight.ops.cross_entropy import linear_cross_entropy
-from megalight.ops.norm import add_rms_norm, rms_norm
+from megalight.ops.grouped_linear import grouped_bias, grouped_linear
+from megalight.ops.linear import linear
+from megalight.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from megalight.ops.permute import permutation, permute, unpermute
 from megalight.ops.rotary import apply_rotary
+from megalight.parallel.layers import PRETRAINED, is_a
 from megalight.parallel.tensor.linear import column_linears
 from megalight.parallel.transform import ModelTransform, register
-from megalight.types import PackedSequences
 
 
 class FusedModule(nn.Module):
-    """Goes before a class of ``transformers`` among the bases of a fused class."""
+    """Goes before a class of ``transformers`` among the bases of a fused class.
 
-    @classmethod
-    def fits(cls, module: Any) -> bool:
-        """Return whether a module of that class computes what this class does. Default: it does."""
-        return True
+    Attributes:
+        fused_form: what the module computes.
+    """
+
+    fused_form: Any
 
     @classmethod
     def of_transformers(cls) -> type:
         """Return the class of ``transformers``."""
-        return next(kind for kind in cls.__mro__ if kind.__module__.startswith("transformers."))
+        return cls.__bases__[1]
 
-    @classmethod
-    def beside(cls, name: str) -> Any:
-        """Return what the file of that class has under a name."""
-        return getattr(sys.modules[cls.of_transformers().__module__], name)
+    @property
+    def stands_for(self) -> type:
+        """The class for which rules of a plan take the module."""
+        return self.of_transformers()
 
 
 # Norms
 
 
 class Norm(FusedModule):
-    """Has the attributes of an RMS norm of ``transformers``."""
+    """A norm over the last dim."""
 
+    fused_form: forms.NormForm
     weight: nn.Parameter
-    variance_epsilon: float
 
     def forward(
         self, hidden_states: Tensor, residual: Tensor | None = None, with_sum: bool = False
@@ -71,93 +75,144 @@ class Norm(FusedModule):
             residual: the other term.
             with_sum: also return the sum that was normed; its gradient is added in the same kernel.
         """
+        form = self.fused_form
+        weight: Tensor = self.weight
+        if form.offset:
+            weight = weight.to(wide(weight.dtype)) + form.offset
+        if form.kind == "rms":
+            if not with_sum:
+                return rms_norm(hidden_states, weight, form.eps)
+            return add_rms_norm(hidden_states, residual, weight, form.eps)
+        bias = self._parameters.get("bias")
         if not with_sum:
-            return rms_norm(hidden_states, self.weight, self.variance_epsilon)
-        return add_rms_norm(hidden_states, residual, self.weight, self.variance_epsilon)
+            return layer_norm(hidden_states, weight, bias, form.eps)
+        return add_layer_norm(hidden_states, residual, weight, bias, form.eps)
 
 
 # Gated MLPs
 
 
-KINDS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
-"""Name in a configuration of ``transformers`` -> name of our activation."""
-
-
 class GatedMLP(FusedModule):
-    """Has the attributes of a gated MLP of ``transformers``."""
+    """A gated feed-forward layer, whose activation and product are one kernel."""
 
-    config: Any
-    gate_proj: nn.Module
-    up_proj: nn.Module
-    down_proj: nn.Module
+    fused_form: forms.FeedForwardForm
 
-    act_fn: nn.Module
-
-    @classmethod
-    def fits(cls, module: Any) -> bool:
-        """Return whether our ops have the activation."""
-        kind = _activation(module)
-        # Families may take their activation from another entry.
-        return kind in KINDS and type(module.act_fn) is type(cls.activations()[kind])
-
-    @staticmethod
-    def activations() -> Any:
-        """Return the activations of ``transformers`` by name."""
-        return sys.modules["transformers.activations"].ACT2FN
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         """``[..., h] -> [..., h]``."""
-        gate, up = column_linears(x, (self.gate_proj, self.up_proj))
-        hidden: Tensor = self.down_proj(gated_pair(gate, up, KINDS[_activation(self)]))
+        form = self.fused_form
+        wide_states = column_linears(hidden_states, [self.get_submodule(name) for name in form.ups])
+        act: Any = gated_pair if len(wide_states) == 2 else gated
+        hidden: Tensor = self.get_submodule(form.down)(act(*wide_states, form.kind))
         return hidden
 
 
-def _activation(module: Any) -> str:
-    return str(getattr(getattr(module, "config", None), "hidden_act", None))
+# Experts
 
 
-# The head and its loss
+class FusedExperts(FusedModule):
+    """A stack of experts, whose products are grouped, and whose activation is one kernel."""
+
+    fused_form: forms.ExpertsForm
+    num_experts: int
+    has_bias: bool
+    is_transposed: bool
+    is_concatenated: bool
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """``[T, h]``, and ``[T, k]`` numbers and weights of experts ``-> [T, h]``."""
+        form = self.fused_form
+        where = permutation(top_k_index, self.num_experts)
+        rows, probs = permute(hidden_states, where, top_k_weights.to(wide(top_k_weights.dtype)))
+        assert probs is not None
+        hidden = grouped_linear(rows, self._stack("gate_up_proj"), where.offsets)
+        if self.has_bias:
+            hidden = grouped_bias(hidden, self._parameters["gate_up_proj_bias"], where.offsets)  # type: ignore[arg-type]
+        if not self.is_concatenated:
+            hidden = hidden.view(len(hidden), -1, 2).transpose(1, 2).flatten(1)
+        hidden = gated(hidden, form.kind, weights=probs, offset=form.offset, clamp=form.clamp)
+        hidden = grouped_linear(hidden, self._stack("down_proj"), where.offsets)
+        if self.has_bias:
+            hidden = grouped_bias(hidden, self._parameters["down_proj_bias"], where.offsets, probs)  # type: ignore[arg-type]
+        return unpermute(hidden, where)
+
+    def _stack(self, name: str) -> Tensor:
+        weight = self._parameters[name]
+        assert weight is not None
+        return weight.transpose(1, 2) if self.is_transposed else weight
 
 
-class Head(nn.Linear):
-    """A linear layer to the vocabulary that also returns losses, without all logits in float32.
+# Linear layers
+
+
+class FusedLinear(nn.Linear):
+    """A linear layer whose weight gradient is added to the main gradient by its product, if there is one.
 
     Attributes:
-        stands_for: the layer that a style of a plan replaces it as: heads that are split have losses of their own.
+        stands_for: the layer that styles of a plan take it for.
     """
 
     stands_for: ClassVar = nn.Linear
 
-    def forward(self, input: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Return logits ``[..., V]``, or losses ``[T]`` of ``labels [T]`` from hidden states ``[T, h]``."""
-        if labels is None:
-            return super().forward(input)
-        return linear_cross_entropy(input, self.weight, labels, bias=self.bias)
+    def forward(self, input: Tensor) -> Tensor:
+        """``[..., in] -> [..., out]``."""
+        return linear(input, self.weight, self.bias)
+
+
+class Head(FusedLinear):
+    """A linear layer to the vocabulary that also returns losses, without all logits in float32."""
+
+    def losses(self, hidden: Tensor, labels: Tensor, softcap: float | None, backend: str) -> Tensor:
+        """Return losses ``[T]`` of ``labels [T]`` from hidden states ``[T, h]``."""
+        return linear_cross_entropy(hidden, self.weight, labels, bias=self.bias, softcap=softcap, backend=backend)
 
 
 # Decoder layers
 
 
 class Layer(FusedModule):
-    """Has the attributes of a decoder layer of ``transformers``."""
+    """A decoder layer, each of whose norms adds to the residual stream in its kernel."""
 
-    self_attn: nn.Module
-    mlp: nn.Module
-    input_layernorm: nn.Module
-    post_attention_layernorm: nn.Module
+    fused_form: forms.LayerForm
 
-    @classmethod
-    def fits(cls, module: Any) -> bool:
-        """Return whether the norms of a layer are those of its family, which get a fused form."""
-        norms = (module.input_layernorm, module.post_attention_layernorm)
-        return all(isinstance(norm, Norm) or part_of(norm.__class__) is Norm for norm in norms)
-
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """``[B, S, h] -> [B, S, h]``; further arguments are those of the attention."""
-        normed, residual = self.input_layernorm(streamed(hidden_states), with_sum=True)
-        attended = self.self_attn(hidden_states=normed, **kwargs)[0]
-        normed, residual = self.post_attention_layernorm(attended, residual=residual, with_sum=True)
-        return residual + self.mlp(normed)  # type: ignore[no-any-return]
+        form = self.fused_form
+        kwargs = _by_name(self.of_transformers(), args, kwargs)
+        if not form.any_argument:
+            kwargs = {name: value for name, value in kwargs.items() if name in form.arguments}
+        before, after, second, last = (self._modules.get(name) if name else None for name in form.norms)
+        stream = streamed(hidden_states)
+        normed = stream
+        if before is not None:
+            normed, stream = before(stream, with_sum=True)
+        added = self._modules[form.attention](hidden_states=normed, **kwargs)[0]  # type: ignore[misc]
+        added = self._scaled(added if after is None else after(added))
+        if form.parallel:
+            # Both norms may be one.
+            normed = normed if second is before or second is None else second(stream)
+            stream = stream + added
+        elif second is None:
+            normed = stream = stream + added
+        else:
+            normed, stream = second(added, residual=stream, with_sum=True)
+        added = self._modules[form.feed_forward](normed)  # type: ignore[misc]
+        added = added[0] if form.takes_tuple else added
+        return stream + self._scaled(added if last is None else last(added))
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        scale = self.fused_form.scale
+        return x if scale == 1.0 else x * scale
+
+
+@cache
+def _names(theirs: Any) -> list[str]:
+    """Return the names of the arguments of a layer, without its own and hidden states."""
+    return _arguments(theirs)[1:]
+
+
+def _by_name(theirs: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return all arguments after hidden states by their names."""
+    return {**dict(zip(_names(theirs), args, strict=False)), **kwargs} if args else kwargs
 
 
 def streamed(hidden: Tensor) -> Tensor:
@@ -170,68 +225,44 @@ def streamed(hidden: Tensor) -> Tensor:
 
 
 class Decoder(FusedModule):
-    """Has the attributes of a decoder of ``transformers``.
+    """A decoder, all of whose masks say no more than the windows of its attentions.
 
-    That looks for packed documents in the positions, for which the host waits in every step, or fills a cache that
-    training never reads. Where the caller gives no positions, there are none to look for.
+    ``transformers`` looks for packed documents in the positions, for which the host waits in every step, and fills a
+    cache that training never reads. Where the caller gives no positions, there are none to look for, and attention
+    needs no mask.
+
+    Attributes:
+        fused_form: the implementation of attention that the model had.
     """
 
+    fused_form: str
     config: Any
-    embed_tokens: nn.Module
-    layers: nn.ModuleList
-    norm: nn.Module
-    rotary_emb: nn.Module
 
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Return the output of ``transformers``: hidden states ``[B, S, h]`` after the last norm."""
-        given = (attention_mask, position_ids, past_key_values)
-        if not self.training or any(each is not None for each in given) or not self._is_plain(kwargs):
-            return super().forward(
-                input_ids,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                past_key_values=past_key_values,
-                inputs_embeds=inputs_embeds,
-                use_cache=use_cache,
-                **kwargs,
-            )
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give either input_ids or inputs_embeds, and not both.")
-        hidden: Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        batch, length = hidden.shape[:2]
-        if self._windows_shorter_than(length):
-            return super().forward(inputs_embeds=hidden, use_cache=False, **kwargs)
-        positions = torch.arange(length, device=hidden.device).unsqueeze(0)
-        tables = self.rotary_emb(hidden, position_ids=positions)
-        sequences = PackedSequences.of_uniform(batch, length, hidden.device)
-        for layer in self.layers[: self.config.num_hidden_layers]:
-            # Without a mask, torch's attention is causal too: a layer that is not fused needs no other arguments.
-            places = {"position_ids": positions, "position_embeddings": tables}
-            hidden = layer(hidden, attention_mask=None, **places, sequences=sequences, **kwargs)
-        return self.beside("BaseModelOutputWithPast")(last_hidden_state=self.norm(hidden))
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of ``transformers``."""
+        kwargs = {**dict(zip(_arguments(self.of_transformers()), args, strict=False)), **kwargs}
+        given = any(kwargs.get(name) is not None for name in ("attention_mask", "position_ids", "past_key_values"))
+        weights = kwargs.get("output_attentions") or getattr(self.config, "output_attentions", False)
+        if not self.training or given or weights or CALL.get() is not None:
+            return super().forward(**kwargs)
+        with _without_masks(self.config):
+            return super().forward(**{**kwargs, "use_cache": False})
 
-    def _is_plain(self, kwargs: dict[str, Any]) -> bool:
-        """Return whether the caller wants hidden states after the last norm and nothing else."""
-        wanted = ("output_hidden_states", "output_attentions")
-        recorded = any(kwargs.get(name) or getattr(self.config, name, False) for name in wanted)
-        causal = getattr(self.config, "is_causal", True)
-        ours = self.config._attn_implementation in ("sdpa", NAME)
-        return ours and causal and not recorded and "is_causal" not in kwargs
 
-    def _windows_shorter_than(self, length: int) -> bool:
-        config = getattr(self.config, "sliding_window", None)
-        # Qwen2 says in each layer whether it has one.
-        windows = {getattr(layer.self_attn, "sliding_window", config) for layer in self.layers}
-        return any(window is not None and window < length for window in windows)
+@cache
+def _arguments(theirs: Any) -> list[str]:
+    return [*inspect.signature(theirs.forward).parameters][1:]
+
+
+@contextmanager
+def _without_masks(config: Any) -> Iterator[None]:
+    """Let a model make no masks: attention is causal, in its window."""
+    before = config._attn_implementation
+    config._attn_implementation_internal = CAUSAL
+    try:
+        yield
+    finally:
+        config._attn_implementation_internal = before
 
 
 # Attention
@@ -240,38 +271,29 @@ class Decoder(FusedModule):
 class FusedRotary(FusedModule):
     """Makes the tables of angles in float32, whatever the dtype of hidden states; the kernel rounds only its result."""
 
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return cosines and sines ``[B, S, D]`` of positions ``[B, S]``. ``x`` gives only the device."""
-        tables: tuple[Tensor, Tensor] = super().forward(x.new_empty(0, dtype=torch.float32), position_ids)
+        tables: tuple[Tensor, Tensor] = super().forward(x.new_empty(0, dtype=torch.float32), *args, **kwargs)
         return tables
 
 
 class FusedAttention(FusedModule):
-    """Has the attributes of an attention of ``transformers``.
+    """An attention whose rotary embedding is one kernel, and whose projections sum their input gradient once.
 
-    It calls our attention where the decoder says that it is causal and has no mask, else the implementation in its
-    configuration.
+    It calls the attention in its configuration, through the interface of ``transformers``.
     """
 
+    fused_form: forms.AttentionForm
     config: Any
     layer_idx: int
     head_dim: int
-    scaling: float
-    attention_dropout: float
-    q_proj: nn.Module
-    k_proj: nn.Module
-    v_proj: nn.Module
-    o_proj: nn.Module
-    q_norm: nn.Module
-    k_norm: nn.Module
 
     def forward(
         self,
         hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
+        position_embeddings: Any = None,
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
-        sequences: PackedSequences | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Return outputs ``[B, S, h]`` and, if the implementation has them, weights.
@@ -281,40 +303,50 @@ class FusedAttention(FusedModule):
             position_embeddings: cosines and sines ``[B or 1, S, D]``.
             attention_mask: mask for the implementation, or None.
             past_key_values: cache of earlier keys and values, or None.
-            sequences: the lengths of the rows, if each token sees all earlier ones of its row. None: see the mask.
             kwargs: further arguments of the implementation.
         """
-        batch, length = hidden_states.shape[:2]
-        heads = (batch, length, -1, self.head_dim)
-        layers = (self.q_proj, self.k_proj, self.v_proj)
-        query, key, value = (each.view(heads) for each in column_linears(hidden_states, layers))
-        # Qwen3 norms each head.
-        if hasattr(self, "q_norm"):
-            query, key = self.q_norm(query), self.k_norm(key)
-        cos, sin = (_rows(table, batch) for table in position_embeddings)
-        query, key = (apply_rotary(x.flatten(0, 1), cos, sin) for x in (query, key))
-        dropout = self.attention_dropout if self.training else 0.0
-        if sequences is not None and not dropout:
-            packed = attention(query, key, value.flatten(0, 1), sequences, causal=True, scale=self.scaling)
-            return self.o_proj(packed.reshape(batch, length, -1)), None
-        query, key, value = (x.view(batch, length, -1, self.head_dim).transpose(1, 2) for x in (query, key, value))
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        attend: Any = ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation)
+        if attend is None:  # a function of the family
+            more = {"position_embeddings": position_embeddings, "past_key_values": past_key_values, **kwargs}
+            found: tuple[Tensor, Tensor | None] = super().forward(hidden_states, attention_mask=attention_mask, **more)
+            return found
+        form, (batch, length) = self.fused_form, hidden_states.shape[:2]
+        projected = column_linears(hidden_states, [self.get_submodule(name) for name in form.layers])
+        if len(projected) == 1:
+            groups: int = self.num_key_value_groups  # type: ignore[assignment]
+            heads = projected[0].shape[-1] // self.head_dim // (groups + 2)
+            sizes = [each * heads * self.head_dim for each in (groups, 1, 1)]
+            projected = list(torch.split(projected[0], sizes, -1))
+        if form.norms and form.wide_norms:
+            projected[:2] = [self._normed(x, number) for number, x in enumerate(projected[:2])]
+        query, key, value = (x.reshape(batch, length, -1, self.head_dim) for x in projected)
+        if form.norms and not form.wide_norms and not form.norms_last:
+            query, key = self._normed(query, 0), self._normed(key, 1)
+        if form.table is not None:
+            cos, sin = (_rows(table, form.table, batch) for table in position_embeddings)
+            query, key = (apply_rotary(x.flatten(0, 1), cos, sin, form.interleaved).view(x.shape) for x in (query, key))
+        if form.norms_last:
+            query, key = self._normed(query, 0), self._normed(key, 1)
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        functions = self.beside("ALL_ATTENTION_FUNCTIONS")
-        attend = functions.get_interface(self.config._attn_implementation, self.beside("eager_attention_forward"))
-        # Each family keeps its window in another place. Llama has none.
-        window = getattr(self, "sliding_window", getattr(self.config, "sliding_window", None))
-        if window is not None:
-            kwargs["sliding_window"] = window
-        output, weights = attend(
-            self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
-        )
-        return self.o_proj(output.reshape(batch, length, -1).contiguous()), weights
+        options = {**dict(form.options), **kwargs}
+        if form.sink is not None:
+            options["s_aux"] = self._parameters[form.sink]
+        dropout = form.dropout if self.training else 0.0
+        output, weights = attend(self, query, key, value, attention_mask, dropout=dropout, **options)
+        return self.get_submodule(form.output)(output.reshape(batch, length, -1).contiguous()), weights
+
+    def _normed(self, x: Tensor, number: int) -> Tensor:
+        found: Tensor = self.get_submodule(self.fused_form.norms[number])(x)
+        return found
 
 
-def _rows(table: Tensor, batch: int) -> Tensor:
-    """Return the first half of a table ``[B or 1, S, D]``, which the second repeats, as rows ``[B S, D/2]``."""
-    half = table[..., : table.shape[-1] // 2]
+def _rows(table: Tensor, repeats: str, batch: int) -> Tensor:
+    """Return the different angles of a table ``[B or 1, S, D]`` as rows ``[B S, D/2]``."""
+    half = {"halves": table[..., : table.shape[-1] // 2], "pairs": table[..., ::2]}.get(repeats, table)
     return half.expand(batch, -1, -1).flatten(0, 1)
 
 
@@ -328,7 +360,7 @@ LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
 
 
 class CausalLM(FusedModule):
-    """Has the attributes of a ``...ForCausalLM`` of ``transformers``.
+    """A language model, whose head returns losses.
 
     Attributes:
         sums_losses: its loss is a sum divided by ``num_items_in_batch``, if that is given.
@@ -336,57 +368,38 @@ class CausalLM(FusedModule):
 
     sums_losses: ClassVar = True
 
+    fused_form: forms.CausalLMForm
     config: Any
-    model: nn.Module
-    lm_head: nn.Module
 
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        **kwargs: Any,
-    ) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of ``transformers``; in training with labels ``[B, S]``, its ``logits`` are None."""
-        inputs = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            "past_key_values": past_key_values,
-            "inputs_embeds": inputs_embeds,
-            "use_cache": use_cache,
-        }
-        losses = self._losses
+        kwargs = {**dict(zip(_arguments(self.of_transformers()), args, strict=False)), **kwargs}
+        labels, losses = kwargs.get("labels"), self.losses_of()
         as_tuple = not kwargs.get("return_dict", getattr(self.config, "return_dict", True))
-        if labels is None or not self.training or losses is None or as_tuple or not _is_zero(logits_to_keep):
-            return super().forward(**inputs, labels=labels, logits_to_keep=logits_to_keep, **kwargs)
+        routed = kwargs.get("output_router_logits", getattr(self.config, "output_router_logits", False))
+        kept = kwargs.get("logits_to_keep", 0)
+        part = not isinstance(kept, int) or kept != 0
+        if labels is None or not self.training or losses is None or as_tuple or routed or part:
+            return super().forward(**kwargs)
         options = {name: kwargs.pop(name) for name in LOSS_ARGUMENTS if name in kwargs}
-        output = self.model(**inputs, **kwargs)
+        inputs = {name: value for name, value in kwargs.items() if name not in ("labels", "logits_to_keep")}
+        output = self.get_submodule(self.fused_form.decoder)(**inputs)
         loss = mean_loss(losses, output.last_hidden_state, labels, **options)
-        return self.beside("CausalLMOutputWithPast")(
-            loss=loss,
-            logits=None,
-            past_key_values=output.past_key_values,
-            hidden_states=output.hidden_states,
-            attentions=output.attentions,
-        )
+        beside = {name: output.get(name) for name in ("past_key_values", "hidden_states", "attentions")}
+        return self.fused_form.output(loss=loss, logits=None, **beside)
 
-    @property
-    def _losses(self) -> Any:
-        """The function of hidden states and labels that returns losses; None: the loss or the head is not known."""
+    def losses_of(self) -> Any:
+        """Return the function of hidden states ``[T, h]`` and labels ``[T]`` to losses; None: the loss is another."""
+        form = self.fused_form
+        losses = getattr(self._modules[form.head], "losses", None)
         # A loss of a user may be any callable, without a name.
-        if getattr(self.loss_function, "__name__", "") != "ForCausalLMLoss":
+        if getattr(self.loss_function, "__name__", "") != "ForCausalLMLoss" or losses is None:
             return None
-        if isinstance(self.lm_head, Head):
-            return self.lm_head
-        # A head that is split over devices returns losses by itself.
-        split = getattr(self.lm_head, "losses", None)
-        return None if split is None else lambda hidden, labels: split(hidden, labels, None, "auto")
+        return lambda hidden, labels: losses(_times(hidden, form.scale), labels, form.softcap, "auto")
+
+
+def _times(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1.0 else x * factor
 
 
 def mean_loss(
@@ -417,124 +430,123 @@ def mean_loss(
     return total / torch.as_tensor(num_items_in_batch, device=hidden.device)
 
 
-def _is_zero(logits_to_keep: int | Tensor) -> bool:
-    return isinstance(logits_to_keep, int) and logits_to_keep == 0
-
-
-REFERENCES = {"Llama": "llama", "Mistral": "mistral", "Qwen2": "qwen2", "Qwen3": "qwen3"}
-"""Prefix of the classes of a family whose code our parts compute -> its folder in ``transformers.models``."""
-
-PARTS: dict[str, type[FusedModule]] = {
-    "RMSNorm": Norm,
-    "RotaryEmbedding": FusedRotary,
-    "Attention": FusedAttention,
-    "MLP": GatedMLP,
-    "DecoderLayer": Layer,
-    "Model": Decoder,
-    "ForCausalLM": CausalLM,
-}
-"""The rest of the name of a class -> what its fused form adds."""
-HELPERS = {"Attention": ("apply_rotary_pos_emb", "rotate_half")}
-"""Part -> functions beside it that its code calls."""
-
-
-@cache
-def part_of(kind: Any) -> type[FusedModule] | None:
-    """Return what computes the same as a class of ``transformers``; None: nothing is known to.
-
-    Most families copy the code of others. A class is known if its ``forward`` has the instructions of a reference,
-    but for names of the family.
-    """
-    path = kind.__module__.split(".")
-    # By exact class: a subclass of a user may compute something else.
-    if path[:2] != ["transformers", "models"] or not path[-1].startswith("modeling_"):
-        return None
-    part = next((part for part in PARTS if kind.__name__.endswith(part)), None)
-    return PARTS[part] if part is not None and _code_of(kind, part) in _references(part) else None
-
-
-@cache
-def _references(part: str) -> frozenset[Hashable]:
-    found = set()
-    for prefix, folder in REFERENCES.items():
-        beside = import_module(f"transformers.models.{folder}.modeling_{folder}")
-        found.add(_code_of(getattr(beside, prefix + part), part))
-    return frozenset(found)
-
-
-def _code_of(kind: Any, part: str) -> Hashable:
-    """Return what a part runs, in a form that families share: instructions, names and constants of its functions.
-
-    None: a function has no code of Python.
-    """
-    functions = [inspect.unwrap(kind.forward)]
-    functions += [getattr(sys.modules[kind.__module__], name, None) for name in HELPERS.get(part, ())]
-    if not all(isinstance(function, FunctionType) for function in functions):
-        return None
-    prefix = re.compile(rf"\b{kind.__name__.removesuffix(part)}(?=[A-Z])")
-    return tuple(
-        (_instructions(each.__code__, prefix), repr((each.__defaults__, each.__kwdefaults__))) for each in functions
-    )
-
-
-def _instructions(code: CodeType, prefix: re.Pattern[str]) -> Hashable:
-    """Return instructions with the names and constants that they use. Docstrings, types and comments are no part."""
-    found: list[Hashable] = [code.co_flags, *code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
-    for each in dis.get_instructions(code):
-        value = each.argval
-        if isinstance(value, CodeType):
-            value = _instructions(value, prefix)
-        elif isinstance(value, str):
-            value = prefix.sub("", value)
-        # Of their type, too: 1 equals True.
-        found.append((each.opcode, type(value), value))
-    return tuple(found)
-
-
 def fuse(model: nn.Module) -> int:
-    """Let all known modules in ``model`` run fused ops. Results are equal up to rounding.
+    """Let all modules of ``transformers`` in ``model`` that compute what our ops do run these.
 
-    Under autocast, hidden states between layers have its dtype; ``transformers`` keeps them in float32. In training
-    with ``labels``, the output has a loss and no logits, which are never made as a whole.
+    Results are equal up to rounding. Under autocast, hidden states between fused layers have its dtype;
+    ``transformers`` keeps them in float32. In training with ``labels``, the output of a language model has a loss and
+    no logits, which are never made as a whole.
 
     Returns:
         the number of decoder layers that are fused now, or were before.
     """
-    layers = 0
-    # Children first: a model knows then which attentions read its tables of angles.
-    for module in reversed(list(model.modules())):
-        part = part_of(type(module))  # type: ignore[arg-type]
-        if part is not None and part is not FusedRotary and part.fits(module):
-            module.__class__ = _fused(type(module))  # type: ignore[arg-type]
-        for child in module.children():
-            # An attention of `transformers` needs tables in the dtype of hidden states.
-            if part_of(type(child)) is FusedRotary and all(  # type: ignore[arg-type]
-                isinstance(getattr(layer, "self_attn", None), FusedAttention) for layer in getattr(module, "layers", ())
-            ):
-                child.__class__ = _fused(type(child))  # type: ignore[arg-type]
-        if isinstance(module, CausalLM) and type(head := module.lm_head) is nn.Linear:
+    roots = list(_of_transformers(model))
+    single = [root for root in roots if is_a(root, PRETRAINED)]
+    # Layers of one model may lie in a module of the user's own.
+    for together in ([root for root in roots if not is_a(root, PRETRAINED)], *([root] for root in single)):
+        _fuse([each for root in together for each in reversed(list(root.modules()))])
+    return sum(isinstance(module, Layer) for module in model.modules())
+
+
+def _of_transformers(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost modules that are models of ``transformers``, or of its classes."""
+    if is_a(model, PRETRAINED) or type(model).__module__.startswith("transformers."):
+        yield model
+        return
+    for child in model.children():
+        yield from _of_transformers(child)
+
+
+FORMS: tuple[tuple[type[FusedModule], Any], ...] = (
+    (Norm, forms.norm_form),
+    (GatedMLP, forms.feed_forward_form),
+    (FusedExperts, forms.experts_form),
+    (FusedAttention, forms.attention_form),
+    (Layer, forms.layer_form),
+)
+"""A fused class -> what finds its form."""
+
+
+def _fuse(modules: list[nn.Module]) -> None:
+    # Children first: a layer knows its norms then.
+    modules = [each for each in modules if not isinstance(each, FusedModule | FusedLinear)]
+    found = set[str | None]().union(*(forms.rotary_tables(each) for each in modules))
+    for module in modules:
+        for part, find in FORMS:
+            form = forms.tried(find, module)
+            # The tables that an attention gets must repeat as those do with which it was tried.
+            if form is None or (part is FusedAttention and form.table is not None and found != {form.table}):
+                continue
+            _change(module, part, form)
+            break
+    for module in modules:
+        if is_a(module, PRETRAINED):
+            _fuse_model(module)
+    for module in modules:
+        if type(module) is nn.Linear:
+            module.__class__ = FusedLinear
+
+
+def _fuse_model(model: Any) -> None:
+    """Fuse what a model does besides its layers."""
+    form = forms.tried(lambda module: forms.causal_lm_form(module, mean_loss), model)
+    if form is not None and (type(head := model._modules[form.head]) is nn.Linear or hasattr(head, "losses")):
+        _change(model, CausalLM, form)
+        if type(head) is nn.Linear:
             head.__class__ = Head
-        layers += isinstance(module, Layer)
-    return layers
+        return
+    layers = list(model._modules.get("layers") or ())
+    inside = [[each for each in layer.modules() if isinstance(each, FusedAttention)] for layer in layers]
+    takers = [each for layer in layers for each in layer.modules() if "position_embeddings" in forms.takes(each)[0]]
+    alone = all(isinstance(each, FusedAttention) or any(each is layer for layer in layers) for each in takers)
+    if not layers or not all(inside):
+        return
+    if alone:  # an attention of `transformers` needs tables in the dtype of hidden states
+        for module in model.children():
+            if forms.rotary_tables(module):
+                _change(module, FusedRotary, None)
+    before = model.config._attn_implementation
+    use_attention(model)
+    windows = forms.tried(forms.windows_of, model)
+    known = [{each.fused_form.window for each in layer} for layer in inside]
+    if model.config._attn_implementation == NAME and windows is not None and known == [{each} for each in windows]:
+        _change(model, Decoder, before)
+    else:
+        model.config._attn_implementation_internal = before
+
+
+def _change(module: nn.Module, part: Any, form: Any) -> None:
+    theirs: Any = type(module)
+    module.__class__ = _fused(part, theirs)
+    vars(module)["fused_form"] = form
 
 
 def unfuse(model: nn.Module) -> None:
     """Give the modules in ``model`` their own classes back."""
     for module in list(model.modules()):
-        if type(module) is Head:
+        if isinstance(module, FusedLinear):
             module.__class__ = nn.Linear  # type: ignore[assignment]
         elif isinstance(module, FusedModule):
+            form = vars(module).pop("fused_form")
+            if isinstance(module, Decoder):
+                module.config._attn_implementation_internal = form
             module.__class__ = type(module).of_transformers()
 
 
 @cache
-def _fused(theirs: Any) -> type[nn.Module]:
+def _fused(part: Any, theirs: Any) -> Any:
     """Return the class that is derived from one of ``transformers``, with its name: folders are written with it."""
-    part = part_of(theirs)
-    assert part is not None
-    ours = type(theirs.__name__, (part, theirs), {"__module__": __name__, "__doc__": theirs.__doc__})
+    own: dict[str, Any] = {"__module__": __name__, "__doc__": theirs.__doc__}
+    if part in (CausalLM, Decoder):
+        # Callers look up by name what a model takes.
+        @functools.wraps(theirs.forward)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return part.forward(self, *args, **kwargs)
+
+        own["forward"] = forward
+    ours = type(theirs.__name__, (part, theirs), own)
     # Pickles find it by this: several families may have classes of one name.
-    ours.__qualname__ = f"{theirs.__module__.split('.')[2]}:{theirs.__name__}"
+    ours.__qualname__ = f"{part.__name__}:{theirs.__module__.replace('.', '/')}:{theirs.__qualname__}"
     # `transformers` looks up by class what it can record on request (`output_hidden_states`).
     capturing = sys.modules.get("transformers.utils.output_capturing")
     getattr(capturing, "_CAN_RECORD_REGISTRY", {})[str(ours)] = getattr(theirs, "_can_record_outputs", None)
@@ -542,24 +554,23 @@ def _fused(theirs: Any) -> type[nn.Module]:
 
 
 def __getattr__(name: str) -> Any:
-    """Return a fused class by its folder and its name (``llama:LlamaMLP``), so that modules can be pickled."""
-    folder, _, kind = name.partition(":")
+    """Return a fused class by what it adds and its class (``Norm:FILE:LlamaRMSNorm``), so that modules are pickled."""
+    part, _, theirs = name.partition(":")
+    file, _, kind = theirs.partition(":")
     if kind:
-        theirs = getattr(import_module(f"transformers.models.{folder}.modeling_{folder}"), kind, None)
-        if theirs is not None and part_of(theirs) is not None:
-            return _fused(theirs)
+        return _fused(globals()[part], getattr(import_module(file.replace("/", ".")), kind))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @register
 @dataclass(frozen=True)
 class Fused(ModelTransform):
-    """Lets modules of known families of ``transformers`` run our ops: see :func:`megalight.models.fused.fuse`."""
+    """Lets modules of ``transformers`` run our ops: see :func:`megalight.models.fused.fuse`."""
 
     name: ClassVar[str] = "fused"
 
     def change(self, model: nn.Module) -> None:
-        """Change the classes of the known modules. Names, parameters and plans stay.
+        """Change the classes of modules of known forms. Names, parameters and plans stay.
 
         Raises:
             ConfigurationError: there is none.
@@ -568,6 +579,6 @@ class Fused(ModelTransform):
         if not any(isinstance(module, FusedModule) for module in model.modules()):
             raise ConfigurationError(
                 f"FusedOps finds no module in {type(model).__name__} that it knows: it serves models of transformers "
-                f"with parts whose code is that of {', '.join(REFERENCES)}, and Megalight's own models run fused ops "
-                "anyway. Remove FusedOps."
+                "with an RMS norm or layer norm, a gated activation, experts, attention, a decoder layer or a head "
+                "whose numbers our ops compute, and Megalight's own models run fused ops anyway. Remove FusedOps."
             )

@@ -28,6 +28,8 @@ from megalight.types import PackedSequences
 
 NAME = "megalight"
 """Name of our attention in a configuration (``attn_implementation``)."""
+CAUSAL = "megalight_causal"
+"""The same for models that make no masks: each query sees all earlier keys of its window."""
 MIXERS = ("full_attention", "sliding_attention", "chunked_attention")
 """Types of layers that mix tokens by attention alone."""
 SPARSE = (
@@ -352,6 +354,13 @@ def _visible(
     return Visible(pattern, sequences, tokens.flatten().nonzero().flatten(), keep)
 
 
+def _rows_of(batch: int, queries: int, keys: int, device: torch.device) -> PackedSequences:
+    """Return sequences of whole rows."""
+    if queries == keys:
+        return PackedSequences.of_uniform(batch, queries, device)
+    return _of((queries,) * batch, (keys,) * batch, device)
+
+
 def _of(queries: tuple[int, ...], keys: tuple[int, ...], device: torch.device, same: bool = True) -> PackedSequences:
     sequences = PackedSequences.of_lengths(queries, device)
     if same and queries == keys:
@@ -385,7 +394,7 @@ def attend(
         is_causal: without a mask, whether a query sees no later key. None: the module knows.
         softcap: scores become ``softcap * tanh(score / softcap)``.
         s_aux: ``[H]`` sinks.
-        kwargs: further arguments of the interface. Windows are in the mask.
+        kwargs: further arguments of the interface. Windows are in the mask; without one, ``sliding_window`` says it.
 
     Returns:
         ``[B, Sq, H, Dv]``, and weights if they were asked for of a mask that is a tensor.
@@ -400,7 +409,10 @@ def attend(
     if attention_mask is None and kwargs.get("position_bias") is None:
         batch, _, queries, _ = query.shape
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        attention_mask = Visible(MaskPattern(causal), _of((queries,) * batch, (key.shape[2],) * batch, query.device))
+        # The window is that of the layer where no mask was made.
+        window = kwargs.get("sliding_window") if causal else None
+        pattern = MaskPattern(causal, None if window is None else window - 1)
+        attention_mask = Visible(pattern, _rows_of(batch, queries, key.shape[2], query.device))
         if (call := CALL.get()) is not None:
             attention_mask = _of_call(call, attention_mask.pattern, None)
     if not isinstance(attention_mask, Visible):
@@ -474,6 +486,7 @@ def use_attention(root: nn.Module) -> int:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
     AttentionInterface.register(NAME, attend)
+    AttentionInterface.register(CAUSAL, attend)
     AttentionMaskInterface.register(NAME, mask)
     changed = 0
     for module in root.modules():

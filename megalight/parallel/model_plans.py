@@ -51,6 +51,7 @@ from megalight.parallel.styles import (
     WideNorm,
 )
 from megalight.parallel.styles.experts import stacked
+from megalight.parallel.styles.style import kind_of
 from megalight.registry import Registry
 
 PLANS: Registry[Callable[[Any], ParallelizePlan]] = Registry("parallel plan")
@@ -165,8 +166,7 @@ def _ends(model: Any) -> Rules:
     weights = [each.weight for each in (embedding, head) if isinstance(getattr(each, "weight", None), nn.Parameter)]
     # With those whose weights are tied to one of them.
     ends = {n: m for n, m in modules.items() if any(m._parameters.get("weight") is weight for weight in weights)}
-    # A head that also returns losses says that it stands for a linear layer.
-    kinds = {getattr(each, "stands_for", type(each)) for each in ends.values()}
+    kinds = {kind_of(each) for each in ends.values()}
     if type(embedding) is not nn.Embedding or not kinds <= {nn.Embedding, nn.Linear}:
         return {name: Replicated() for name in ends}
     rules: Rules = {}
@@ -301,7 +301,7 @@ def _linear(name: str, module: nn.Module, style: Style) -> Rules:
     """Return the rules of a declared linear layer: the module, or the only one in it (Gemma 4 clips around it)."""
     if "base_layer" in module._modules:  # a layer of peft around one of the model
         return _adapted_rules(name, module, style)
-    inside = [local for local, child in module.named_children() if type(child) is nn.Linear]
+    inside = [local for local, child in module.named_children() if kind_of(child) is nn.Linear]
     return {f"{name}.{inside[0]}" if len(inside) == 1 else name: style}
 
 
@@ -397,8 +397,8 @@ def _adapted_rules(name: str, module: nn.Module, style: Style) -> Rules:
     """
     base, dropouts = module._modules["base_layer"], module._modules.get("lora_dropout")
     other = next((each for each, _ in module.named_parameters() if each.partition(".")[0] not in ADAPTER_PARTS), None)
-    if type(base) is not nn.Linear or other is not None or not isinstance(dropouts, nn.ModuleDict):
-        what = f"around a {type(base).__name__}" if type(base) is not nn.Linear else f"with {other or 'no lora_A'}"
+    if kind_of(base) is not nn.Linear or other is not None or not isinstance(dropouts, nn.ModuleDict):
+        what = f"around a {type(base).__name__}" if kind_of(base) is not nn.Linear else f"with {other or 'no lora_A'}"
         raise LayoutError(
             f"{name} is an adapter of peft {what}, and tensor parallelism splits plain LoRA around nn.Linear. Leave "
             "the layer out of target_modules, use plain LoRA, or set tensor_parallel=1."

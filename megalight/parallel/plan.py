@@ -16,6 +16,7 @@ from torch import nn
 
 from megalight.errors import LayoutError
 from megalight.parallel.styles import STYLES, Style
+from megalight.parallel.styles.style import kind_of
 
 Target: TypeAlias = str | type[nn.Module]
 """The modules that a rule is for.
@@ -49,7 +50,7 @@ class ParallelizePlan:
         for target, found in self.rules.items():
             # The exact type: a subclass may compute something else, and the style would split it wrong without an
             # error.
-            matches = self._patterns[target].match(name) if isinstance(target, str) else type(module) is target
+            matches = self._patterns[target].match(name) if isinstance(target, str) else kind_of(module) is target
             if matches:
                 return tuple(style for style in _many(found) if isinstance(style, Style))
         return ()

@@ -21,7 +21,7 @@ from megalight.first_rank import only_first
 from megalight.parallel.plan import Target
 from megalight.parallel.styles import Attributes, Column, ConvColumn, ConvRow, HeadRegion, OwnHeads, Refused, Row, Style
 from megalight.parallel.styles.linear import is_transposed
-from megalight.parallel.styles.style import is_named_linear
+from megalight.parallel.styles.style import is_named_linear, kind_of
 
 log = logging.getLogger(__name__)
 log.addFilter(only_first)
@@ -86,7 +86,7 @@ def is_linear(module: nn.Module | None) -> bool:
     """Return whether a module is a linear layer that computes nothing but what its type does."""
     if module is None:
         return False
-    return type(module) is nn.Linear or is_transposed(module) or is_named_linear(module)
+    return kind_of(module) is nn.Linear or is_transposed(module) or is_named_linear(module)
 
 
 def features(linear: nn.Module) -> tuple[int, int]:

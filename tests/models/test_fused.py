@@ -13,8 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from megalight.models import fused as fused_ops
-from megalight.models.fused import Head, fuse, part_of, unfuse
-from tests.parallel.tiny_transformers import tiny
+from megalight.models.fused import FusedLinear, Head, fuse, unfuse
+from megalight.nn import transformers_attention
+from megalight.ops.parameter import collect
+from tests.parallel.tiny_transformers import errors_of, tiny
+from tests.support.workers import run
 
 transformers = pytest.importorskip("transformers")
 
@@ -92,12 +95,14 @@ def test_losses_gradients_and_generated_text_are_equal(kind: str) -> None:
 
 def test_what_runs_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     called: set[str] = set()
-    for name in ("rms_norm", "add_rms_norm", "gated_pair", "apply_rotary", "attention", "linear_cross_entropy"):
-        op = getattr(fused_ops, name)
-        monkeypatch.setattr(fused_ops, name, lambda *a, op=op, name=name, **k: (called.add(name), op(*a, **k))[1])
+    names = ("rms_norm", "add_rms_norm", "gated_pair", "apply_rotary", "linear", "linear_cross_entropy", "attention")
+    for name in names:
+        place = transformers_attention if name == "attention" else fused_ops
+        op = getattr(place, name)
+        monkeypatch.setattr(place, name, lambda *a, op=op, name=name, **k: (called.add(name), op(*a, **k))[1])
     _, fused = models()
     output = fused(**batch())
-    assert called == {"rms_norm", "add_rms_norm", "gated_pair", "apply_rotary", "attention", "linear_cross_entropy"}
+    assert called == {*names}
     assert output.logits is None
     assert output.past_key_values is None
 
@@ -201,44 +206,104 @@ def test_models_stay_theirs(tmp_path: Path) -> None:
     assert fuse(nn.Linear(2, 2)) == 0
 
 
-FUSED: dict[str, int] = {
-    **{"arcee": 2, "ernie4_5": 2, "glm": 2, "glm4_moe": 2, "hunyuan_v1_dense": 2, "qwen3_moe": 2, "smollm3": 2},
-    **{"gemma": 0, "granite": 0, "minicpm3": 0, "olmo2": 0, "phi3": 0, "exaone4": 0},
+FAMILIES = {
+    "gemma2": "norms add 1 to weights, four in a layer, soft caps",
+    "gemma3_text": "windows in some layers, norms of heads that add 1",
+    "glm4": "four norms in another order, pairs that are neighbors, gate and up of one layer",
+    "gpt_oss": "experts with clamp and biases, sinks, tables of angles that do not repeat",
+    "granite": "multipliers of scores, sums and logits",
+    "phi3": "one layer to queries, keys and values",
+    "olmo2": "norms after sublayers, and over all heads",
+    "cohere": "layer norms, and a parallel layer",
+    "qwen3_moe": "experts",
 }
-"""Family -> the layers that are fused as a whole. Other parts are in all of them."""
+"""Family -> what is its own. The last layer of each is fused as a whole."""
+PARTS = {"Norm", "FusedAttention", "Layer", "Decoder", "CausalLM", "FusedRotary"}
 
 
-@pytest.mark.parametrize("family", FUSED)
-def test_parts_with_the_code_of_a_known_family(family: str) -> None:
-    model: Any = tiny(family).float()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_that_differ_in_form(family: str) -> None:
+    model: Any = tiny(family).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
     fused = copy.deepcopy(model)
-    assert fuse(fused) == FUSED[family]
-    names = {
-        type(module).__mro__[1].__name__ for module in fused.modules() if isinstance(module, fused_ops.FusedModule)
-    }
-    assert len(names) >= 3
+    assert fuse(fused) == 2
+    parts = {type(module).__mro__[1].__name__ for module in fused.modules() if "fused_form" in vars(module)}
+    moe = family in ("gpt_oss", "qwen3_moe")
+    assert parts == PARTS | ({"FusedExperts"} if moe else {"GatedMLP"})
     ids = torch.randint(3, 96, (2, 9), generator=torch.Generator().manual_seed(1))
+    losses = []
     for one in (model, fused):
-        one(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    for (name, wanted), found in zip(model.named_parameters(), fused.parameters(), strict=True):
+        one.train()(input_ids=ids, labels=ids).loss.backward()
+        losses.append(one.eval()(input_ids=ids, labels=ids).loss)
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-5)
+    for (name, wanted), found in zip(model.named_parameters(), fused.named_parameters(), strict=True):
         if wanted.grad is not None:
-            torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-4, atol=1e-5, msg=name)
+            torch.testing.assert_close(found[1].grad, wanted.grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_code_that_differs_is_left_alone() -> None:
-    assert part_of(torch.nn.Linear) is None
-    model: Any = tiny("gemma2")
-    kinds = {type(module) for module in model.modules()}
-    # Its norms add 1 to their weights, and its layers have four of them.
-    assert not any(part_of(kind) in (fused_ops.Norm, fused_ops.Layer) for kind in kinds)
+def _errors(families: list[str], sequence_parallel: bool) -> dict[str, dict[str, float]]:
+    return {family: errors_of(family, sequence_parallel, fused=True) for family in families}
 
 
-@pytest.mark.parametrize("family", ["gemma2", "glm4"])
-def test_tables_of_angles_keep_the_dtype_that_foreign_attention_needs(family: str) -> None:
-    """Their attention turns queries by the tables as they are: float32 ones would make queries of float32."""
-    model: Any = tiny(family).bfloat16().eval()
+@pytest.mark.parametrize("sequence_parallel", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_tensor_parallelism_splits_them_alike(sequence_parallel: bool) -> None:
+    for found in run(_errors, 2, [*FAMILIES], sequence_parallel):
+        for family, errors in found.items():
+            assert errors.pop("share of parameters") < 0.75, family
+            assert max(errors.values()) < 1e-9, (family, errors)
+
+
+def test_numbers_decide_what_a_module_is() -> None:
+    """A module with the names and shapes of a known form, and other numbers, stays as it is."""
+    for change in (0.5, 1.0):
+        model, _ = models()
+        layer = model.model.layers[0]
+        for kind in ("input_layernorm", "mlp", "self_attn"):
+            module = getattr(layer, kind)
+            forward = type(module).forward
+            own = type(kind, (type(module),), {"forward": _scaled(forward, change)})
+            module.__class__ = own
+        assert fuse(model) == (1 if change != 1.0 else 2)
+        found = [
+            isinstance(each, fused_ops.FusedModule) for each in (layer.input_layernorm, layer.mlp, layer.self_attn)
+        ]
+        assert found == [change == 1.0] * 3
+
+
+def _scaled(forward: Any, factor: float) -> Any:
+    def scaled(self: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
+        # Also to signatures: a norm takes one argument.
+        found = forward(self, hidden_states, **kwargs)
+        return (found[0] * factor, *found[1:]) if isinstance(found, tuple) else found * factor
+
+    @functools.wraps(forward)
+    def alike(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return scaled(self, args[0] if args else kwargs.pop("hidden_states"), **kwargs)
+
+    return alike
+
+
+def test_layers_of_torch_add_to_main_gradients() -> None:
+    _, fused = models()
+    assert isinstance(fused.model.layers[0].mlp.up_proj, FusedLinear)
+    weight = fused.model.layers[0].mlp.up_proj.weight
+    collect(weight, torch.zeros_like(weight))
+    trained(fused)
+    assert weight.grad is None
+    wanted = models()[1]
+    trained(wanted)
+    torch.testing.assert_close(weight.main_grad, wanted.model.layers[0].mlp.up_proj.weight.grad)
+
+
+def test_tables_of_angles_keep_the_dtype_that_foreign_attention_needs() -> None:
+    """Its attention turns queries by the tables as they are: float32 ones would make queries of float32."""
+    model: Any = models()[0].bfloat16().eval()
+    for layer in model.model.layers:
+        layer.self_attn.forward = layer.self_attn.forward
     ids = torch.randint(3, 50, (2, 9))
     expected = model(ids).logits
     fuse(model)
     assert not any(isinstance(module, fused_ops.FusedRotary) for module in model.modules())
-    torch.testing.assert_close(model(ids).logits, expected, atol=0.05, rtol=0.05)
+    torch.testing.assert_close(model(ids).logits, expected, atol=0.2, rtol=0.05)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from megalight.models.fused import fuse
 from megalight.parallel import recompute
 from megalight.parallel.apply import parallelize
 from megalight.parallel.mesh import ParallelMesh
@@ -241,12 +242,16 @@ AGAIN: dict[str, Any] = {"use_reentrant": False, "context_fn": lambda: (nullcont
 """Lets layers that run again in the backward pass compute in float64 there, too."""
 
 
-def errors_of(family: str, sequence_parallel: bool = False, **settings: Any) -> dict[str, float]:
+def errors_of(family: str, sequence_parallel: bool = False, fused: bool = False, **settings: Any) -> dict[str, float]:
     """How far loss and gradients of a tensor-parallel model are from those of the plain one, on every rank."""
     tp = dist.get_world_size()
     mesh = ParallelMesh(tp, dist.get_rank(), tp=tp)
     whole = tiny(family, **settings)
     model = copy.deepcopy(whole)
+    if fused:
+        assert fuse(model) == 2
+        if getattr(whole.config, "attn_logit_softcapping", None):  # the default one ignores it
+            whole.set_attn_implementation("eager")
     plan = plan_for(model)
     assert plan is not None, "it declares no plan"
     specs = parallelize(model, plan, mesh, sequence_parallel=sequence_parallel)

@@ -226,10 +226,12 @@ class HFModel(nn.Module):
         if labels is None:
             return self._scored(tokens, sequences, core, rows, scored)
         # Fused models have a head that never makes all logits.
-        losses = self.net._losses if isinstance(self.net, CausalLM) else None
+        losses = self.net.losses_of() if isinstance(self.net, CausalLM) else None
         if losses is not None:
             with calling(sequences, core):
-                hidden = self.net.model(**self._inputs(tokens, sequences), use_cache=False).last_hidden_state
+                hidden = self.net.get_submodule(self.net.fused_form.decoder)(
+                    **self._inputs(tokens, sequences), use_cache=False
+                ).last_hidden_state
                 return HFOutput(losses=losses(hidden.flatten(0, 1), labels))
         return HFOutput(losses=_losses(self._run(tokens, sequences, core, None), labels))
 

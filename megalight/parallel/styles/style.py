@@ -93,11 +93,17 @@ def is_named_linear(module: nn.Module) -> bool:
     return f"{type(module).__module__}.{type(module).__qualname__}" in LINEARS
 
 
+def kind_of(module: nn.Module | None) -> type:
+    """Return the class of a module, or the one that it says to stand for: it computes the same, by ops of ours."""
+    kind: type = getattr(module, "stands_for", type(module))
+    return kind
+
+
 def _own(module: nn.Module, types: tuple[type[nn.Module], ...]) -> str | None:
     """Return what a module computes besides what the type does that it is served as; None: nothing."""
     known = next(kind for kind in types if isinstance(module, kind))
     # A class may say that its replacement lacks nothing of it.
-    computes = getattr(module, "stands_for", known if is_named_linear(module) else type(module))
+    computes: Any = known if is_named_linear(module) else kind_of(module)
     if "forward" in vars(module) or computes.forward is not known.forward:
         return "a forward pass of its own"
     if is_parametrized(module):
