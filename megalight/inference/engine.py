@@ -98,6 +98,7 @@ class DynamicEngine:
         blocks: who has which blocks.
         num_blocks: of layers that see all tokens.
         suspended: whether the cache is given back.
+        met: whether the last step found the same ``meet`` on all replicas that share experts.
         memory_level: the level that all ranks have.
 
     Raises:
@@ -209,7 +210,7 @@ class DynamicEngine:
             batch_invariant,
         )
         self._speculator = speculator
-        if speculator is not None and (self._shares_experts or self._scheduler.states):
+        if speculator is not None and (self.shares_experts or self._scheduler.states):
             raise ConfigurationError(
                 "some layers keep one state for all earlier tokens (Mamba, convolutions), which cannot forget a wrong "
                 "guess, or experts are on ranks of several replicas, which run equally often. Leave the speculator or "
@@ -220,14 +221,14 @@ class DynamicEngine:
             self._leads, self._follows = self._parallel.first, not self._parallel.first
         self._calls: list[_Call] = []
         self._compile: Callable[[GrammarSource, frozenset[int]], Grammar] | None = None
-        self._agreement: Callable[[], int] | None = None
+        self._agreement: Callable[[], list[int]] | None = None
         self._count = 0
         self._seeds: Generator | None = None
         # Kept after an error: the step that it stopped, and the completions that `run` has not returned.
         self._open: OpenStep | None = None
         self._ended: dict[int, Completion] = {}
         self._finished: dict[int, RequestRecord] = {}
-        self.suspended = self._kept = False
+        self.suspended = self._kept = self.met = False
 
     def add(
         self,
@@ -458,10 +459,15 @@ class DynamicEngine:
         """The numbers of requests that have not ended, in the order in which they came."""
         return list(self._requests)
 
-    def step(self) -> EngineStep | None:
+    def step(self, *, hold: bool = False, meet: int = 0) -> EngineStep | None:
         """Run one forward pass; return what it did, or None if no request is left.
 
         If experts are on ranks of several replicas, all these replicas call this equally often, until it returns None.
+
+        Args:
+            hold: begin no pass. Replicas that share experts begin none either, once they know, so what changes on one
+                of them changes while nothing is in flight: None says so.
+            meet: hold, and set :attr:`met` when all of them do so with this number. 0: do not.
 
         Raises:
             ConfigurationError: the engine is suspended.
@@ -469,20 +475,21 @@ class DynamicEngine:
                 raises: the next step asks it again, and returns what this one did. Cancel the request to go on without.
         """
         self._check_asked()
-        if self.suspended:
+        hold = hold or meet > 0
+        if self.suspended and not hold:
             raise ConfigurationError("the engine is suspended and has no cache; call resume() first.")
-        if self._calls or self._shares_experts or (self._requests and self._open is None):
-            self._tell("_advance", self._open is not None)
-        return self._advance()
+        if self._calls or self.shares_experts or (self._requests and self._open is None):
+            self._tell("_advance", self._open is not None, hold, meet)
+        return self._advance(False, hold, meet)
 
-    def _advance(self, kept: bool = False) -> EngineStep | None:
+    def _advance(self, kept: bool, hold: bool, meet: int) -> EngineStep | None:
         """Do what :meth:`step` does. ``kept``: no pass is run here, as the first rank still closes the last one."""
-        if not self._another():
+        if not self._another(hold, meet):
             return None
         self._finished.clear()
         if self._open is None and not kept:
             self._open = self._pass()
-        elif self._shares_experts:
+        elif self.shares_experts:
             self._passes.accompany()
         if self._open is None:
             return None
@@ -499,21 +506,25 @@ class DynamicEngine:
         return step
 
     @property
-    def _shares_experts(self) -> bool:
+    def shares_experts(self) -> bool:
+        """Whether experts are on ranks of several replicas, which step equally often."""
         return self._parallel is not None and self._parallel.shares_experts
 
-    def _another(self) -> bool:
+    def _another(self, hold: bool, meet: int) -> bool:
         """Return whether another pass follows, here or in a replica that shares experts."""
-        wanted = bool(self._requests)
-        if self._parallel is None or not self._shares_experts:
+        wanted = bool(self._requests) and not hold
+        if self._parallel is None or not self.shares_experts:
             return wanted
+        own = [int(wanted), int(hold), meet, -meet]
         # The replicas agree while the pass before runs, so that none waits for another. At the end they accompany a
         # pass of nobody.
-        if self._agreement is None or not self._agreement():
+        if self._agreement is None or not _runs(self._agreement()):
             self._agreement = None
-            if not self._parallel.any_replica(wanted):
+            most = self._parallel.most_of_replicas(own)
+            self.met = most[2] == -most[3] > 0
+            if not _runs(most):
                 return False
-        self._agreement = self._parallel.asking_replicas(int(wanted))
+        self._agreement = self._parallel.asking_replicas(own)
         return True
 
     def follow(self, grammar: Callable[[GrammarSource, frozenset[int]], Grammar] | None = None) -> None:
@@ -560,7 +571,7 @@ class DynamicEngine:
 
     def _pass(self) -> OpenStep:
         """Let passes begin, as many as may be in flight; return what the first of them gave."""
-        passes, shares = self._passes, self._shares_experts
+        passes, shares = self._passes, self.shares_experts
         try:
             # Replicas that share experts begin one pass in each step.
             begun = passes.begin(one=shares)
@@ -713,6 +724,11 @@ class DynamicEngine:
             seed = secrets.randbelow(LARGEST_SEED + 1) if self._leads else new_seed(self._model)
             self._seeds = Generator().manual_seed(seed)
         return int(torch.randint(2**62, (), generator=self._seeds))
+
+
+def _runs(most: Sequence[int]) -> bool:
+    """Return whether replicas run a pass: one wants it, and none holds."""
+    return bool(most[0]) and not most[1]
 
 
 def _ended(request: Request, completion: Completion) -> RequestRecord:

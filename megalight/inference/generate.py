@@ -214,7 +214,7 @@ def _drafted(engine: DynamicEngine) -> Iterator[dict[int, int]]:
 
 def another(model: GenerativeModel, wanted: bool) -> bool:
     """Return whether another forward pass follows, here or in a replica that shares experts."""
-    return model.any_replica(wanted) if isinstance(model, ParallelGPT) else wanted
+    return bool(model.most_of_replicas([int(wanted)])[0]) if isinstance(model, ParallelGPT) else wanted
 
 
 def _check_images(model: GenerativeModel, prompts: Sequence[Sequence[int]], packed_images: PackedImages | None) -> None:

@@ -406,24 +406,19 @@ class ParallelGPT(nn.Module):
         dist.broadcast_object_list(box, source, group, device=torch.device("cpu"))
         return box[0]
 
-    def any_replica(self, wanted: bool) -> bool:
-        """Return whether this replica, or one with which it shares experts, needs another forward pass."""
-        return self.asking_replicas(int(wanted))() > 0
-
-    def asking_replicas(self, number: int) -> Callable[[], int]:
-        """Ask replicas with which this one shares experts for the largest number; return what waits for the answer."""
-        if self._coupling is None:
-            return lambda: number
-        answer = self._coupling.asking([number])
-        return lambda: answer()[0]
+    def asking_replicas(self, numbers: Sequence[int]) -> Callable[[], list[int]]:
+        """Ask replicas with which this one shares experts for the largest of each number; return what waits for the
+        answer.
+        """
+        return (lambda: [*numbers]) if self._coupling is None else self._coupling.asking(numbers)
 
     def most_of_replicas(self, numbers: Sequence[int]) -> list[int]:
         """Return the largest of each of some numbers of the replicas with which this one shares experts."""
-        return [*numbers] if self._coupling is None else self._coupling.asking(numbers)()
+        return self.asking_replicas(numbers)()
 
     def every(self, flag: bool) -> bool:
         """Return whether a flag is set on all ranks of this replica, and of those with which it shares experts."""
-        return not self.asking_replicas(1 - self.least(int(flag)))()
+        return not self.most_of_replicas([1 - self.least(int(flag))])[0]
 
     def accompany(self) -> None:
         """Take part in another replica's forward pass with one dummy token."""

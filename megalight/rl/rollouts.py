@@ -193,7 +193,7 @@ def _engine(
         blocks = options.cache_tokens // BLOCK_SIZE
     if isinstance(policy.model, ParallelGPT):
         # Replicas that share experts construct their engines together.
-        blocks = policy.model.asking_replicas(blocks)()
+        (blocks,) = policy.model.most_of_replicas([blocks])
     # After an error there is none: its requests would go on.
     engine, policy.engine = policy.engine, None
     if engine is not None and engine.num_blocks >= blocks:

@@ -117,6 +117,7 @@ class _Engine:
 
     identity: bytes
     name: str
+    group: str
     epoch: int
     seen: float
     order: int
@@ -251,7 +252,7 @@ class DataParallelInferenceCoordinator:
                 if emptied and (now := time.monotonic()) - checked > BEAT:
                     checked = now
                     for engine in [*self._engines.values()]:
-                        if now - engine.seen > SILENCE:
+                        if now - engine.seen > SILENCE and engine.identity in self._engines:
                             self._lose(engine)
         finally:
             self._close_socket()
@@ -421,7 +422,7 @@ class DataParallelInferenceCoordinator:
         self._strangers.pop(identity, None)
         if (older := self._engines.get(identity)) is not None:
             self._lose(older)
-        self._engines[identity] = _Engine(identity, hello.name, hello.epoch, time.monotonic(), self._count)
+        self._engines[identity] = _Engine(identity, hello.name, hello.group, hello.epoch, time.monotonic(), self._count)
         updating = self.state == "UPDATING"
         for header in ENTERED.get(self._updated_in if updating else self.state, ()):
             self._tell(identity, header, awaited=self.state.endswith("ING") and self.state != "RUNNING")
@@ -434,13 +435,28 @@ class DataParallelInferenceCoordinator:
             behind = [identity]
         for other in behind:
             self._tell(other, "UPDATE_WEIGHTS", awaited=updating)
+        # Last, as to the others: those that share experts check and read together.
+        if self._steps and self._steps[0] == "CHECK_WEIGHTS":
+            self._tell(identity, "CHECK_WEIGHTS", awaited=True)
         self._advance()
         self._dispatch()
 
     def _lose(self, engine: _Engine) -> None:
-        """An engine is gone. Its requests go on elsewhere, from the tokens that they have."""
+        """An engine is gone, and with it those that share experts with it, which come again. Their requests go on
+        elsewhere, from the tokens that they have.
+        """
+        engines = [each for each in self._engines.values() if each is engine or each.group == engine.group != ""]
+        lost = [number for each in engines for number in self._take_out(each)]
+        # In front of younger ones, in their order.
+        self._waiting.extendleft(reversed([number for number in lost if number in self._pending]))
+        self._advance()
+        self._dispatch()
+
+    def _take_out(self, engine: _Engine) -> list[str]:
+        """Return the requests that an engine had."""
         log.warning("engine %s is gone, with %d requests", engine.name, len(engine.requests))
         del self._engines[engine.identity]
+        self._awaited.pop(engine.identity, None)
         lost = [*engine.requests]
         for number in lost:
             pending = engine.requests[number]
@@ -452,24 +468,23 @@ class DataParallelInferenceCoordinator:
                 error = ("", "the engine of the request is gone; send it again.")
                 self._send(pending.client, Reply([Output(pending.request.id, error=error)]))
                 self._end(number)
-        # In front of younger ones, in their order.
-        self._waiting.extendleft(reversed([number for number in lost if number in self._pending]))
-        self._awaited.pop(engine.identity, None)
-        self._advance()
-        self._dispatch()
+        return lost
 
     # States
 
     def _tell(self, identity: bytes, header: Header, *, awaited: bool) -> None:
         self._count += 1
         epoch, weights = self._next_weights if self.state == "UPDATING" or header == "CHECK_WEIGHTS" else self._weights
-        if self._send(identity, Command(header, self._count, weights, epoch)) and awaited:
+        command = Command(header, self._count, self._engines[identity].epoch, weights, epoch)
+        if self._send(identity, command) and awaited:
             self._awaited[identity] = self._count
 
     def _advance(self) -> None:
         """Enter the state that all engines have acknowledged, and go on with what clients want."""
         while not self._awaited and self.state != "STOPPED":
             if self._steps:
+                if self._steps[0] == "CHECK_WEIGHTS" and not self._engines:
+                    return  # one must have read them first: those that come are told
                 self._enter(self._steps.popleft())
                 if self._steps:
                     self._begin(self._steps[0])

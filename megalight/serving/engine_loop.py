@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, MegalightError, integer
-from megalight.inference import DynamicEngine, SamplingParams
+from megalight.inference import DynamicEngine, EngineStep, SamplingParams
 from megalight.inference.blocks import BLOCK_SIZE
 from megalight.inference.detokenizer import Detokenizer
 from megalight.inference.grammar import Grammar, GrammarCompiler, GrammarSource
@@ -31,6 +32,12 @@ from megalight.serving.engine_status import EngineStatus
 log = logging.getLogger(__name__)
 KEPT_GRAMMARS = 64
 """How many compiled grammars a loop keeps, for requests to come."""
+IDLE_SECONDS = 0.01
+"""Time after which an idle replica asks again whether others, with which it shares experts, run a pass."""
+END = 1
+"""The number by which replicas that share experts meet to end."""
+LOST_SECONDS = 2
+"""Time after which a rank tells that it has lost the others."""
 
 
 CACHE_TOKENS = 65_536
@@ -260,6 +267,8 @@ class EngineLoop:
     Attributes:
         paused: whether no step is to run.
         weights_epoch: how often weights were replaced.
+        recalled: whether nobody wants any more what other replicas are waited for. May be set in any thread.
+        rests: whether the last step ran no pass, here or on replicas that share experts.
     """
 
     def __init__(
@@ -270,7 +279,7 @@ class EngineLoop:
         weights: LoadedWeights | None = None,
     ) -> None:
         self.engine, self._tokenizer, self._weights = engine, tokenizer, weights
-        self.paused, self.weights_epoch = False, 0
+        self.paused, self.weights_epoch, self.recalled, self.rests = False, 0, False, True
         self._ends, self._compiling = ends, threading.Lock()
         self._compiler: GrammarCompiler | None = None
         self._grammars: OrderedDict[GrammarSource, Grammar] = OrderedDict()
@@ -391,10 +400,32 @@ class EngineLoop:
         return not self._numbers or self.paused or self.engine.suspended
 
     def step(self) -> list[EngineOutput]:
-        """Run one forward pass; return what it gave each request. See :meth:`DynamicEngine.step` for errors."""
-        step = self.engine.step()
-        if step is None:
-            return []
+        """Run one forward pass; return what it gave each request. See :meth:`DynamicEngine.step` for errors.
+
+        Where replicas share experts, all of them call this again and again, also idle ones: each takes part in the
+        passes of the others, and a paused or suspended one holds them all.
+        """
+        held = self.paused or self.engine.suspended
+        step = self.engine.step(hold=True) if held else self.engine.step()
+        self.rests = step is None
+        return [] if step is None else self._outputs(step)
+
+    def settle(self, meet: int = 0) -> Iterator[list[EngineOutput]]:
+        """Let replicas that share experts begin no pass any more; yield what those in flight give.
+
+        With ``meet``, it ends when all of them do this with the same number, together, or when :attr:`recalled` is set.
+        It does nothing for a replica of its own.
+        """
+        if not self.engine.shares_experts:
+            return
+        while True:
+            step = self.engine.step(hold=True, meet=meet)
+            if step is not None:
+                yield self._outputs(step)
+            elif self.engine.met or not meet or self.recalled:
+                return
+
+    def _outputs(self, step: EngineStep) -> list[EngineOutput]:
         self._steps += 1
         self._preempted += len(step.preempted)
         outputs = []
@@ -456,6 +487,8 @@ Command = EngineRequest | Abort | Callable[[EngineLoop], None]
 class EngineThread:
     """Runs an :class:`EngineLoop` in a thread, which ends with the first error of a step.
 
+    Where replicas share experts, an idle one asks the others every few milliseconds whether they run a pass.
+
     Args:
         loop: the loop, which nobody else uses meanwhile.
         sink: called in the thread with the outputs of each step.
@@ -469,6 +502,7 @@ class EngineThread:
         failed: Callable[[BaseException], None],
     ) -> None:
         self._loop, self._sink, self._failed = loop, sink, failed
+        self._shares_experts = loop.engine.shares_experts
         self._commands: SimpleQueue[Command | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="megalight-engine", daemon=True)
         self._thread.start()
@@ -478,23 +512,35 @@ class EngineThread:
         self._commands.put(command)
 
     def close(self) -> None:
-        """End the thread after the step that runs, and take all requests out."""
+        """End the thread after the step that runs, and take all requests out. Replicas that share experts end together,
+        so each of them must be closed.
+        """
         self._commands.put(None)
         self._thread.join()
 
     def _run(self) -> None:
         try:
             while self._obey():
-                if not self._loop.idle and (outputs := self._loop.step()):
+                if outputs := self._loop.step():
                     self._sink(outputs)
+            for _ in self._loop.settle(END):
+                pass  # all requests are out
         except BaseException as error:
+            if self._shares_experts:
+                # If another replica has ended, whoever started this one ends it meanwhile.
+                time.sleep(LOST_SECONDS)
             log.exception("the engine has stopped")
             self._failed(error)
 
     def _obey(self) -> bool:
         """Follow all commands, and wait for one if there is nothing else to do; return whether the thread goes on."""
-        while self._loop.idle or not self._commands.empty():
-            command = self._commands.get()
+        shares, rests = self._shares_experts, self._loop.rests
+        while (rests if shares else self._loop.idle) or not self._commands.empty():
+            try:
+                command = self._commands.get(timeout=IDLE_SECONDS if shares else None)
+            except Empty:
+                return True
+            rests = False
             if command is None:
                 self._loop.abort_all()
                 return False

@@ -6,6 +6,8 @@ import asyncio
 import itertools
 import logging
 import uuid
+import zlib
+from collections.abc import Callable
 
 import msgspec
 import zmq
@@ -16,7 +18,7 @@ from megalight.inference import SamplingParams
 from megalight.inference.grammar import GrammarSource
 from megalight.serving.coordinator import BEAT
 from megalight.serving.curve_keys import CurveKeys, check_endpoint
-from megalight.serving.engine_loop import Abort, EngineLoop, EngineOutput, EngineRequest, EngineThread
+from megalight.serving.engine_loop import END, Abort, EngineLoop, EngineOutput, EngineRequest, EngineThread
 from megalight.serving.messages import (
     LARGEST,
     AbortRequest,
@@ -25,7 +27,6 @@ from megalight.serving.messages import (
     EngineReply,
     Fault,
     Frame,
-    Header,
     Heartbeat,
     Hello,
     Output,
@@ -39,16 +40,29 @@ from megalight.serving.messages import (
 log = logging.getLogger(__name__)
 
 
-def obey(loop: EngineLoop, header: Header, weights: str = "", weights_epoch: int = 0) -> None:
+def obey(loop: EngineLoop, told: Command, sink: Callable[[list[EngineOutput]], None]) -> None:
     """Change the state of a loop, or its weights.
+
+    Replicas that share experts change while nothing is in flight, and read weights together; ``sink`` takes what
+    passes in flight give.
 
     Raises:
         CheckpointError, ConfigurationError: see :meth:`EngineLoop.check_weights`.
     """
+    header, weights, meet = told.header, told.weights, 0
+    if header == "UPDATE_WEIGHTS" and told.weights_epoch == loop.weights_epoch:
+        return  # told twice: the coordinator had lost sight of this engine
+    if header in ("CHECK_WEIGHTS", "UPDATE_WEIGHTS"):
+        meet = END + 1 + zlib.crc32(f"{header} {told.weights_epoch} {weights}".encode())
+    if meet or header in ("PAUSE", "SUSPEND"):
+        for outputs in loop.settle(meet):
+            sink(outputs)
+    if meet and loop.recalled:
+        return
     if header == "CHECK_WEIGHTS":
         loop.check_weights(weights)
     elif header == "UPDATE_WEIGHTS":
-        loop.update_weights(weights, weights_epoch)
+        loop.update_weights(weights, told.weights_epoch)
     elif header == "PAUSE":
         loop.paused = True
     elif header == "UNPAUSE":
@@ -94,13 +108,26 @@ class EngineWorker:
         loop: the engine's loop, which nobody else uses.
         endpoint: where the coordinator listens.
         name: the engine's name in :attr:`InferenceClient.engines`; None: a new one.
+        group: a name of the replicas with which it shares experts, the same for all of them. None: it shares none.
         keys: the coordinator's, for ``tcp://``.
+
+    Raises:
+        ConfigurationError: the engine shares experts, and has no group.
     """
 
     def __init__(
-        self, loop: EngineLoop, endpoint: str, *, name: str | None = None, keys: CurveKeys | None = None
+        self,
+        loop: EngineLoop,
+        endpoint: str,
+        *,
+        name: str | None = None,
+        group: str | None = None,
+        keys: CurveKeys | None = None,
     ) -> None:
         check_endpoint(endpoint, keys)
+        if loop.engine.shares_experts and not group:
+            raise ConfigurationError("the engine shares experts with others; give all of them the same group=.")
+        self._group = group or ""
         self._loop, self._endpoint, self._keys = loop, endpoint, keys
         self._identity = uuid.uuid4().bytes
         self._name = self._identity.hex()[:8] if name is None else name
@@ -135,9 +162,11 @@ class EngineWorker:
             frame = EngineReply(self._epoch, [Output.of(output) for output in outputs], self._loop.weights_epoch)
             events.call_soon_threadsafe(self._send, frame)
 
+        self._sink = sink
         self._thread = EngineThread(self._loop, sink, failed)
         waiting = asyncio.ensure_future(stopped.wait())
-        tasks = [asyncio.create_task(self._listen(stopped)), asyncio.create_task(self._beat())]
+        self._arrived = asyncio.Queue[Frame]()
+        tasks = [asyncio.create_task(each) for each in (self._listen(), self._follow(stopped), self._beat())]
         try:
             await asyncio.wait({*tasks, waiting}, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
@@ -165,9 +194,9 @@ class EngineWorker:
 
     def _hello(self) -> None:
         self._epoch = next(self._epochs)
-        self._send(Hello(self._epoch, self._name, self._loop.weights_epoch, self._weights))
+        self._send(Hello(self._epoch, self._name, self._loop.weights_epoch, self._weights, self._group))
 
-    async def _listen(self, stopped: asyncio.Event) -> None:
+    async def _listen(self) -> None:
         while True:
             frame = await self._socket.recv()
             try:
@@ -175,6 +204,13 @@ class EngineWorker:
             except (ValueError, msgspec.MsgspecError):
                 log.warning("a frame of the coordinator is malformed")
                 continue
+            if isinstance(message, Rejoin):
+                self._loop.recalled = True
+            self._arrived.put_nowait(message)
+
+    async def _follow(self, stopped: asyncio.Event) -> None:
+        while True:
+            message = await self._arrived.get()
             if isinstance(message, SubmitRequest):
                 # One of an older epoch has been given to another engine, or comes again in this one.
                 if message.epoch == self._epoch:
@@ -186,10 +222,12 @@ class EngineWorker:
             elif isinstance(message, AbortRequest):
                 self._thread.submit(Abort(message.id))
             elif isinstance(message, Rejoin):
-                await self._between_steps(Command("STOP", 0))
-                self._loop.paused = False
+                await self._between_steps(Command("STOP", 0, 0))
+                # The state of all may be another one now; the answer to the hello says so.
+                await self._between_steps(Command("RESUME", 0, 0))
+                self._loop.recalled = False
                 self._hello()
-            else:
+            elif isinstance(message, Command) and message.epoch == self._epoch:
                 error = await self._between_steps(message)
                 if message.header == "UPDATE_WEIGHTS":
                     self._weights = message.weights
@@ -205,7 +243,7 @@ class EngineWorker:
         def command(loop: EngineLoop) -> None:
             error = None
             try:
-                obey(loop, told.header, told.weights, told.weights_epoch)
+                obey(loop, told, self._sink)
             except MegalightError as raised:
                 # After the check all others have read them, or will.
                 if told.header != "CHECK_WEIGHTS":

@@ -39,7 +39,7 @@ from megalight.serving.engine_loop import (
     OutputQueue,
 )
 from megalight.serving.engine_status import EngineStatus
-from megalight.serving.rank_processes import LedWeights, RankProcesses
+from megalight.serving.rank_processes import LedWeights, RankProcesses, ReplicaRanks
 from megalight.strategies.inference import InferenceModel, model_of
 
 Prompt: TypeAlias = str | Sequence[int]
@@ -213,11 +213,12 @@ class ServedModel(ModelText):
         path: str | os.PathLike[str],
         *,
         tensor_parallel: int = 1,
+        replica: ReplicaRanks | None = None,
         device: str | torch.device | None = None,
         options: EngineOptions | None = None,
         **weights: Any,
     ) -> ServedModel:
-        """Load a model; see :class:`LLM`."""
+        """Load a model; see :class:`LLM`. ``replica``: its ranks, if experts are divided."""
         where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         world, ranks = int(os.environ.get("WORLD_SIZE") or 1), None
         if integer("tensor_parallel", tensor_parallel) != world and world > 1:
@@ -226,8 +227,9 @@ class ServedModel(ModelText):
                 f"--nproc-per-node {tensor_parallel}, or by itself."
             )
         mesh: ParallelMesh | None
-        if tensor_parallel > world:
-            ranks = RankProcesses(path, tensor_parallel, where, options or EngineOptions(), weights)
+        if tensor_parallel > world or replica is not None:
+            replica = replica or ReplicaRanks(tensor_parallel=tensor_parallel)
+            ranks = RankProcesses(path, replica, where, options or EngineOptions(), weights)
             mesh, where = ranks.mesh, ranks.device
         else:
             mesh, where = join_ranks(where, tp=tensor_parallel)

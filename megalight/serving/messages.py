@@ -181,12 +181,16 @@ class Reply(Frame, frozen=True):
 
 
 class Hello(Frame, frozen=True):
-    """An engine is there, and has no requests. Each hello has a new epoch. ``weights`` are those that it was given."""
+    """An engine is there, and has no requests. Each hello has a new epoch. ``weights`` are those that it was given.
+
+    Engines of a ``group`` share experts: none steps without the others.
+    """
 
     epoch: int
     name: str = ""
     weights_epoch: int = 0
     weights: str = ""
+    group: str = ""
 
 
 class Rejoin(Frame, frozen=True):
@@ -209,10 +213,11 @@ class Heartbeat(Frame, frozen=True):
 
 
 class Command(Frame, frozen=True):
-    """An engine is to change its state or weights, and acknowledge the number."""
+    """An engine is to change its state or weights in one of its epochs, and acknowledge the number."""
 
     header: Header
     number: int
+    epoch: int
     weights: str = ""
     weights_epoch: int = 0
 

@@ -57,11 +57,16 @@ def say(settings: Mapping[str, Any], **values: Any) -> None:
         out.write(json.dumps(values) + "\n")
 
 
-def end_process(process: subprocess.Popen[str], seconds: float = CLOSE_SECONDS) -> None:
-    """Let a process of :func:`start_process` end, and wait for it."""
+def close_input(process: subprocess.Popen[str]) -> None:
+    """Let a process of :func:`start_process` end."""
     assert process.stdin is not None
     with suppress(OSError):  # it is gone
         process.stdin.close()
+
+
+def end_process(process: subprocess.Popen[str], seconds: float = CLOSE_SECONDS) -> None:
+    """Let a process of :func:`start_process` end, and wait for it."""
+    close_input(process)
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:

@@ -13,25 +13,51 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megalight.errors import CheckpointError, ConfigurationError, DataError, LayoutError, MegalightError
+from megalight.errors import CheckpointError, ConfigurationError, DataError, LayoutError, MegalightError, integer
 from megalight.evaluation import Continuation, LogLikelihood, log_likelihoods
 from megalight.inference import DynamicEngine, ParallelGPT, TextGenerator
 from megalight.inference.grammar import Grammar, GrammarCompiler, GrammarSource
 from megalight.inference.weights import LoadedWeights, NewWeights
 from megalight.parallel.mesh import ParallelMesh, end_at_exit
-from megalight.serving.engine_loop import KEPT_GRAMMARS, EngineOptions
+from megalight.serving.engine_loop import KEPT_GRAMMARS, LOST_SECONDS, EngineOptions
 from megalight.serving.processes import end_process, settings_of, start_process
 
 HOST = "127.0.0.1"
-LOST_SECONDS = 2
-"""Time after which a rank tells that it has lost the others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaRanks:
+    """The ranks of a replica, among those of all replicas with which it shares experts.
+
+    Attributes:
+        tensor_parallel: number of ranks that share every layer: those of the replica.
+        expert_parallel: number of ranks that share the experts.
+        first: the replica's first rank.
+        world: number of all ranks; None: the replica's.
+        port: where they find each other on this machine; None: the replica's first rank chooses.
+    """
+
+    tensor_parallel: int
+    expert_parallel: int = 1
+    first: int = 0
+    world: int | None = None
+    port: int | None = None
+
+    def mesh(self, rank: int) -> ParallelMesh:
+        """Return the mesh of a rank.
+
+        Raises:
+            LayoutError: the degrees do not divide the number of ranks.
+        """
+        world = self.world or self.tensor_parallel
+        return ParallelMesh(world, rank, tp=self.tensor_parallel, ep=self.expert_parallel)
 
 
 def as_settings(path: str | os.PathLike[str], options: EngineOptions, weights: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,12 +75,32 @@ def from_settings(settings: Mapping[str, Any]) -> tuple[str, EngineOptions, dict
     return settings["path"], EngineOptions(**settings["options"]), weights
 
 
+def replicas_sharing_experts(replicas: int, tensor_parallel: int, expert_parallel: int) -> int:
+    """Return how many replicas share experts with each other.
+
+    Raises:
+        LayoutError: the degrees do not fit.
+    """
+    if integer("expert_parallel", expert_parallel) % tensor_parallel and tensor_parallel % expert_parallel:
+        raise LayoutError(
+            f"--expert-parallel {expert_parallel} and --tensor-parallel {tensor_parallel} do not divide each other; "
+            f"experts are shared by ranks of a replica, or by whole replicas. Set --expert-parallel {tensor_parallel}."
+        )
+    together = max(1, expert_parallel // tensor_parallel)
+    if replicas % together:
+        raise LayoutError(
+            f"--expert-parallel {expert_parallel} needs {together} replicas, or a multiple, of --tensor-parallel "
+            f"{tensor_parallel}, and there are {replicas}; set --replicas {together}."
+        )
+    return together
+
+
 class RankProcesses:
-    """The processes of all ranks of a model but the first, which is this one.
+    """The processes of all ranks of a replica but the first, which is this one.
 
     Args:
         path: where all ranks read the model.
-        size: number of ranks, the first included.
+        ranks: the ranks, the first included.
         device: cpu or cuda. Each rank has a GPU of its own.
         options: sizes of the engine.
         weights: see :meth:`TextGenerator.from_checkpoint`.
@@ -70,32 +116,37 @@ class RankProcesses:
     def __init__(
         self,
         path: str | os.PathLike[str],
-        size: int,
+        ranks: ReplicaRanks,
         device: torch.device,
         options: EngineOptions,
         weights: Mapping[str, Any],
     ) -> None:
+        size, first, world = ranks.tensor_parallel, ranks.first, ranks.world or ranks.tensor_parallel
         if dist.is_initialized():
             raise LayoutError(
                 f"tensor_parallel is {size}, and this process is a rank of others already; use another process."
             )
         if device.type == "cuda" and torch.cuda.device_count() < size:
             raise LayoutError(f"tensor_parallel is {size}, and there are {torch.cuda.device_count()} GPUs; use fewer.")
-        store = dist.TCPStore(HOST, 0, size, is_master=True, wait_for_workers=False)
-        settings = {"size": size, "port": store.port, "device": device.type, **as_settings(path, options, weights)}
+        if ranks.port is None:
+            store = dist.TCPStore(HOST, 0, world, is_master=True, wait_for_workers=False)
+        else:
+            store = dist.TCPStore(HOST, ranks.port, world, is_master=False)
+        ranks = replace(ranks, port=store.port, world=world)
+        settings = {"ranks": asdict(ranks), "device": device.type, **as_settings(path, options, weights)}
         threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // size))
         self._closed = False
         self._processes = [
             start_process(
                 "megalight.serving.rank_processes:follow",
                 {**settings, "rank": rank},
-                {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": threads},
+                {"RANK": str(rank), "LOCAL_RANK": str(rank - first), "OMP_NUM_THREADS": threads},
             )
-            for rank in range(1, size)
+            for rank in range(first + 1, first + size)
         ]
         atexit.register(self.close)
         try:
-            self.mesh, self.device = _join(store, size, 0, device.type)
+            self.mesh, self.device = _join(store, ranks, first, device.type)
         except BaseException:
             self.close()
             raise
@@ -154,20 +205,25 @@ def _lead(engine: DynamicEngine, *job: Any) -> None:
     engine.model.call(job)
 
 
-def _join(store: dist.Store, size: int, rank: int, kind: str) -> tuple[ParallelMesh, torch.device]:
-    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+def _join(store: dist.Store, ranks: ReplicaRanks, rank: int, kind: str) -> tuple[ParallelMesh, torch.device]:
+    mesh = ranks.mesh(rank)
+    # Each replica sees its own GPUs.
+    device = torch.device(kind, rank - ranks.first) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo", store=store, rank=rank, world_size=size)
+    backend = "nccl" if kind == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=mesh.world_size)
     end_at_exit()
-    return ParallelMesh(size, rank, tp=size), device
+    return mesh, device
 
 
 def follow() -> None:
     """Be a rank that follows the first one."""
     settings = settings_of()
-    store = dist.TCPStore(HOST, settings["port"], settings["size"], is_master=False)
-    mesh, device = _join(store, settings["size"], settings["rank"], settings["device"])
+    ranks = ReplicaRanks(**settings["ranks"])
+    assert ranks.port is not None
+    store = dist.TCPStore(HOST, ranks.port, ranks.world, is_master=False)
+    mesh, device = _join(store, ranks, settings["rank"], settings["device"])
     path, options, weights = from_settings(settings)
     try:
         found = TextGenerator.from_checkpoint(path, device=device, mesh=mesh, **weights)

@@ -10,14 +10,18 @@ import json
 import logging
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megalight import errors
 from megalight.checkpoint.disk.latest_checkpoint import latest_checkpoint
@@ -31,10 +35,12 @@ from megalight.serving.engine_status import EngineStatus
 from megalight.serving.engine_worker import EngineWorker
 from megalight.serving.inference_client import InferenceClient
 from megalight.serving.llm import AsyncClient, InFlight, ModelText, ServedModel, check_in_flight
-from megalight.serving.processes import end_process, say, settings_of, start_process
-from megalight.serving.rank_processes import as_settings, from_settings
+from megalight.serving.processes import close_input, end_process, say, settings_of, start_process
+from megalight.serving.rank_processes import HOST, ReplicaRanks, as_settings, from_settings, replicas_sharing_experts
 
 log = logging.getLogger(__name__)
+WATCH_SECONDS = 0.05
+"""Time between two looks whether processes are there."""
 
 
 class ReplicaProcesses:
@@ -44,6 +50,7 @@ class ReplicaProcesses:
         path: where all of them read the model.
         replicas: number of engines.
         tensor_parallel: number of processes of each.
+        expert_parallel: number of processes that share the experts: those of a replica, or of several.
         device: None: a GPU for each process if there is one; ``cuda:1``: from this one on.
         options: sizes of each engine.
         weights: see :meth:`TextGenerator.from_checkpoint`.
@@ -53,7 +60,7 @@ class ReplicaProcesses:
         text: what requests are made of, except for the tokenizer.
 
     Raises:
-        LayoutError: there are too few GPUs.
+        LayoutError: there are too few GPUs, or a degree does not fit the others.
         MegalightError: what loading the model raises.
     """
 
@@ -63,17 +70,18 @@ class ReplicaProcesses:
         *,
         replicas: int = 1,
         tensor_parallel: int = 1,
+        expert_parallel: int = 1,
         device: str | torch.device | None = None,
         options: EngineOptions | None = None,
         **weights: Any,
     ) -> None:
         where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         environments = _environments(integer("replicas", replicas), integer("tensor_parallel", tensor_parallel), where)
+        together = replicas_sharing_experts(replicas, tensor_parallel, expert_parallel)
         self._folder = Path(tempfile.mkdtemp(prefix="megalight-"))
         self.endpoint = f"ipc://{self._folder}/coordinator"
         settings = {
             "endpoint": self.endpoint,
-            "tensor_parallel": tensor_parallel,
             "device": where.type,
             **as_settings(path, options or EngineOptions(), weights),
         }
@@ -81,19 +89,28 @@ class ReplicaProcesses:
         self._failure: BaseException | None = None
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        self._processes = [_Process("megalight.serving.coordinator:coordinate", {"endpoint": self.endpoint}, {})]
-        self._processes += [
+        coordinator = _Process("megalight.serving.coordinator:coordinate", {"endpoint": self.endpoint}, {})
+        engines = [
             _Process("megalight.serving.replicas:be_replica", {**settings, "name": str(number)}, environment)
             for number, environment in enumerate(environments)
         ]
+        self._processes = [coordinator, *engines]
+        self._groups = [_Group([coordinator])]
+        for first in range(0, replicas, together):
+            sharing = engines[first : first + together]
+            self._groups.append(
+                _Group(sharing, ReplicaRanks(tensor_parallel=tensor_parallel, expert_parallel=expert_parallel))
+            )
         try:
-            _, *found = [each.ready() for each in self._processes]
+            for group in self._groups:
+                group.start()
+            _, *found = _ready(self._processes)
         except BaseException:
             self.close()
             raise
         self.text = found[0]
-        for process in self._processes:
-            threading.Thread(target=self._attend, args=(process,), daemon=True).start()
+        for group in self._groups:
+            threading.Thread(target=self._attend, args=(group,), daemon=True).start()
 
     def watch(self, failed: Callable[[BaseException], None]) -> None:
         """Let ``failed`` be called, in another thread, when no replica is left."""
@@ -106,34 +123,60 @@ class ReplicaProcesses:
         """End all processes."""
         with self._lock:
             self._closed.set()
-        for process in self._processes:
-            end_process(process.process)
+        _end(self._processes)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _attend(self, process: _Process) -> None:
-        """Start a process again each time it ends, until it fails to become ready."""
+    def _attend(self, group: _Group) -> None:
+        """Start processes again each time one of them ends, until they fail to become ready."""
         while True:
-            code = process.process.wait()
+            while all(each.process.poll() is None for each in group.processes):
+                if self._closed.wait(WATCH_SECONDS):
+                    return
             with self._lock:
                 if self._closed.is_set():
                     return
-                log.warning("%s has ended with code %s, and is started again", process.name, code)
-                end_process(process.process)
-                process.start()
+                for each in group.processes:
+                    if (code := each.process.poll()) is not None:
+                        log.warning("%s has ended with code %s, and is started again", each.name, code)
+                # Those with which it shares experts wait for it, in the midst of a pass.
+                _end(group.processes)
+                group.start()
             try:
-                process.ready()
+                _ready(group.processes)
             except MegalightError as error:
                 with self._lock:
                     if self._closed.is_set():
                         return
-                    process.lost = True
+                    for each in group.processes:
+                        each.lost = True
                     coordinator, *replicas = self._processes
                     if coordinator.lost or all(each.lost for each in replicas):
                         self._failure = error
-                log.error("%s is not started again: %s", process.name, error)
+                log.error("%s is not started again: %s", ", ".join(each.name for each in group.processes), error)
                 if self._failure is not None and self._failed is not None:
                     self._failed(error)
                 return
+
+
+class _Group:
+    """Processes that begin and end together: the coordinator, or replicas that share experts."""
+
+    def __init__(self, processes: Sequence[_Process], ranks: ReplicaRanks | None = None) -> None:
+        self.processes, self._ranks = processes, ranks
+
+    def start(self) -> None:
+        """Start all."""
+        if self._ranks is None:
+            self.processes[0].start()
+            return
+        ranks = self._ranks
+        if len(self.processes) > 1:
+            world = ranks.tensor_parallel * len(self.processes)
+            # They find each other by this process, which outlives them.
+            self._store = dist.TCPStore(HOST, 0, world, is_master=True, wait_for_workers=False)
+            ranks = replace(ranks, world=world, port=self._store.port)
+        for place, process in enumerate(self.processes):
+            process.start(ranks=asdict(replace(ranks, first=place * ranks.tensor_parallel)))
 
 
 class _Process:
@@ -143,13 +186,18 @@ class _Process:
         self._function, self._settings, self._environment = function, settings, environment
         self.name = f"replica {settings['name']}" if "name" in settings else "the coordinator"
         self.lost = False
-        self.start()
+        self.started: subprocess.Popen[str] | None = None
 
-    def start(self) -> None:
+    @property
+    def process(self) -> subprocess.Popen[str]:
+        assert self.started is not None
+        return self.started
+
+    def start(self, **settings: Any) -> None:
         self._read, write = os.pipe()
         try:
-            self.process = start_process(
-                self._function, {**self._settings, "ready": write}, self._environment, passed=[write]
+            self.started = start_process(
+                self._function, {**self._settings, **settings, "ready": write}, self._environment, passed=[write]
             )
         finally:
             os.close(write)
@@ -168,6 +216,32 @@ class _Process:
         if "error" in found:
             raise getattr(errors, found["error"], MegalightError)(found["message"])
         return found
+
+
+def _ready(processes: Sequence[_Process]) -> list[dict[str, Any]]:
+    """Wait until all are ready; return what they say. If one cannot be, all end.
+
+    Raises:
+        MegalightError: see :meth:`_Process.ready`.
+    """
+    with ThreadPoolExecutor(len(processes)) as readers:
+        found = [readers.submit(process.ready) for process in processes]
+        try:
+            for each in as_completed(found):
+                each.result()
+        except BaseException:
+            _end(processes)
+            raise
+    return [each.result() for each in found]
+
+
+def _end(processes: Sequence[_Process]) -> None:
+    """End processes, at once: none sees that another one is gone."""
+    started = [each.started for each in processes if each.started is not None]
+    for process in started:
+        close_input(process)
+    for process in started:
+        end_process(process)
 
 
 def _environments(replicas: int, tensor_parallel: int, device: torch.device) -> list[dict[str, str]]:
@@ -194,10 +268,12 @@ def be_replica() -> None:
     """Be an engine, in a process of its own, which starts those of its other ranks."""
     settings = settings_of()
     path, options, weights = from_settings(settings)
+    ranks = ReplicaRanks(**settings["ranks"])
     try:
         served = ServedModel.from_checkpoint(
             path,
-            tensor_parallel=settings["tensor_parallel"],
+            tensor_parallel=ranks.tensor_parallel,
+            replica=ranks if ranks.expert_parallel > 1 else None,
             device=settings["device"],
             options=options,
             **weights,
@@ -222,7 +298,8 @@ def be_replica() -> None:
         num_blocks=served.num_blocks,
     )
     try:
-        asyncio.run(EngineWorker(loop, settings["endpoint"], name=settings["name"]).run())
+        group = str(ranks.port) if loop.engine.shares_experts else None
+        asyncio.run(EngineWorker(loop, settings["endpoint"], name=settings["name"], group=group).run())
     finally:
         served.close()
 
@@ -234,12 +311,13 @@ class ReplicatedLLM(AsyncClient):
         path: see :class:`LLM`.
         replicas: number of engines.
         tensor_parallel: number of processes, and GPUs, of each.
+        expert_parallel: number of processes that share the experts: those of a replica, or of several.
         device: None: a GPU for each process if there is one.
         options: sizes of each engine.
         weights: ``tokenizer``, ``dtype``, ``base``, ``keys``, ``adapter``: see :meth:`TextGenerator.from_checkpoint`.
 
     Raises:
-        LayoutError: there are too few GPUs.
+        LayoutError: there are too few GPUs, or a degree does not fit the others.
         CheckpointError, DataError, ConfigurationError: see :meth:`TextGenerator.from_checkpoint`.
     """
 
@@ -249,6 +327,7 @@ class ReplicatedLLM(AsyncClient):
         *,
         replicas: int = 1,
         tensor_parallel: int = 1,
+        expert_parallel: int = 1,
         device: str | torch.device | None = None,
         options: EngineOptions | None = None,
         **weights: Any,
@@ -258,7 +337,13 @@ class ReplicatedLLM(AsyncClient):
         tokenizer = weights.get("tokenizer")
         words = Tokenizer.load(tokenizer) if tokenizer else tokenizer_of(path)
         self._replicas = ReplicaProcesses(
-            path, replicas=replicas, tensor_parallel=tensor_parallel, device=device, options=options, **weights
+            path,
+            replicas=replicas,
+            tensor_parallel=tensor_parallel,
+            expert_parallel=expert_parallel,
+            device=device,
+            options=options,
+            **weights,
         )
         text = self._replicas.text
         super().__init__(

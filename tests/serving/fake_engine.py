@@ -22,6 +22,8 @@ def token_at(seed: int, position: int) -> int:
 class FakeEngine:
     """Has what a loop needs of an engine. Each step takes ``seconds``."""
 
+    shares_experts = False
+
     def __init__(self, seconds: float = 0.0) -> None:
         self.suspended = False
         self.prompts: list[list[int]] = []

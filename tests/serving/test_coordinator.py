@@ -77,10 +77,10 @@ class Cluster:
         self.coordinator.close()
         await asyncio.to_thread(self.thread.join)
 
-    def engine(self, engine: Any = None, seconds: float = 0.002) -> EngineLoop:
+    def engine(self, engine: Any = None, seconds: float = 0.002, group: str | None = None) -> EngineLoop:
         loop = EngineLoop(engine or FakeEngine(seconds), self.tokenizer)
         self.loops.append(loop)
-        self.workers.append(asyncio.create_task(EngineWorker(loop, self.endpoint).run()))
+        self.workers.append(asyncio.create_task(EngineWorker(loop, self.endpoint, group=group).run()))
         return loop
 
     async def kill_engine(self, place: int) -> None:
@@ -568,3 +568,36 @@ def test_an_endpoint_that_others_reach_is_refused() -> None:
         InferenceClient("tcp://127.0.0.1:5000")
     with pytest.raises(ConfigurationError, match="cannot be used"):
         DataParallelInferenceCoordinator("ipc:///nonexistent/folder/socket")
+
+
+def test_engines_that_were_suspended_run_for_a_new_coordinator(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    async def test(cluster: Cluster, client: InferenceClient) -> None:
+        assert await client.suspend() == "SUSPENDED"
+        await cluster.kill_coordinator()
+        cluster.start()
+        await cluster.ready(2)
+        for number in range(4):
+            outputs = [output async for output in client.submit(request(number))]
+            assert [token for output in outputs for token in output.tokens] == alone(request(number), tokenizer)[1]
+
+    run(tmp_path, tokenizer, test)
+
+
+def test_engines_that_share_experts_are_gone_together(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    async def test(cluster: Cluster, client: InferenceClient) -> None:
+        for _ in range(2):
+            cluster.engine(group="experts")
+        await cluster.ready(3)
+
+        async def tokens(number: int) -> list[int]:
+            return [token async for output in client.submit(request(number)) for token in output.tokens]
+
+        tasks = [asyncio.create_task(tokens(number)) for number in range(9)]
+        await asyncio.sleep(0.02)
+        await cluster.kill_engine(1)
+        found = await asyncio.gather(*tasks)
+        assert found == [alone(request(number), tokenizer)[1] for number in range(9)]
+        await cluster.ready(2)
+        assert cluster.coordinator.dropped["unknown engine"], "the other one has come again"
+
+    run(tmp_path, tokenizer, test, engines=1)

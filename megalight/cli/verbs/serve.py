@@ -72,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for option, what in (
         ("tensor-parallel", "processes that share each layer, on GPUs of their own (default: 1)"),
+        ("expert-parallel", "processes that share the experts: those of a replica, or of several (default: 1)"),
         ("replicas", "engines with a model each, on GPUs of their own, behind a coordinator (default: 1)"),
     ):
         parser.add_argument(f"--{option}", type=int, default=1, help=what)
@@ -138,6 +139,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from megalight.serving.engine_loop import EngineOptions
     from megalight.serving.llm import AsyncClient, AsyncLLM, ServedModel
+    from megalight.serving.rank_processes import ReplicaRanks, replicas_sharing_experts
     from megalight.serving.server import Limits, check_host, serve
 
     keys = arguments.api_key or [key for key in [os.environ.get(KEY)] if key]
@@ -158,12 +160,15 @@ def run(arguments: argparse.Namespace) -> int:
     }
     llm: AsyncClient
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    experts = arguments.expert_parallel
     if uses_coordinator(arguments.replicas, torch.device(device).type == "cuda"):
         from megalight.serving.replicas import ReplicatedLLM
 
-        llm = ReplicatedLLM(path, replicas=arguments.replicas, **model)
+        llm = ReplicatedLLM(path, replicas=arguments.replicas, expert_parallel=experts, **model)
     else:
-        llm = AsyncLLM.of(ServedModel.from_checkpoint(path, **model))
+        replicas_sharing_experts(1, arguments.tensor_parallel, experts)
+        ranks = ReplicaRanks(tensor_parallel=arguments.tensor_parallel, expert_parallel=experts)
+        llm = AsyncLLM.of(ServedModel.from_checkpoint(path, replica=ranks if experts > 1 else None, **model))
     limits = {field: value for name, field in LIMITS.items() if (value := getattr(arguments, name)) is not None}
     name = arguments.name or Path(os.fspath(arguments.checkpoint)).name
     host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
