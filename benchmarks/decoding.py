@@ -794,15 +794,10 @@ def grouped_gb_per_s() -> Row:
     offsets = torch.arange(4, 260, 4, dtype=torch.int32, device="cuda")
     for out, size in ((1536, 2048), (2048, 768)):
         x = torch.randn(512, size, device="cuda").bfloat16()
-        stacks = [
-            torch.nn.Parameter(torch.randn(64, out, size, device="cuda").bfloat16() / 64, requires_grad=False)
-            for _ in range(2)
-        ]
-        plain: Row = {
-            "triton": partial(grouped_linear, backend="triton"),
-            "grouped_mm": partial(grouped_linear, backend="grouped_mm"),
-            "few_rows": few_rows.few_rows_product,
-        }
+        stacks = [torch.randn(64, out, size, device="cuda").bfloat16() / 64 for _ in range(2)]
+        stacks = [torch.nn.Parameter(stack, requires_grad=False) for stack in stacks]
+        plain: Row = {name: partial(grouped_linear, backend=name) for name in ("triton", "grouped_mm")}
+        plain["few_rows"] = few_rows.few_rows_product
         for name in (*plain, "decoded e4m3", "e4m3"):
             if name == "decoded e4m3":
                 for stack in stacks:
@@ -824,10 +819,9 @@ def grouped_gb_per_s() -> Row:
                     graph = torch.cuda.CUDAGraph()
                     with torch.cuda.graph(graph), overlapping(x.device):
                         run()
-                size_read = 2 * 64 * out * size * (1 if "e4m3" in name else 2)
-                found[f"{out} x {size} {name} {(few_rows.ROWS, few_rows.COLUMNS)}"] = (
-                    size_read / median(graph.replay, 10) / 1e9
-                )
+                read = 2 * 64 * out * size * (1 if "e4m3" in name else 2)
+                key = f"{out} x {size} {name} {(few_rows.ROWS, few_rows.COLUMNS)}"
+                found[key] = read / median(graph.replay, 10) / 1e9
                 del graph
             few_rows.ROWS, few_rows.COLUMNS = 64, 128
         del stacks, plain
@@ -916,20 +910,18 @@ def experts(arguments: argparse.Namespace) -> Row:
         engine.run()
         table = profile.key_averages().table(sort_by="cuda_time_total", row_limit=24, max_name_column_width=60)
         parameters = dict(model.named_parameters())
-        inside = sum(each.nbytes for name, each in parameters.items() if ".experts." in name)
-        outside = sum(
-            each.nbytes for name, each in parameters.items() if ".experts." not in name and "embed" not in name
+        inside, every = (
+            sum(each.nbytes for name, each in parameters.items() if "embed" not in name and part in name)
+            for part in (".experts.", "")
         )
         keys = (sum(map(len, asked)) + own * 176) * 48 * 2 * 4 * 128 * 2 // (ranks if own == 64 else 1)
-        needed = outside + share * inside + keys
+        needed = every - inside + share * inside + keys
         row: Row = {
             "touched_share": share,
             "bytes": needed,
             "step_ms": seconds / 16 * 1e3,
             "tokens_per_s": 64 * 16 / seconds,
-            "roofline_tokens_per_s": 64 * bandwidth / needed,
             "of_roofline": needed / bandwidth / (seconds / 16),
-            "uses": {str(key): value for key, value in engine.step_log.graph_uses.items()},
         }
         out[axis] = row
         if not rank:
