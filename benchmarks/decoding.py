@@ -193,12 +193,12 @@ def kernels(arguments: argparse.Namespace) -> Row:
     return {"worst_error": worst, "copy": copy, "rows": variants.rows}
 
 
-MIXED = {"8B": (32, 8), "8B, TP2": (16, 4), "Qwen3-32B, TP2": (32, 4), "8B, 8 texts": (32, 8)}
-"""Heads of decode steps of 64 texts."""
+MIXED = {"1 x 131072": (32, 8), "64 x 8192": (32, 8), "64 mixed": (32, 8), "64 mixed, TP2": (16, 4)}
+"""Heads of decode steps of texts."""
 
 
 def splits(arguments: argparse.Namespace) -> Row:
-    """Time attention of decode steps of texts of 100 to 1,152 tokens, recorded as in the engine, by several rules.
+    """Time attention of decode steps, mixed: of texts of 100 to 1,152 tokens, recorded as in the engine, by rules.
 
     A rule is the number of parts for each SM (1,000: every text as often as may be) and of stages of the kernel.
     """
@@ -207,10 +207,11 @@ def splits(arguments: argparse.Namespace) -> Row:
 
     worst, copy, rows = check(), copy_bandwidth(), []
     own, blocks, may = module.PARTS_PER_SM, module._blocks, module.splits_of
-    rules = [(None, None), (own, None), (2, None), (8, None), (1000, None), (own, 3), (own, 4), (own, 7), (None, 4)]
+    rules = [(own, None), (3, 5), (1000, None), (None, None), (2, None), (8, None), (own, 5)]
     for name, heads in MIXED.items():
         draws = random.Random(0)
-        lengths = [draws.randint(100, 1024) + draws.randint(0, 128) for _ in range(8 if "8 texts" in name else 64)]
+        lengths = [draws.randint(100, 1024) + draws.randint(0, 128) for _ in range(64)]
+        lengths = {"1 x 131072": [131072], "64 x 8192": [8192] * 64}.get(name, lengths)
         # As many layers as no cache holds.
         size = sum(lengths) * heads[1] * 256 * 2
         layers = [make([1] * len(lengths), lengths, heads, (128, 128), False) for _ in range(-(-200_000_000 // size))]
@@ -231,9 +232,8 @@ def splits(arguments: argparse.Namespace) -> Row:
             seconds = median(graph.replay, 20) / len(layers)
             rows.append({"shape": name, "parts_per_sm": parts, "stages": stages, "us": seconds * 1e6})
             rows[-1]["of_copy"] = size / seconds / copy
-            print(
-                f"{name:16} parts {parts} stages {stages}: {seconds * 1e6:.1f} us, {size / seconds / copy:.0%} of copy"
-            )
+            told = f"{seconds * 1e6:.1f} us, {size / seconds / copy:.0%} of copy"
+            print(f"{name:16} parts {parts} stages {stages}: {told}", flush=True)
             del graph
         del layers
         torch.cuda.empty_cache()

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megalight.imports import has
-from megalight.ops import grouped_linear as grouped
-from megalight.ops.grouped_linear import grouped_linear
+from megalight.ops.grouped_linear import few_rows, grouped_linear
 from megalight.ops.quantized_weight import store
 
 SIZES = [3, 0, 40, 1, 0]
@@ -67,7 +66,7 @@ def test_experts_read_stored_weights_for_few_rows_and_decode_them_for_many(monke
             return grouped_linear(x, weight, offsets)
 
     few = run()
-    monkeypatch.setattr(grouped, "FEW", 0)
+    monkeypatch.setattr(few_rows, "MEAN", 0)
     decoded = run()
     assert not torch.equal(few, decoded), "both are of one kernel"
     assert float((few - decoded).double().norm() / decoded.double().norm()) < 8e-3

@@ -22,7 +22,7 @@ def _seed() -> None:
 
 
 @pytest.mark.parametrize("name", ["one expert", "empty experts", "one token", "no tokens", "elsewhere"])
-@pytest.mark.parametrize(("alignment", "capacity"), [(16, None), (4, 8)])
+@pytest.mark.parametrize(("alignment", "capacity"), [(1, None), (16, None), (4, 8)])
 def test_permutation(name: str, alignment: int, capacity: int | None) -> None:
     moe_checks.check_permutation(kernels("permute"), "cpu", name, alignment, capacity, torch.float32)
 

@@ -19,7 +19,7 @@ from megalight.nn.init import ConstantInit, Initializer, Normal
 from megalight.nn.moe.config import BalanceConfig, CapacityConfig, RouterConfig
 from megalight.ops.batch_invariant import MODE, refuse, rowwise
 from megalight.ops.batch_invariant.product import product as invariant_product
-from megalight.ops.common import apply, once_differentiable, wide
+from megalight.ops.common import HALF, apply, once_differentiable, wide
 from megalight.ops.linear import linear
 from megalight.ops.note import save_input, saved_input
 from megalight.ops.permute import drop
@@ -298,6 +298,9 @@ class _WideProduct(torch.autograd.Function):
         # in a wider dtype is kept.
         ctx.weight = weight
         save_input(ctx, x, needed=True)
+        if x.is_cuda and not MODE.on and x.dtype == weight.dtype and x.dtype in HALF and dtype == torch.float32:
+            # Products of half precision are exact in float32, in which tensor cores add them: nothing need be copied.
+            return torch.mm(x, weight.t(), out_dtype=dtype)
         wide = x.to(dtype), weight.to(dtype)
         return invariant_product(*wide) if MODE.on else F.linear(*wide)
 

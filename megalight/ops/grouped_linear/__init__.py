@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megalight.ops.batch_invariant import MODE, refuse
 from megalight.ops.batch_invariant.product import grouped_product
-from megalight.ops.common import apply, lazy, once_differentiable
-from megalight.ops.grouped_linear import low_precision
+from megalight.ops.common import apply, once_differentiable
+from megalight.ops.grouped_linear import few_rows, low_precision
 from megalight.ops.grouped_linear.backends import EXAMPLE, PRODUCT, WGRAD, GroupedLinearSpec, choose
 from megalight.ops.grouped_linear.low_precision import stack_precision_of
 from megalight.ops.linear import reads_fp8
@@ -37,10 +37,6 @@ __all__ = [
 ]
 
 REGISTRIES: tuple[BackendRegistry[GroupedLinearSpec, Any], ...] = (PRODUCT, WGRAD)
-FEW = 16
-"""Mean number of rows of an expert up to which a stack in e4m3 is not decoded before its product."""
-
-few_rows_product = lazy("megalight.ops.grouped_linear.few_rows", "few_rows_product")
 
 
 def grouped_linear(
@@ -128,9 +124,8 @@ def _product(
     x: Tensor, weight: Tensor, offsets: Tensor, sizes: Sequence[int] | None, transposed: bool, backend: str
 ) -> Tensor:
     stored = stored_of(weight)
-    if transposed and stored is not None and len(x) <= FEW * len(weight) and reads_fp8(x, weight, stored):
-        few: Tensor = few_rows_product(x, weight, offsets)
-        return few
+    if transposed and stored is not None and len(x) <= few_rows.MEAN * len(weight) and reads_fp8(x, weight, stored):
+        return few_rows.few_rows_product(x, weight, offsets)
     weight = readable(weight).to(x.dtype)
     if MODE.on and transposed:
         return grouped_product(x, weight, offsets)

@@ -14,6 +14,8 @@ from megalight.ops.quantized_weight import stored_of
 
 ROWS, COLUMNS = 64, 128
 """Rows of a weight that a program has, and columns of a step, at most those that share a scale."""
+MEAN = 16
+"""Mean number of rows of a group up to which this kernel serves."""
 MOST = 32
 """Rows of a group that a program has at once, at most."""
 

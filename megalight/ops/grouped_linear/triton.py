@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megalight.imports import require
 from megalight.ops.common import num_sms
+from megalight.ops.grouped_linear import few_rows
 from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, tl
 
 Descriptor: Any = require("triton.tools.tensor_descriptor", "a Triton kernel").TensorDescriptor
@@ -171,6 +172,8 @@ def product(x: Tensor, weight: Tensor, offsets: Tensor, sizes: Sequence[int] | N
     y = x.new_empty(rows, columns)
     if not (rows and columns and depth):
         return y.zero_()
+    if transposed and rows <= few_rows.MEAN * num_experts:
+        return few_rows.few_rows_product(x, weight, offsets)
     # With few rows per expert, most of a tile of 128 rows would be empty.
     tile = PRODUCT if rows >= num_experts * PRODUCT["ROWS"] // 2 else FEW
     launch_product(x, weight.view(num_experts * size_out, size_in), y, offsets, transposed, tile)

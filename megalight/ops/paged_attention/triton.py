@@ -35,7 +35,8 @@ FEW = 8
 MOST = 64
 """Parts into which the keys of a sequence are split at most."""
 PARTS_PER_SM = 4
-"""Parts of all sequences together, for each SM: where they are fewer, the longest decides how long all take."""
+"""Parts of all sequences together, for each SM: as many programs as run there at once. With fewer the longest decides
+how long all take."""
 BALANCED = 8
 """Programs of unsplit sequences for each SM, from which on they balance each other."""
 LENGTHS: Any = tl.constexpr(1024)
@@ -360,7 +361,7 @@ def _launch(
         *(q, k_pool, v_pool, pages.block_table, pages.lengths, pages.cu_queries, out, sums, sink),
         *(*(scales or (None, None)), parts),
         *(1 / math.sqrt(size) if scale is None else scale, softcap or 0.0, first, count),
-        max(1, round(wanted * min(1, LENGTHS.value / count))),
+        max(1, int(wanted * min(1, LENGTHS.value / count))),
         *(*q.stride()[:2], k_pool.stride(0), v_pool.stride(0), pages.block_table.stride(0), heads),
         GROUP=group,
         DIM=read,
@@ -405,7 +406,7 @@ def _blocks(rows: int, size: int, value_size: int, shared: bool) -> tuple[int, i
         return (16, 32, 4, 2) if rows <= 16 else (32, 32, 4, 2) if rows <= 32 else (64, 64, 8, 2)
     wide = max(size, value_size) > 128
     if rows <= 16:
-        # From 5 stages on, the next keys are read while these are multiplied.
-        return 16, 32 if wide else 64, 4, 5
+        # Four programs share an SM: some read while others multiply. From 5 stages on, one does both, and three do.
+        return 16, 32 if wide else 64, 4, 4
     # Fewer rows give more programs, where queries are few.
     return (64, 32, 4, 2) if wide else (64 if rows <= LONG else 128, 64, 4, 3)

@@ -2,6 +2,7 @@
 
 To find rows, pairs are cut into blocks. The first kernel counts each expert's pairs in each block, the second sums the
 counts of earlier blocks, and the third numbers the pairs of a block. So rows are in the order of tokens in every run.
+Few pairs, as in decode steps, are compared with each other by one kernel.
 """
 
 from __future__ import annotations
@@ -96,6 +97,59 @@ def _place(
     tl.store(positions + pair, tl.where(kept, position, -1), mask=pair < pairs)
 
 
+@jit
+def _compare(
+    experts: Value,
+    sizes: Value,
+    positions: Value,
+    offsets: Value,
+    pairs: Value,
+    num_experts: Value,
+    rows: Value,
+    blocks: Value,
+    OWN: constexpr,
+    OTHERS: constexpr,
+) -> None:
+    """Count the pairs before each of ``OWN`` pairs: those of earlier experts, and earlier ones of its own.
+
+    The programs after the first ``blocks`` count the pairs of ``OWN`` experts, and those up to them.
+    """
+    block = tl.program_id(0)
+    lane = tl.arange(0, OWN)
+    place = tl.arange(0, OTHERS)
+    below = tl.zeros((OWN,), tl.int32)
+    equal = tl.zeros((OWN,), tl.int32)
+    if block < blocks:
+        own = block * OWN + lane
+        inside = own < pairs
+        expert = tl.load(experts + own, mask=inside, other=-1)
+        until = own
+    else:
+        own = (block - blocks) * OWN + lane
+        inside = own < num_experts
+        expert = own.to(experts.dtype.element_ty)
+        until = tl.zeros((OWN,), tl.int32) + pairs
+    for start in range(0, pairs, OTHERS):
+        other = start + place
+        chosen = tl.load(experts + other, mask=other < pairs, other=-1)
+        counts = (chosen >= 0) & (chosen < num_experts)
+        below += tl.sum((counts[None, :] & (chosen[None, :] < expert[:, None])).to(tl.int32), 1)
+        same = counts[None, :] & (chosen[None, :] == expert[:, None])
+        equal += tl.sum((same & (other[None, :] < until[:, None])).to(tl.int32), 1)
+    position = below + equal
+    if block < blocks:
+        kept = (expert >= 0) & (expert < num_experts) & (position < rows)
+        tl.store(positions + own, tl.where(kept, position, -1), mask=inside)
+    else:
+        tl.store(sizes + own, equal, mask=inside)
+        tl.store(offsets + own, tl.minimum(position, rows), mask=inside)
+
+
+FEW = 2048
+"""Pairs up to which each is compared with all others."""
+COMPARED = {"OWN": 16, "OTHERS": 512, "num_warps": 4}
+
+
 def permutation(experts: Tensor, num_experts: int, alignment: int, capacity: int | None, rows: int) -> Permutation:
     """Implement :func:`megalight.ops.permute.permutation`."""
     experts = experts.contiguous()
@@ -104,8 +158,14 @@ def permutation(experts: Tensor, num_experts: int, alignment: int, capacity: int
     tile = {"PAIRS": max(16, TILE // width), "EXPERTS": width, "num_warps": 8}
     blocks = max(1, cdiv(pairs, tile["PAIRS"]))
     positions = torch.empty(experts.shape, dtype=torch.int32, device=experts.device)
-    counts = torch.empty(blocks, num_experts, dtype=torch.int32, device=experts.device)
     sizes, offsets = torch.empty(2, num_experts, dtype=torch.int32, device=experts.device).unbind()
+    if pairs <= FEW and alignment == 1 and capacity is None:
+        own = cdiv(pairs, COMPARED["OWN"])
+        _compare[(own + cdiv(num_experts, COMPARED["OWN"]),)](
+            experts, sizes, positions, offsets, pairs, num_experts, rows, own, **COMPARED
+        )
+        return Permutation(positions, sizes, offsets, rows)
+    counts = torch.empty(blocks, num_experts, dtype=torch.int32, device=experts.device)
     _count[(blocks,)](experts, counts, pairs, num_experts, **tile)
     most = pairs if capacity is None else capacity
     _scan[(cdiv(num_experts, SCAN["COLUMNS"]),)](counts, sizes, blocks, num_experts, most, **SCAN, num_warps=4)

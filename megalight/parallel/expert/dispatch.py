@@ -170,7 +170,7 @@ class RecordedDispatcher(ShardedDispatcher):
         gathered = start_all_gather(tokens, group).wait()
         found = torch.split(gathered, [part.shape[1] * part.itemsize for part in parts], 1)
         experts, probs, everyone = (x.contiguous().view(part.dtype) for x, part in zip(found, parts, strict=True))
-        experts = torch.where(experts < 0, -1, experts - self.shared.mesh.rank("ep") * num_experts)
+        experts = experts - self.shared.mesh.rank("ep") * num_experts  # of none, it stays below 0
         room = aligned(len(everyone), self.alignment) if self.bounded else None
         where = permutation(experts, num_experts, alignment=self.alignment, capacity=room)
         rows, weights = permute(everyone, where, probs)
