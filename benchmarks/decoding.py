@@ -7,6 +7,7 @@
     python benchmarks/decoding.py long RESULT.json       # 32 texts of 8,192 tokens, from steps at three lengths
     python benchmarks/decoding.py suspend RESULT.json    # suspend and resume: seconds, and bytes that they free
     python benchmarks/decoding.py graphs RESULT.json     # requests at random with no, decode and all graphs; captures
+    python benchmarks/decoding.py guesses RESULT.json    # rounds with guesses that wait for the last one, and others
     python benchmarks/decoding.py peers RESULT.json      # `transformers` on the same shape
     python benchmarks/decoding.py invariant RESULT.json  # what batch-invariant mode costs, in half of the layers
     python benchmarks/decoding.py modules RESULT.json    # one of `transformers` (Qwen3-8B shape) on the engine
@@ -357,7 +358,7 @@ def steady(engine: Any, prompt: list[int], greedy: Any, count: int = 1) -> Row:
     recorded = graph.recording
     torch.cuda.synchronize()
     begin = time.perf_counter()
-    graph.fill(engine._scheduler.cache, [], [], [], [], None, [])
+    graph.fill(engine._scheduler.cache, [], [], [], [], None, [], [])
     host = time.perf_counter() - begin
     replay = median(recorded.replay)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -975,9 +976,45 @@ def invariant(arguments: argparse.Namespace) -> Row:
     return out
 
 
+def guesses(arguments: argparse.Namespace) -> Row:
+    """Time guesses on half of the layers of the Llama-3-8B shape, rounds that wait for the last one and others in turn.
+
+    A random model says again what it said, so n-grams are often right, and a random draft never is.
+    """
+    from megalight.inference import DynamicEngine, SamplingParams
+    from megalight.inference.speculator import EagleSpeculator, NGramSpeculator
+    from megalight.models.eagle import DraftModel, EagleConfig
+    from megalight.nn.init import initialize
+
+    model, greedy, out = llama(16), SamplingParams(temperature=0), {}
+    draft = DraftModel(EagleConfig().beside(model.config)).to("cuda", torch.bfloat16)
+    initialize(draft, 3)
+    for kind in ("none", "ngrams", "eagle"):
+        speculator = {"none": lambda: None, "ngrams": NGramSpeculator, "eagle": lambda: EagleSpeculator(draft, model)}
+        engine = DynamicEngine(
+            model, num_blocks=3000, max_sequences=64, step_tokens=2048, speculator=speculator[kind](), cuda_graphs=4
+        )
+        for turn in range(3):  # kernels and graphs come first
+            for ahead in (False, True):
+                engine._passes.runs_ahead = ahead
+                for count, new in ((1, 96), (64, 96)):
+                    for prompt in requests(count):
+                        engine.add(prompt[:100], max_new_tokens=new, sampling_params=greedy)
+                    before = engine.step_log.wait_seconds, engine.draft_rounds.total()
+                    seconds, _ = clock(engine.run)
+                    name = f"{kind}_{count}_{'ahead' if ahead else 'waits'}_{turn}"
+                    out[f"{name}_tokens_per_s"] = count * new / seconds
+                    out[f"{name}_wait_share"] = (engine.step_log.wait_seconds - before[0]) / seconds
+                    if kind != "none":
+                        out[f"{name}_tokens_per_round"] = count * new / (engine.draft_rounds.total() - before[1])
+        print(kind, out, flush=True)
+        del engine
+    return out
+
+
 def main() -> None:
     """Run a part and write its figures."""
-    ways = (kernels, splits, models, fp8, long, suspend, graphs, invariant, peers, modules, divided, experts)
+    ways = (kernels, splits, models, fp8, long, suspend, graphs, guesses, invariant, peers, modules, divided, experts)
     parts = {each.__name__: each for each in ways}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=parts)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError, DataError
 from megalight.inference.blocks import BlockPool, SpanBlocks
+from megalight.ops.sample_tokens import FAILED
 from megalight.parallel.host_memory import host_memory
 from megalight.types import AttentionSpan, PackedSequences, Pages
 
@@ -395,3 +396,116 @@ def to_device_packed(arrays: Sequence[NDArray[Any]], device: torch.device) -> li
         there[place : place + array.nbytes].view(torch.int64 if array.dtype == np.int64 else torch.int32)
         for place, array in zip(places, arrays, strict=False)
     ]
+
+
+# What the device knows before the host
+
+
+PENDING = -1
+"""Stands for a token that only the device knows yet."""
+
+
+class NewestTokens:
+    """Where sequences are, by slot: the device knows it before the host does.
+
+    Without guesses, the host knows lengths by itself, and only the newest tokens are kept here.
+
+    Args:
+        entries: number of slots; the last one is of no sequence.
+        device: of the model.
+        guesses: the most that may follow a newest token.
+
+    Attributes:
+        tokens: ``[entries, 1 + guesses]``: the newest token, which has not run, and guesses of what follows it.
+        before: ``[entries]``, the token before it.
+        lengths: ``[entries]``, how many tokens have run and are right.
+    """
+
+    def __init__(self, entries: int, device: torch.device, guesses: int = 0) -> None:
+        self.tokens = torch.zeros(entries, 1 + guesses, dtype=torch.int64, device=device)
+        self.before = torch.zeros(entries, dtype=torch.int64, device=device)
+        self.lengths = torch.zeros(entries, dtype=torch.int64, device=device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.tokens.device
+
+    @property
+    def guesses(self) -> int:
+        """The most that may follow a newest token."""
+        return self.tokens.shape[1] - 1
+
+    def encode(self, slots: Sequence[int], fresh: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+        """Return the new tokens of slots end to end, for :meth:`decode`.
+
+        A token :data:`PENDING` is what :attr:`tokens` has at its place among those of its slot.
+        """
+        flat = np.array([token for ids in fresh for token in ids], np.int64)
+        counts = np.array([*map(len, fresh)], np.int64)
+        rows = np.repeat(np.asarray(slots, np.int64), counts)
+        place = np.arange(len(flat)) - np.repeat(np.cumsum(counts) - counts, counts)
+        return np.where(flat == PENDING, PENDING - rows * self.tokens.shape[1] - place, flat)
+
+    def decode(self, encoded: Tensor) -> Tensor:
+        """Return tokens ``[T]``. One is negative where there is none, as sampling failed or nothing was guessed."""
+        known = self.tokens.view(-1)[(PENDING - encoded).clamp(min=0)]
+        return torch.where(encoded < 0, known, encoded)
+
+    def locate(self, sequences: PackedSequences, most: Tensor) -> PackedSequences:
+        """Put new tokens after those that have run.
+
+        Args:
+            sequences: as if each had as many earlier tokens as it may have.
+            most: ``[S]``: how many these are; negative: so many for sure.
+        """
+        pages = sequences.pages
+        assert pages is not None
+        less = torch.where(most < 0, 0, most - self.lengths[pages.state_slot])
+        token = torch.arange(sequences.num_tokens, dtype=torch.int32, device=self.device)
+        owner = torch.searchsorted(pages.cu_queries, token, right=True) - 1
+        positions = sequences.positions - less[owner]
+        lengths = (pages.lengths - less).int()
+
+        def moved(given: Pages) -> Pages:
+            block = given.block_table[owner, positions // given.page_size].long()
+            write = block * given.page_size + positions % given.page_size
+            return replace(given, lengths=lengths, write=write)
+
+        spans = {span: moved(given) for span, given in pages.spans.items()}
+        return replace(sequences, positions=positions, pages=replace(moved(pages), spans=spans))
+
+    def accept(
+        self, slots: Tensor, first: Tensor, guessed: Tensor, ids: Tensor, positions: Tensor, samples: Tensor
+    ) -> Tensor:
+        """Keep right guesses, and the sample after them, which is the newest token now.
+
+        Args:
+            slots: ``[R]``.
+            first: ``[R]``: the row of the first sample of each, which is followed by those after its guesses.
+            guessed: ``[R]``: how many these are.
+            ids: ``[N]``, the token of each row.
+            positions: ``[N]``, its place in its sequence.
+            samples: ``[N]``, the token that is sampled after it.
+
+        Returns:
+            the rows ``[R]`` of the newest tokens.
+        """
+        step = torch.arange(self.guesses, device=self.device)
+        asked = step < guessed[:, None]
+        row = torch.where(asked, first[:, None] + step, 0)
+        after = (row + 1).clamp(max=len(ids) - 1)
+        right = asked & (ids[after] >= 0) & (samples[row] == ids[after]) & (samples[after] != FAILED)
+        last = first + right.long().cumprod(1).sum(1)
+        self.tokens[:, 0].index_copy_(0, slots, samples[last])
+        self.before.index_copy_(0, slots, ids[last])
+        self.lengths.index_copy_(0, slots, positions[last] + 1)
+        return last
+
+    def put(self, slots: Sequence[int], sequences: Sequence[Sequence[int]]) -> None:
+        """Let sequences be where the host knows that they are: all of their tokens but the last have run."""
+        each = np.array([(slot, ids[-1], ids[-2], len(ids) - 1) for slot, ids in zip(slots, sequences, strict=True)])
+        own, newest, before, lengths = to_device_packed([*np.ascontiguousarray(each.T)], self.device)
+        self.tokens[:, 0].index_copy_(0, own, newest)
+        self.before.index_copy_(0, own, before)
+        self.lengths.index_copy_(0, own, lengths)

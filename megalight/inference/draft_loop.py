@@ -1,7 +1,7 @@
 """The loop of a draft: it guesses tokens one after another, for several sequences at once.
 
-What a step reads follows from the lengths of sequences on the device, so all steps are one CUDA graph: the host copies
-lengths and block tables, replays, and waits once.
+What a step reads follows from the lengths of sequences on the device, so all steps are one CUDA graph, and the host
+need not know what the base has accepted: it copies block tables and replays.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megalight.inference.cache import Cache, InputBuffer
-from megalight.nn.moe.dispatch import HostCounts
+from megalight.inference.cache import Cache, InputBuffer, NewestTokens
 from megalight.ops.batch_invariant import batch_invariant_mode
 from megalight.ops.jit import overlapping
 from megalight.parallel.graphs.recorder import Recorder, Recording
@@ -26,9 +25,9 @@ from megalight.types import PackedSequences, Pages
 log = logging.getLogger(__name__)
 
 Chain: TypeAlias = Callable[[Tensor, Sequence[PackedSequences]], list[Tensor]]
-"""Given what the first guess follows from, ``[N, ...]``, and the sequences of each later step, guesses ``[N]`` of each.
+"""Given slots ``[N]`` and the sequences of each step, guesses ``[N]`` of each.
 
-Sequences have one new token each, the newest guess.
+Sequences of a step have one new token each, the newest guess. Those of a draft that reads two tokens again come first.
 """
 
 
@@ -37,13 +36,15 @@ class DraftLoop:
 
     Args:
         cache: where the draft keeps keys and values.
+        newest: where sequences are.
         guesses: number of guesses of a recorded loop.
         chain: the loop.
-        form: ``[0, ...]``, like what the first guesses follow from.
+        again: whether the first step reads the newest token and the one before it. Otherwise the first guess follows
+            from what the base has read.
     """
 
-    def __init__(self, cache: Cache, guesses: int, chain: Chain, form: Tensor) -> None:
-        self._cache, self._guesses, self._chain, self._form = cache, guesses, chain, form
+    def __init__(self, cache: Cache, newest: NewestTokens, guesses: int, chain: Chain, again: bool) -> None:
+        self._cache, self._newest, self._guesses, self._chain, self._again = cache, newest, guesses, chain, again
         self._recorder: Recorder | None = None
         self._sizes: list[int] = []
         self._graphs: dict[int, _Graph] = {}
@@ -63,31 +64,23 @@ class DraftLoop:
             graph.recording.drop()
         self._graphs.clear()
 
-    def run(self, slots: Sequence[int], counts: Sequence[int], first: Tensor) -> list[list[int]]:
-        """Return ``counts[i]`` guesses that follow the tokens of ``slots[i]``, whose lengths do not change.
+    def run(self, slots: Sequence[int], counts: Sequence[int], longest: int) -> Tensor:
+        """Return guesses ``[n, k]``; row ``i`` has ``counts[i]`` that follow the newest token of ``slots[i]``.
 
         Args:
-            slots: slots of the cache, which must have room for all guesses but the last of each.
+            slots: slots of the cache, which have blocks for all guesses but the last of each.
             counts: at least 1.
-            first: ``[n, ...]``, what the first guesses follow from.
+            longest: no sequence has more tokens before its newest one.
         """
-        cache, lengths = self._cache, [self._cache.lengths[slot] for slot in slots]
-        cache.reserve(slots, [count - 1 for count in counts])
         graph = self._graph(len(slots))
         if graph is None:
-            inputs = _Inputs(cache, len(slots), max(counts), max(lengths) + max(counts), False, first.device)
-            inputs.fill(slots, lengths, counts)
-            found = torch.stack(self._chain(first, inputs.sequences()), 1)
-        else:
-            graph.inputs.fill(slots, lengths, counts)
-            graph.first[: len(slots)].copy_(first)
-            graph.recording.replay()
-            found = graph.found[: len(slots)]
-        for slot, length in zip(slots, lengths, strict=True):
-            cache.truncate(slot, length)
-        width = found.shape[1]
-        rows = HostCounts(found.flatten()).wait(*[width] * len(slots))
-        return [row[:count] for row, count in zip(rows, counts, strict=True)]
+            most = max(counts)
+            inputs = _Inputs(self._cache, self._newest, len(slots), most, longest + most, False)
+            inputs.fill(slots, counts)
+            return torch.stack(self._chain(inputs.slots, inputs.sequences(self._again)), 1)
+        graph.inputs.fill(slots, counts)
+        graph.recording.replay()
+        return graph.found[: len(slots)]
 
     def _graph(self, count: int) -> _Graph | None:
         """Return the smallest loop that has room for so many sequences."""
@@ -107,20 +100,18 @@ class DraftLoop:
         return self._graphs.get(size)
 
     def _record(self, recorder: Recorder, size: int) -> _Graph:
-        device = self._form.device
-        inputs = _Inputs(self._cache, size, self._guesses, self._cache.capacity, True, device)
-        inputs.fill([], [], [])
-        begin = self._form.new_zeros(size, *self._form.shape[1:])
-        found = torch.zeros(size, self._guesses, dtype=torch.int64, device=device)
+        inputs = _Inputs(self._cache, self._newest, size, self._guesses, self._cache.capacity, True)
+        inputs.fill([], [])
+        found = torch.zeros(size, self._guesses, dtype=torch.int64, device=self._newest.device)
 
         def run() -> None:
-            for place, guesses in enumerate(self._chain(begin, inputs.sequences())):
+            for place, guesses in enumerate(self._chain(inputs.slots, inputs.sequences(self._again))):
                 found[:, place].copy_(guesses)
 
         # A guess may be anything.
-        with overlapping(device), batch_invariant_mode(False):
+        with overlapping(found.device), batch_invariant_mode(False):
             run()  # kernels are compiled
-            return _Graph(inputs, begin, found, recorder.record(run, pool="draft", settle=False))
+            return _Graph(inputs, found, recorder.record(run, pool="draft", settle=False))
 
 
 @dataclass(frozen=True)
@@ -129,83 +120,93 @@ class _Graph:
 
     Attributes:
         inputs: where they lie.
-        first: ``[N, ...]``, what the first guesses follow from.
         found: ``[N, k]``, the guesses.
         recording: the loop.
     """
 
     inputs: _Inputs
-    first: Tensor
     found: Tensor
     recording: Recording[None]
 
 
 class _Inputs:
-    """Lengths, numbers of guesses and block tables of ``N`` sequences, on the device.
+    """Slots, numbers of guesses and block tables of ``N`` sequences, on the device.
 
     Args:
         cache: where they lie.
+        newest: where they are.
         count: ``N``.
         guesses: number of guesses of the loop.
         bound: at least the number of stored tokens of each, with all guesses but the last.
         recorded: whether what reads them is recorded.
-        device: of the draft.
+
+    Attributes:
+        slots: ``[N]``.
     """
 
     def __init__(
-        self, cache: Cache, count: int, guesses: int, bound: int, recorded: bool, device: torch.device
+        self, cache: Cache, newest: NewestTokens, count: int, guesses: int, bound: int, recorded: bool
     ) -> None:
-        self._cache, self._count, self._guesses, self._recorded = cache, count, guesses, recorded
+        self._cache, self._newest, self._count, self._guesses, self._recorded = cache, newest, count, guesses, recorded
         self._bound = min(bound, cache.capacity)
         width = min(cache.blocks.holding(self._bound), cache.blocks.count)
-        self._buffer = InputBuffer([count] * 3, [count + 1, *[count * width] * len(cache.blocks.pools)], device)
-        self._lengths, self._counts, self._slots, self._offsets, *self._tables = self._buffer.parts
+        self._buffer = InputBuffer([count] * 2, [count * width] * len(cache.blocks.pools), newest.device)
+        self.slots, self._counts, *self._tables = self._buffer.parts
 
-    def fill(self, slots: Sequence[int], lengths: Sequence[int], counts: Sequence[int]) -> None:
-        """Copy sequences to the device. Others are padding, which has one token and no guesses of its own."""
-        with self._buffer.filled() as (there, own, places, offsets, *tables):
-            there[:], own[:], places[:] = 1, 0, self._cache.dummy_slot
-            there[: len(slots)], own[: len(slots)], places[: len(slots)] = lengths, counts, slots
-            offsets[:] = np.arange(len(offsets))
+    def fill(self, slots: Sequence[int], counts: Sequence[int]) -> None:
+        """Copy sequences to the device. Others are padding, which has no guesses of its own."""
+        with self._buffer.filled() as (places, own, *tables):
+            places[:], own[:] = len(self._newest.lengths) - 1, 0
+            places[: len(slots)], own[: len(slots)] = slots, counts
             for blocks, table in zip(self._cache.blocks.pools, tables, strict=True):
                 each = table.reshape(self._count, -1)
                 each[:] = blocks.count
                 known = blocks.table[np.asarray(slots, np.int64), : each.shape[1]]
                 each[: len(slots), : known.shape[1]] = known
 
-    def sequences(self) -> list[PackedSequences]:
-        """Return the sequences of each step after the first, whose new token is the newest guess."""
-        size, steps = self._cache.blocks.size, torch.arange(1, self._guesses, device=self._lengths.device)[:, None]
-        # Guesses that nobody asked for are written to a dummy block, and lie anywhere.
-        positions = (self._lengths + steps - 1).clamp(max=self._bound - 1)
-        wanted, lengths = steps < self._counts, (positions + 1).int()
-        pages: list[list[Pages]] = []
-        for blocks, flat in zip(self._cache.blocks.pools, self._tables, strict=True):
-            table = flat.view(self._count, -1)
-            block = table.gather(1, (positions // size).clamp(max=table.shape[1] - 1).T).T
-            write = torch.where(wanted, block.long() * size + positions % size, blocks.count * size)
-            pages.append([self._pages(table, *each) for each in zip(lengths, write, strict=True)])
-        spans = self._cache.blocks.spans
-        return [
-            PackedSequences(
-                (1,) * self._count,
-                self._offsets,
-                place,
-                (self._count, 1),
-                pages=replace(own, spans=dict(zip(spans, others, strict=True))),
-            )
-            for place, (own, *others) in zip(positions, zip(*pages, strict=True), strict=True)
+    def sequences(self, again: bool) -> list[PackedSequences]:
+        """Return the sequences of each step.
+
+        Args:
+            again: begin with a step that reads two tokens, the newest one and that before it.
+        """
+        lengths, device = self._newest.lengths[self.slots, None], self._newest.device
+        first = [self._step(lengths + torch.arange(-1, 1, device=device), self._counts > 0)] if again else []
+        return first + [
+            self._step(lengths + (step - 1 + again), self._counts > step) for step in range(1, self._guesses)
         ]
 
-    def _pages(self, table: Tensor, lengths: Tensor, write: Tensor) -> Pages:
+    def _step(self, places: Tensor, wanted: Tensor) -> PackedSequences:
+        """Describe new tokens at ``places [N, n]``. Those of sequences that are not wanted may lie anywhere."""
+        size, each = self._cache.blocks.size, places.shape[1]
+        # They are written to a dummy block.
+        positions = places.clamp(0, self._bound - 1)
+        lengths = (positions[:, -1] + 1).int()
+        offsets = torch.arange(0, self._count * each + 1, each, dtype=torch.int32, device=lengths.device)
+        pages: list[Pages] = []
+        for blocks, flat in zip(self._cache.blocks.pools, self._tables, strict=True):
+            table = flat.view(self._count, -1)
+            block = table.gather(1, (positions // size).clamp(max=table.shape[1] - 1))
+            write = torch.where(wanted[:, None], block.long() * size + positions % size, blocks.count * size)
+            pages.append(self._pages(table, lengths, offsets, write.flatten(), each))
+        own, *others = pages
+        return PackedSequences(
+            (each,) * self._count,
+            offsets,
+            positions.flatten(),
+            (self._count, each),
+            pages=replace(own, spans=dict(zip(self._cache.blocks.spans, others, strict=True))),
+        )
+
+    def _pages(self, table: Tensor, lengths: Tensor, offsets: Tensor, write: Tensor, each: int) -> Pages:
         return Pages(
             table,
             lengths,
-            self._offsets,
+            offsets,
             write,
-            self._slots,
+            self.slots,
             self._cache.blocks.size,
-            (1,) * self._count,
+            (each,) * self._count,
             (self._bound,) * self._count,
             continued=True,
             recorded=self._recorded,

@@ -209,7 +209,6 @@ class DynamicEngine:
             self.step_log,
             batch_invariant,
         )
-        self._speculator = speculator
         if speculator is not None and (self.shares_experts or self._scheduler.states):
             raise ConfigurationError(
                 "some layers keep one state for all earlier tokens (Mamba, convolutions), which cannot forget a wrong "
@@ -624,8 +623,7 @@ class DynamicEngine:
             request.events.append(RequestEvent.now(RequestEventKind.PAUSE))
         if not keep_cache:
             self._restart()
-        if self._speculator is not None:
-            self._speculator.drop()
+        self._passes.drop_speculator()
         # Results of a pass that is on its way are on the host, or come there.
         if pages is None:
             if not keep_cache:
@@ -676,8 +674,7 @@ class DynamicEngine:
             self._suspend(False, False)
             return
         self._restart()
-        if self._speculator is not None:
-            self._speculator.drop()
+        self._passes.drop_speculator()
 
     def _restart(self) -> None:
         self._passes.abandon()

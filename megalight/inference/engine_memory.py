@@ -18,7 +18,7 @@ from torch import Tensor, UntypedStorage, nn
 
 from megalight.errors import ConfigurationError, MegalightError, as_float, integer
 from megalight.inference.blocks import BlockPool
-from megalight.inference.cache import Cache, Form
+from megalight.inference.cache import Cache, Form, NewestTokens
 from megalight.inference.parallel import GenerativeModel, device_of, layers_with_state
 from megalight.inference.passes import run_pass
 from megalight.inference.sampler import PassSampling, TokenCounts
@@ -85,7 +85,7 @@ class CacheForms:
         sampling = PassSampling(TokenCounts(1), [Request(0, [0] * tokens, tokens, 1)])
         run_pass(model, cache, [0], [[0] * tokens], sampling)
         if eagle is not None:
-            eagle.join(cache)
+            eagle.join(cache, NewestTokens(cache.dummy_slot + 1, device_of(model), eagle.guesses))
             cache.release(0)
             eagle.probe(cache.extend([0], [tokens], device_of(model)))
         forms, token, entry = cache.forms()

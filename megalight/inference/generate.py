@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError, DataError
 from megalight.inference.blocks import BLOCK_SIZE, blocks_at_once
-from megalight.inference.cache import Cache
+from megalight.inference.cache import Cache, NewestTokens
 from megalight.inference.engine import DynamicEngine
 from megalight.inference.graphs import StepGraphs
 from megalight.inference.parallel import (
@@ -168,7 +167,7 @@ def _steps(
     counts = TokenCounts(len(prompts))
     active, fresh = list(range(len(prompts))), [list(prompt) for prompt in prompts]
     left = max_new_tokens
-    newest = torch.zeros(cache.dummy_slot + 1, dtype=torch.int64, device=device_of(model))
+    newest = NewestTokens(cache.dummy_slot + 1, device_of(model))
     # To record a step takes as long as a few of them.
     # Replicas that share experts may have prompts of other numbers and lengths, and so other graphs. All stages of a
     # pipeline need the results, which graphs give to the last.

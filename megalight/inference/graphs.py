@@ -26,8 +26,7 @@ from megalight.inference.batch_dimensions import (
     match_graph_config,
     with_guesses,
 )
-from megalight.inference.cache import Cache, InputBuffer
-from megalight.inference.draft_loop import DraftLoop
+from megalight.inference.cache import PENDING, Cache, InputBuffer, NewestTokens
 from megalight.inference.parallel import GenerativeModel, ParallelGPT, evaluating
 from megalight.inference.sampler import PassSampling, rows_of
 from megalight.inference.sampling import ALL
@@ -45,9 +44,6 @@ from megalight.parallel.graphs.recorder import CUDARecorder, Recorder, Recording
 from megalight.types import PackedSequences, Pages, to_device
 
 log = logging.getLogger(__name__)
-
-PENDING = -1
-"""Stands for a token that only the device knows yet."""
 
 MAX_TOKENS = 512
 """Tokens of the largest recorded step with prompts: the device takes longer for more of them than the host."""
@@ -68,36 +64,34 @@ class StepGraphs:
     Args:
         model: a model, or this rank's part of it.
         cache: its cache. Its pools must keep their addresses until :meth:`drop`.
-        newest: ``[num_slots]`` int64: the token of each slot that the host gives as :data:`PENDING`. Steps write what
-            they sample there.
+        newest: the tokens that the host gives as :data:`PENDING`. Steps write what they sample there.
         dimensions: those of graphs, in the order of recording.
         recorder: makes the recordings.
-        all_rows: whether all tokens of a step are sampled, as guesses need, and not the last one of each sequence.
-        eagle: the speculator whose draft reads what each step has read.
-        loop: that of a draft, which is recorded, too.
+        speculator: guesses tokens; all tokens of a step are sampled then, and not the last one of each sequence. The
+            draft of an :class:`EagleSpeculator` reads what each step has read, and its loop is recorded, too.
 
     Attributes:
         dimensions: those of graphs, in the order of recording.
         last: the graph of the last step; None: it had none.
-        hidden: the draft's outputs ``[n, h]`` for the results of the last step; None: there is no draft.
+        given: ``[n]``, with a speculator: the tokens that the results of the last step follow.
     """
 
     def __init__(
         self,
         model: GenerativeModel,
         cache: Cache,
-        newest: Tensor,
+        newest: NewestTokens,
         dimensions: Sequence[InferenceBatchDimensions],
         recorder: Recorder,
-        all_rows: bool = False,
-        eagle: EagleSpeculator | None = None,
-        loop: DraftLoop | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
         self._model, self._cache, self._newest, self._recorder = model, cache, newest, recorder
         self._dtype = next(model.parameters()).dtype
-        self._all_rows, self._eagle, self._loop = all_rows, eagle, loop
-        if loop is not None:
-            loop.record_with(recorder, [each.req_count for each in dimensions if not each.prefill_req_count])
+        self._all_rows = speculator is not None
+        self._eagle = speculator if isinstance(speculator, EagleSpeculator) else None
+        self._loop = None if speculator is None else speculator.loop
+        if self._loop is not None:
+            self._loop.record_with(recorder, [each.req_count for each in dimensions if not each.prefill_req_count])
         self._parallel = model if isinstance(model, ParallelGPT) else None
         self._shares_experts = self._parallel is not None and self._parallel.shares_experts
         self._experts = [module.experts for module in model.modules() if isinstance(module, MoE)]
@@ -123,16 +117,16 @@ class StepGraphs:
         self._drops = 0
         # Whether steps with prefill, or without, cannot be recorded.
         self._failed: set[bool] = set()
-        # Shared by all graphs: logits, samples, and the draft's outputs.
+        # Shared by all graphs: logits and samples; with guesses also the tokens before these, and their positions.
         self._outputs: tuple[Tensor, ...] | None = None
-        self.hidden: Tensor | None = None
+        self.given: Tensor | None = None
 
     @classmethod
     def of(
         cls,
         model: GenerativeModel,
         cache: Cache,
-        newest: Tensor,
+        newest: NewestTokens,
         count: int,
         max_tokens: int = 0,
         mixed_prefill_count: int = 0,
@@ -160,9 +154,9 @@ class StepGraphs:
         mixed_prefill_count = integer("cuda_graph_mixed_prefill_count", mixed_prefill_count, 0)
         if not integer("cuda_graphs", count, 0) or newest.device.type != "cuda":
             return None
-        eagle = speculator if isinstance(speculator, EagleSpeculator) else None
+        eagle = isinstance(speculator, EagleSpeculator)
         # A draft reads states inside of the model, which a divided one gives outside of recordings alone.
-        if isinstance(model, ParallelGPT) and (len(model.chunks) > 1 or eagle is not None):
+        if isinstance(model, ParallelGPT) and (len(model.chunks) > 1 or eagle):
             return None
         config: object = model.config
         # The code of transformers calls dispatchers with sizes that the host reads.
@@ -183,7 +177,7 @@ class StepGraphs:
             return cls(model, cache, newest, builder.build(), recorder)
         builder = CUDAGraphBatchDimensionBuilder(count, cache.num_slots, cache.capacity)
         dimensions = with_guesses(builder.build(), speculator.guesses, max_tokens)
-        return cls(model, cache, newest, dimensions, recorder, True, eagle, speculator.loop)
+        return cls(model, cache, newest, dimensions, recorder, speculator)
 
     def create(self) -> None:
         """Record all steps now.
@@ -208,14 +202,14 @@ class StepGraphs:
         for step in self._steps.values():
             step.recording.drop()
         self._steps.clear()
-        self._outputs = self.hidden = None
+        self._outputs = self.given = None
 
     def run(
         self,
         slots: Sequence[int],
         fresh: Sequence[Sequence[int]],
         sampling: PassSampling,
-        rows: Sequence[int] | None = None,
+        guessed: Sequence[int] = (),
         following: Sequence[int] = (),
         recordable: bool = True,
     ) -> Tensor | None:
@@ -225,7 +219,8 @@ class StepGraphs:
             slots: the slots.
             fresh: their new tokens.
             sampling: how tokens are sampled.
-            rows: which of the tokens are sampled. None: the last one of each sequence that ``sampling`` names.
+            guessed: with a speculator, how many of the last tokens of each are guesses; negative: none is sampled.
+                Otherwise the last one of each sequence that ``sampling`` names is.
             following: for a draft, the token after each, or :data:`PENDING` where the step samples it.
             recordable: False: this step does what no graph does.
 
@@ -235,38 +230,44 @@ class StepGraphs:
         Raises:
             DataError: see :meth:`Cache.extend`.
         """
-        self.last = self.hidden = None
+        self.last = self.given = None
         # A draft reads what is sampled, within the step.
         step = self._agreed(dimensions_of(fresh), recordable and (self._eagle is None or sampling.recordable))
         if step is None or self._outputs is None:
             return None
         totals = self._cache.reserve(slots, [*map(len, fresh)])
         recorded, sequences = sampling.recordable, [*range(len(slots))]
-        if step.all_rows and rows is None:
-            sequences = [end - 1 for end in accumulate(map(len, fresh))]
         # Rows of all logits, and those of the results.
-        places = [sequences[place] for place in sampling.places] if rows is None else rows
-        step.fill(self._cache, slots, totals, fresh, places, sampling.host_rows() if recorded else None, following)
+        places = sampled_rows(fresh, guessed) if self._all_rows else [sequences[place] for place in sampling.places]
+        rows = places if self._all_rows else sequences
+        step.fill(
+            self._cache, slots, totals, fresh, places, sampling.host_rows() if recorded else None, guessed, following
+        )
         self._replay(step)
         self.last = step.dimensions
         if self._goes_on:
             return None
-        logits, samples, *hidden = self._outputs
-        if not recorded:
-            results = sampling(_rows_of(logits, sequences if rows is None else rows))
-            if not step.all_rows:
-                own = to_device([slots[place] for place in places], torch.int64, samples.device)
-                self._newest[own] = results[:, 0].long()
-            return results
-        self.hidden = _rows_of(hidden[0], places).clone() if hidden else None
-        return _rows_of(samples, places)
+        logits, found, *more = self._outputs
+        own = _rows_of(found, places)
+        if more:
+            given, positions = _rows_of(more[0], places).unbind(1)
+            self.given, sampling.positions = given, positions + 1
+        if recorded:
+            return own
+        results = sampling(_rows_of(logits, rows))
+        if self.given is not None:
+            accept_sampled(self._newest, slots, guessed, self.given, sampling, results)
+        else:
+            taken = to_device([slots[place] for place in places], torch.int64, found.device)
+            self._newest.tokens[:, 0].index_copy_(0, taken, results[:, 0].long())
+        return results
 
     def accompany(self) -> bool:
         """Replay the step of replicas that need the experts here, with padding alone; return whether it is a graph."""
         step = self._agreed(InferenceBatchDimensions(0, 0, 0), True)
         if step is None:
             return False
-        step.fill(self._cache, [], [], [], [], None, [])
+        step.fill(self._cache, [], [], [], [], None, [], [])
         self._replay(step)
         return True
 
@@ -345,10 +346,13 @@ class StepGraphs:
                 each.dispatcher = dispatcher
 
     def _record(self, dimensions: InferenceBatchDimensions) -> _Step:
-        step, eagle = _Step(self._cache, self._newest, dimensions, self._all_rows, self._eagle is not None), self._eagle
+        step, eagle = _Step(self._cache, self._newest, dimensions, self._eagle is not None), self._eagle
+        newest = self._newest
 
         def run() -> list[Tensor]:
-            ids, sequences = step.inputs()
+            given, sequences = step.inputs()
+            # Where sampling failed there is no token, and the host will drop what follows.
+            ids = given.clamp(min=0)
             places = () if eagle is None else eagle.places
             states = self._cache.states
             if self._parallel is not None and self._parallel.stages > 1:
@@ -359,20 +363,25 @@ class StepGraphs:
             else:
                 with keeping(self._model, places) as kept:
                     logits = self._model(ids, sequences, states=states, rows=step.rows).logits
+            draws, positions = step.draws, sequences.positions
+            if self._all_rows:
+                draws = torch.cat([draws[: -len(positions)], positions + 1])
             # One kernel for all temperatures, with top-k and top-p: rows without them are done at once.
-            tokens = sample_tokens(logits, rows_of(step.draws, greedy=False, filtered=True))
-            if eagle is None:
-                return [logits, tokens[:, None].double()]
-            after = torch.where(step.following == PENDING, tokens.clamp(min=0), step.following)
-            inside = torch.cat([kept[KEPT + name] for name in places], -1)
-            return [logits, tokens[:, None].double(), eagle.read(after, sequences, inside)]
+            tokens = sample_tokens(logits, rows_of(draws, greedy=False, filtered=True))
+            results = [logits, tokens[:, None].double()]
+            if not self._all_rows:
+                newest.tokens[:, 0].index_copy_(0, step.slots, tokens)
+                return results
+            last = newest.accept(step.slots, step.first, step.guessed, given, positions, tokens)
+            if eagle is not None:
+                after = torch.where(step.following == PENDING, tokens.clamp(min=0), step.following)
+                inside = torch.cat([kept[KEPT + name] for name in places], -1)
+                eagle.stand(step.slots, eagle.read(after, sequences, inside)[last])
+            return [*results, torch.stack([given, positions], 1)]
 
         def write() -> None:
             assert self._outputs is not None
-            results = run()
-            if not (step.all_rows or self._goes_on):
-                self._newest.index_copy_(0, step.slots, results[1][:, 0].long())
-            for output, found in zip(self._outputs, results, strict=True):
+            for output, found in zip(self._outputs, run(), strict=True):
                 output[: len(found)].copy_(found)
 
         with overlapping(self._newest.device):
@@ -387,6 +396,43 @@ class StepGraphs:
         return step
 
 
+def sampled_rows(fresh: Sequence[Sequence[int]], guessed: Sequence[int]) -> list[int]:
+    """Return the rows of the tokens that results follow: the last one of each sequence that is not a guess, and these.
+
+    Args:
+        fresh: new tokens of sequences.
+        guessed: how many of them are guesses; negative: none is sampled.
+    """
+    ends = accumulate(map(len, fresh))
+    return [row for end, count in zip(ends, guessed, strict=True) for row in range(end - 1 - count, end) if count >= 0]
+
+
+def accept_sampled(
+    newest: NewestTokens,
+    slots: Sequence[int],
+    guessed: Sequence[int],
+    given: Tensor,
+    sampling: PassSampling,
+    results: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Accept guesses where sampling is not recorded; return slots ``[R]`` and rows of results with the newest tokens.
+
+    Args:
+        newest: see :meth:`NewestTokens.accept`.
+        slots: of the sequences.
+        guessed: see :func:`sampled_rows`.
+        given: ``[n]``, the tokens that results follow.
+        sampling: has sampled.
+        results: ``[n, r]``.
+    """
+    assert sampling.positions is not None
+    counts = [count for count in guessed if count >= 0]
+    first = [end - 1 - count for end, count in zip(accumulate(count + 1 for count in counts), counts, strict=True)]
+    own = [slot for slot, count in zip(slots, guessed, strict=True) if count >= 0]
+    there, row, more = to_device([*own, *first, *counts], torch.int64, given.device).view(3, -1)
+    return there, newest.accept(there, row, more, given, sampling.positions - 1, results[:, 0].long())
+
+
 def _rows_of(found: Tensor, rows: Sequence[int]) -> Tensor:
     if [*rows] == [*range(len(rows))]:
         return found[: len(rows)]
@@ -398,10 +444,11 @@ class _Step:
 
     Attributes:
         dimensions: its dimensions.
-        all_rows: whether all tokens of sequences with several are sampled, ``N = T``; otherwise ``N = R``.
         ids: ``[T]``, the tokens, or what stands for those that only the device knows.
-        slots: ``[R]``, the slot of each sequence.
-        draws: ``[6 N]``, how each is sampled; see :meth:`PassSampling.host_rows`.
+        slots: ``[R]``, the slot of each sequence; with a speculator of each that is sampled.
+        first, guessed: ``[R]``, see :meth:`NewestTokens.accept`.
+        draws: ``[6 N]``, how each is sampled; see :meth:`PassSampling.host_rows`. With a speculator ``N`` is ``T``,
+            otherwise ``R``.
         following: ``[T]``, the token after each, for a draft.
         rows: ``[R]``, the last token of each sequence; None: all tokens.
         recording: the step.
@@ -409,40 +456,39 @@ class _Step:
 
     recording: Recording[None]
 
-    def __init__(
-        self, cache: Cache, newest: Tensor, dimensions: InferenceBatchDimensions, all_rows: bool, drafted: bool
-    ) -> None:
+    def __init__(self, cache: Cache, newest: NewestTokens, dimensions: InferenceBatchDimensions, drafted: bool) -> None:
         tokens, decodes = dimensions.token_count, dimensions.decode_req_count
         self.dimensions, self._cache, self._newest = dimensions, cache, newest
         requests = dimensions.req_count
         # With prefill, padding is a sequence of its own, without stored tokens; otherwise there is one for each token.
         prefills = dimensions.prefill_req_count
-        self.all_rows = all_rows and prefills > 0
+        guesses = newest.guesses > 0
         self._sequences = requests + (prefills > 0)
         width = min(cache.blocks.holding(cache.capacity), cache.blocks.count)
         # Layers that see a span have rows to write and tables of their own, after those of the others.
         pools = len(cache.blocks.pools)
-        draws = 6 * (tokens if self.all_rows else requests)
-        wide = [tokens, tokens, tokens if drafted else 0, requests, requests, draws, self._sequences]
-        wide += [tokens] * pools
+        wide = [tokens, tokens, tokens if drafted else 0, requests, requests, 6 * (tokens if guesses else requests)]
+        wide += [self._sequences, *[requests * guesses] * 2, self._sequences * guesses, *[tokens] * pools]
         narrow = [self._sequences + 1, self._sequences, *[self._sequences * width] * pools]
         self._wide, self._buffer = len(wide), InputBuffer(wide, narrow, newest.device)
         parts = self._buffer.parts
         self._positions, self.ids, self.following, self.slots, last, self.draws, self._entries = parts[:7]
-        self._writes = parts[7 : self._wide]
+        self.first, self.guessed, self._before = parts[7:10]
+        self._writes = parts[10 : self._wide]
         self._offsets, self._lengths, *self._tables = parts[self._wide :]
-        self.rows = last if prefills and not all_rows else None
+        self.rows = last if prefills and not guesses else None
         # On the host bounds alone.
         most = min(tokens, cache.capacity)
         self._most = (1,) * decodes + (most,) * (self._sequences - decodes)
         self._bounds = (min(cache.capacity, width * cache.blocks.size),) * self._sequences
-        self.fill(cache, [], [], [], [], None, [])
+        self.fill(cache, [], [], [], [], None, [], [])
 
     def inputs(self) -> tuple[Tensor, PackedSequences]:
         """Return tokens and sequences, anew for each run, as they remember what follows from them."""
-        # Where sampling failed there is no token, and the host will drop what follows.
-        pending = self._newest[(PENDING - self.ids).clamp(min=0)].clamp(min=0)
-        ids = torch.where(self.ids < 0, pending, self.ids)
+        ids, sequences = self._newest.decode(self.ids), self._given()
+        return ids, self._newest.locate(sequences, self._before) if self._newest.guesses else sequences
+
+    def _given(self) -> PackedSequences:
         each = [
             Pages(
                 table.view(self._sequences, -1),
@@ -462,10 +508,10 @@ class _Step:
         size = self.dimensions
         nominal, uniform = self._most, (size.token_count, 1)
         if not size.prefill_req_count:
-            return ids, PackedSequences(nominal, self._offsets, self._positions, uniform, pages=pages)
+            return PackedSequences(nominal, self._offsets, self._positions, uniform, pages=pages)
         nominal = (1,) * size.decode_req_count + (0,) * size.prefill_req_count
         nominal += (size.token_count - size.decode_req_count,)
-        return ids, PackedSequences(nominal, self._offsets, self._positions, pages=pages)
+        return PackedSequences(nominal, self._offsets, self._positions, pages=pages)
 
     def fill(
         self,
@@ -475,6 +521,7 @@ class _Step:
         fresh: Sequence[Sequence[int]],
         places: Sequence[int],
         draws: NDArray[np.int64] | None,
+        guessed: Sequence[int],
         following: Sequence[int],
     ) -> None:
         """Copy a step's sequences to the device.
@@ -486,10 +533,11 @@ class _Step:
             fresh: their new tokens.
             places: rows that are sampled.
             draws: ``[6, n]``, how. None: it does not matter.
+            guessed: see :meth:`StepGraphs.run`.
             following: the token after each, for a draft.
         """
         with self._buffer.filled() as parts:
-            self._describe(parts, cache, slots, totals, fresh, places, draws, following)
+            self._describe(parts, cache, slots, totals, fresh, places, draws, guessed, following)
 
     def _describe(
         self,
@@ -500,10 +548,11 @@ class _Step:
         fresh: Sequence[Sequence[int]],
         places: Sequence[int],
         draws: NDArray[np.int64] | None,
+        guessed: Sequence[int],
         following: Sequence[int],
     ) -> None:
         size = self.dimensions
-        positions, ids, after, own, last, own_draws, entries, *writes = parts[: self._wide]
+        positions, ids, after, own, last, own_draws, entries, first, more, before, *writes = parts[: self._wide]
         offsets, lengths, *tables = parts[self._wide :]
         after[: len(following)], after[len(following) :] = following, 0
         counts, rows = np.array([*map(len, fresh)], np.int64), np.asarray(slots, np.int64)
@@ -531,8 +580,15 @@ class _Step:
             own[:count], last[:count] = rows, ends - 1
             sequence = np.repeat(np.arange(count), counts)
             positions[:tokens] = at = np.arange(tokens) + (np.asarray(totals) - ends)[sequence]
-            flat = np.array([token for each in fresh for token in each], np.int64)
-            ids[:tokens] = np.where(flat == PENDING, PENDING - rows[sequence], flat)
+            ids[:tokens] = self._newest.encode(slots, fresh)
+        if len(before):
+            first[:], more[:], before[:] = 0, 0, -1
+        if count and len(before):
+            guesses = np.asarray(guessed, np.int64)
+            own[:count][guesses < 0] = cache.dummy_slot
+            first[:count], more[:count] = ends - 1 - guesses.clip(0), guesses.clip(0)
+            most = [total - len(each) if each[0] == PENDING else -1 for total, each in zip(totals, fresh, strict=True)]
+            before[place] = most
         for blocks, write, table in zip(cache.blocks.pools, writes, tables, strict=True):
             write[tokens:], table[:] = blocks.count * blocks.size, blocks.count
             if count:

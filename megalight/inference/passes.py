@@ -1,7 +1,7 @@
 """Forward passes of the engine that are in flight: what a pass runs, its launch, and its results one step late.
 
-The next pass begins before the host knows the tokens of the one before it: on a GPU it takes them on the device; in a
-pipeline it runs other requests.
+The next pass begins before the host knows the tokens of the one before it: on a GPU it takes them on the device, after
+as many right guesses as there were; in a pipeline it runs other requests.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from dataclasses import replace
 from time import perf_counter
 from typing import NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalight.inference.batch_dimensions import InferenceBatchDimensions
-from megalight.inference.cache import Cache
-from megalight.inference.graphs import PENDING, StepGraphs, dimensions_of
+from megalight.inference.cache import PENDING, Cache, NewestTokens, to_device_packed
+from megalight.inference.graphs import StepGraphs, accept_sampled, dimensions_of, sampled_rows
 from megalight.inference.parallel import GenerativeModel, ParallelGPT, device_of, evaluating
 from megalight.inference.request_record import RequestError, RequestEvent, RequestEventKind
 from megalight.inference.sampler import PassSampling, TokenCounts
@@ -27,7 +28,10 @@ from megalight.inference.speculator import DraftRound, DraftRounds, EagleSpecula
 from megalight.inference.step_log import StepLog, StepRecord
 from megalight.models.hidden import KEPT, keeping
 from megalight.models.vision import PackedImages
+from megalight.nn.latent_attention import LatentAttention
+from megalight.nn.moe.dispatch import HostCounts
 from megalight.ops.batch_invariant import batch_invariant_mode
+from megalight.ops.linear.low_precision import precision_of
 from megalight.types import PackedSequences, to_device
 
 NOT_FINITE = "the logits of its next token hold NaN or infinity"
@@ -114,8 +118,7 @@ class _PendingPass(NamedTuple):
         results: None: the last stage of the pipeline has them.
         scored: whose prompts were scored: from which token on, and how many.
         step: what is known.
-        guesses: those after the newest token of a request; it has a result for each of them, too.
-        hidden: outputs ``[n, h]`` of a draft for the results, or None.
+        guesses: how many follow the newest token of a request; it has a result for each of them, too.
         launched: its dimensions, those of its graph, and when its launch began and ended; None: it is the rest of a
             pass whose guesses were right.
     """
@@ -124,8 +127,7 @@ class _PendingPass(NamedTuple):
     results: _Results | None
     scored: list[tuple[Request, int, int]]
     step: EngineStep
-    guesses: dict[Request, list[int]]
-    hidden: Tensor | None = None
+    guesses: dict[Request, int]
     launched: tuple[InferenceBatchDimensions, InferenceBatchDimensions | None, float, float] | None = None
 
 
@@ -142,7 +144,7 @@ class PassesInFlight:
         batch_invariant: run passes in batch-invariant mode, but not guesses.
 
     Attributes:
-        newest: ``[slots]``, the newest token of each slot on the device.
+        newest: where sequences are on the device.
         graphs: recorded steps; None: there are none.
         stages: stages of the pipeline.
         runs_ahead: whether a second pass begins before the host knows the tokens of the first.
@@ -165,13 +167,16 @@ class PassesInFlight:
         self.step_log, self._results_came = step_log, 0.0
         self._model, self._scheduler, self._requests, self._speculator = model, scheduler, requests, speculator
         self._parallel = model if isinstance(model, ParallelGPT) else None
-        # A draft goes on from what the newest pass has read, so there is one pass at a time.
         self._eagle = speculator if isinstance(speculator, EagleSpeculator) else None
         cache = scheduler.cache
-        if self._eagle is not None:
-            self._eagle.join(cache)
-        # The newest token of each slot; on a GPU, the next pass begins before the host knows it.
-        self.newest = torch.zeros(cache.dummy_slot + 1, dtype=torch.int64, device=device_of(model))
+        # On a GPU, the next pass begins before the host knows the tokens of the last one.
+        guesses = 0 if speculator is None else speculator.guesses
+        self.newest = NewestTokens(cache.dummy_slot + 1, device_of(model), guesses)
+        if speculator is not None:
+            speculator.join(cache, self.newest)
+        # By slot: the requests whose newest token is known there, and those for which guesses are made.
+        self._there: dict[int | None, Request] = {}
+        self._guessed: dict[int | None, Request] = {}
         self._token_counts = TokenCounts(cache.num_slots)
         self.graphs = StepGraphs.of(
             model,
@@ -185,15 +190,16 @@ class PassesInFlight:
         # How many passes may have begun before the host knows the tokens of the first: with a pipeline one in each
         # stage, of other requests; else a second one of the same requests, which takes their tokens on the device.
         self.stages = self._parallel.stages if self._parallel is not None else 1
-        self.runs_ahead = self.newest.device.type == "cuda" and self.stages == 1 and speculator is None
+        self.runs_ahead = self.newest.device.type == "cuda" and self.stages == 1
+        self.runs_ahead &= speculator is None or not any(map(_needs_lengths, model.modules()))
         self.flights: deque[_PendingPass] = deque()
         self.rounds = DraftRounds()
 
     @property
     def depth(self) -> int:
         """How many passes may be in flight."""
-        if self._eagle is not None:
-            return 1
+        if self._eagle is not None and self.stages > 1:
+            return 1  # all stages wait for what its draft reads
         return 2 if self.runs_ahead else self.stages
 
     def begin(self, one: bool = False) -> bool:
@@ -202,7 +208,9 @@ class PassesInFlight:
         while self.flights and not self._alive(self.flights[0]):
             self.flights.popleft()
         begun = False
-        while len(self.flights) < self.depth and (not self.flights or self._scheduler.may_run_ahead()):
+        while len(self.flights) < self.depth and (
+            not self.flights or self._scheduler.may_run_ahead(self.newest.guesses)
+        ):
             begun = self.launch()
             if not begun or one:
                 break
@@ -218,7 +226,6 @@ class PassesInFlight:
         Return False if there is nothing to run.
         """
         begun = perf_counter()
-        self._guess()
         with batch_invariant_mode(self._batch_invariant):
             return self._launch(begun)
 
@@ -231,51 +238,60 @@ class PassesInFlight:
     def _launch(self, begun: float) -> bool:
         schedule = self._scheduler
         passes = self.depth - len(self.flights) if self.stages > 1 else 1
-        plan = schedule.plan(passes, pending=self.stages == 1)
+        self._ask()
+        plan = schedule.plan(passes, self._waits)
         counts = plan.counts
+        for request in schedule.running:
+            request.guesses = request.guesses if request in counts else []
         if not counts:
             return False
+        self._guess(counts)
         slots = [request.slot for request in counts if request.slot is not None]
         fresh: list[list[int]] = []
         for request, count in counts.items():
-            first = request.extent - schedule.unread(request)
+            first = schedule.cache.lengths[request.slot or 0]
             known = request.tokens[first : first + count]
-            known += request.guesses[: count - len(known)]
-            fresh.append(known + [PENDING] * (count - len(known)))
+            known += [PENDING] * min(1, count - len(known)) if request.pending else []
+            fresh.append(known + request.guesses[: count - len(known)])
         schedule.cache.copy_states(plan.restored)
         # A part of a prompt has no next token yet.
         requests = [request for request, count in counts.items() if schedule.unread(request) == count]
         scored, places = _scored(counts, fresh, schedule)
-        guesses = {request: request.guesses for request in requests if request.guesses}
-        sampling, rows = self._sampling(counts, requests, guesses, self._there(places))
+        guesses = {request: len(request.guesses) for request in requests if request.guesses}
+        sampling, guessed = self._sampling(counts, requests, self._to_device(places))
         results: Tensor | None = None
-        hidden = graph = None
+        given = graph = None
         following = [] if self._eagle is None else _following(counts, schedule)
         if self.graphs is not None:
-            results = self.graphs.run(slots, fresh, sampling, rows, following, recordable=not scored)
-            hidden, graph = self.graphs.hidden, self.graphs.last
-        if graph is None and self._eagle is not None:
-            results, hidden = self._run_drafted(slots, fresh, sampling, rows, following)
+            results = self.graphs.run(slots, fresh, sampling, guessed, following, recordable=not scored)
+            given, graph = self.graphs.given, self.graphs.last
+        if graph is None and self._speculator is not None:
+            results, given = self._run_guessed(slots, fresh, sampling, guessed, following)
         elif graph is None:
-            results = self._run(slots, fresh, sampling, rows)
+            results = self._run(slots, fresh, sampling)
             if results is not None and self.runs_ahead:
                 # For the next pass, which may begin before the host knows them.
                 own = to_device([request.slot or 0 for request in requests], torch.int64, results.device)
-                self.newest[own] = results[:, 0].long()
+                self.newest.tokens[:, 0].index_copy_(0, own, results[:, 0].long())
         schedule.cache.copy_states(plan.kept)
         for request in requests:
             request.pending += 1
+            request.unchecked += len(request.guesses)
             request.guesses = []
+        if self._speculator is not None:
+            self._there = {slot: each for slot, each in self._there.items() if each not in counts}
+            self._there |= {request.slot: request for request in requests}
         for request in plan.preempted:
             request.events.append(RequestEvent.now(RequestEventKind.EVICT))
         found = {request.number: count for request, count in plan.shared.items()}
         step = EngineStep({}, {}, [request.number for request in plan.preempted], found)
         found_results = None
         if results is not None:
-            flat = results.flatten()
-            found_results = _to_host(flat if sampling.scores is None else torch.cat([flat, sampling.scores]))
+            parts = [results.flatten(), *([] if given is None else [given.double()])]
+            parts += [] if sampling.scores is None else [sampling.scores]
+            found_results = _to_host(parts[0] if len(parts) == 1 else torch.cat(parts))
         launched = dimensions_of(fresh), graph, begun, perf_counter()
-        self.flights.append(_PendingPass(requests, found_results, scored, step, guesses, hidden, launched))
+        self.flights.append(_PendingPass(requests, found_results, scored, step, guesses, launched))
         return True
 
     def accompany(self) -> None:
@@ -285,115 +301,169 @@ class PassesInFlight:
             with evaluating(self._parallel):
                 self._parallel.accompany()
 
-    def _there(self, places: tuple[list[int], list[int]]) -> tuple[Tensor, Tensor] | None:
+    def _to_device(self, places: tuple[list[int], list[int]]) -> tuple[Tensor, Tensor] | None:
         """Copy rows and labels to the device."""
         if not places[0]:
             return None
         rows, labels = to_device([*places[0], *places[1]], torch.int64, self.newest.device).view(2, -1)
         return rows, labels
 
-    def _guess(self) -> None:
-        """Let tokens be guessed after those of requests whose prompt has run."""
+    def _waits(self, request: Request) -> bool:
+        """Return whether a request runs only if the host knows all of its tokens."""
+        if self.stages > 1 or request.matcher is not None:
+            return True
+        if self._speculator is None:
+            return False
+        # What is changed in logits depends on the number of tokens, or on these.
+        params = request.sampling_params
+        early = request.length - request.prompt_length < params.min_new_tokens
+        return params.penalized or (early and len(request.ends) > 0)
+
+    def _ask(self) -> None:
+        """Let guesses follow the tokens of requests whose prompt has run, as many as there may be."""
         if self._speculator is None:
             return
-        asked: dict[Request, int] = {}
+        lengths = self._scheduler.cache.lengths
         for request in self._scheduler.running:
             request.guesses = []
+            stored = lengths[request.slot or 0]
+            if request.suspect or self._scheduler.unread(request) != 1 or self._there.get(request.slot) is not request:
+                continue
+            if request.pending and (self._waits(request) or request.left <= 0):
+                continue
+            # Who begins needs all tokens that have run.
+            if self._guessed.get(request.slot) is not request and stored > len(request.tokens):
+                continue
             # The base adds a token to the right guesses.
-            left = request.max_new_tokens - (len(request.tokens) - request.prompt_length) - 1
-            if not (request.pending or request.suspect) and left and self._scheduler.unread(request) == 1:
-                asked[request] = left
-        if asked:
-            for request, guesses in zip(asked, self._speculator.guess([*asked], [*asked.values()]), strict=True):
-                request.guesses = guesses
-                if request.matcher is not None:
-                    request.guesses = guesses[: request.matcher.validate_tokens(guesses)]
+            most = min(self._speculator.guesses, request.left - 1, self._speculator.longest - stored)
+            request.guesses = [PENDING] * most
+
+    def _guess(self, counts: dict[Request, int]) -> None:
+        """Let tokens be guessed, as many as are planned; the host waits for them only where their rows depend on them.
+
+        Args:
+            counts: those of the plan, which may become less.
+        """
+        if self._speculator is None:
+            return
+        asked = {request: len(request.guesses) for request in counts if request.guesses}
+        self._guessed = {slot: each for slot, each in self._guessed.items() if each not in counts or each in asked}
+        if not asked:
+            return
+        slots = [request.slot or 0 for request in asked]
+        if self.stages > 1:
+            self.newest.put(slots, [request.tokens for request in asked])
+        with batch_invariant_mode(False):
+            if begin := [request for request in asked if self._guessed.get(request.slot) is not request]:
+                self._speculator.begin(begin)
+                self._guessed |= {request.slot: request for request in begin}
+            found = self._speculator.guess([*asked], [*asked.values()])
+        own = to_device(slots, torch.int64, found.device)
+        self.newest.tokens[:, 1 : 1 + found.shape[1]].index_copy_(0, own, found)
+        if not any(request.matcher is not None or request.sampling_params.penalized for request in asked):
+            return
+        for request, row in zip(asked, HostCounts(found.flatten()).wait(*[found.shape[1]] * len(asked)), strict=True):
+            if request.matcher is None and not request.sampling_params.penalized:
+                continue
+            known = row[: asked[request]]
+            known = known[: known.index(PENDING)] if PENDING in known else known
+            if request.matcher is not None:
+                known = known[: request.matcher.validate_tokens(known)]
+            request.guesses = known
+            counts[request] -= asked[request] - len(known)
 
     def _sampling(
-        self,
-        counts: Mapping[Request, int],
-        requests: Sequence[Request],
-        guesses: Mapping[Request, Sequence[int]],
-        scored: tuple[Tensor, Tensor] | None,
-    ) -> tuple[PassSampling, list[int] | None]:
-        """Return what samples, and of which tokens it needs logits; None: of the last of each request."""
-        if not guesses and (self._eagle is None or not requests):
-            wanted = {*requests}
-            ready = [place for place, request in enumerate(counts) if request in wanted]
-            return PassSampling(self._token_counts, requests, ready, scored=scored), None
-        rows: list[int] = []
-        each: list[tuple[Request, int]] = []
-        end, known = 0, {*requests}
-        for request, count in counts.items():
-            end += count
-            if request in known:
-                more = len(guesses.get(request, ()))
-                rows += range(end - 1 - more, end)
-                each += [(request, place) for place in range(more + 1)]
+        self, counts: Mapping[Request, int], requests: Sequence[Request], scored: tuple[Tensor, Tensor] | None
+    ) -> tuple[PassSampling, list[int]]:
+        """Return what samples; with a speculator also how many guesses each of a pass has, or -1 without a sample."""
+        ready = {*requests}
+        if self._speculator is None:
+            places = [place for place, request in enumerate(counts) if request in ready]
+            return PassSampling(self._token_counts, requests, places, scored=scored), []
+        guessed = [len(request.guesses) if request in ready else -1 for request in counts]
+        each = [(request, place) for request in requests for place in range(1 + len(request.guesses))]
         ahead = [place for _, place in each]
-        return PassSampling(self._token_counts, [request for request, _ in each], None, ahead, scored), rows
+        return PassSampling(self._token_counts, [request for request, _ in each], None, ahead, scored), guessed
 
-    def _run(
-        self, slots: Sequence[int], fresh: Sequence[Sequence[int]], sampling: PassSampling, rows: Sequence[int] | None
-    ) -> Tensor | None:
+    def _run(self, slots: Sequence[int], fresh: Sequence[Sequence[int]], sampling: PassSampling) -> Tensor | None:
         """Run the new tokens of each slot, and sample; return the results, which only the last stage of a pipeline has.
 
         A token :data:`PENDING` is the newest of its slot.
         """
-        cache, device = self._scheduler.cache, self.newest.device
         with torch.no_grad(), evaluating(self._model):
-            sequences = cache.extend(slots, [len(ids) for ids in fresh], device)
+            sequences = self._scheduler.cache.extend(slots, [*map(len, fresh)], self.newest.device)
             # End to end, without padding: prompts of any lengths run in one pass.
-            tokens = to_device([token for ids in fresh for token in ids], torch.int64, device)
+            (tokens,) = to_device_packed([self.newest.encode(slots, fresh)], self.newest.device)
             if any(ids[-1] == PENDING for ids in fresh):
-                assert sequences.pages is not None
                 # Where sampling failed there is no token, and the host will drop what follows.
-                there = sequences.expand(self.newest[sequences.pages.state_slot].clamp(min=0))
-                tokens = torch.where(tokens == PENDING, there, tokens)
+                tokens = self.newest.decode(tokens).clamp(min=0)
             # Only the last token of each sequence needs logits: `[N, V]` instead of `[T, V]`.
-            last = sequences.cu_seqlens[1:].long() - 1 if rows is None else to_device(rows, torch.int64, device)
-            if self._parallel is not None:
-                return self._parallel.on_last_stage(tokens, sequences, sampling, states=cache.states, rows=last)
-            return self._sampled(tokens, sequences, sampling, last)
+            return self._sampled(tokens, sequences, sampling, sequences.cu_seqlens[1:].long() - 1)
 
-    def _sampled(self, tokens: Tensor, sequences: PackedSequences, sampling: PassSampling, rows: Tensor) -> Tensor:
+    def _sampled(
+        self, tokens: Tensor, sequences: PackedSequences, sampling: PassSampling, rows: Tensor
+    ) -> Tensor | None:
+        states = self._scheduler.cache.states
+        if self._parallel is not None:
+            return self._parallel.on_last_stage(tokens, sequences, sampling, states=states, rows=rows)
         more = {} if sampling.scored is None else {"scored": sampling.scored}
-        output = self._model(tokens, sequences, states=self._scheduler.cache.states, rows=rows, **more)
+        output = self._model(tokens, sequences, states=states, rows=rows, **more)
         return sampling(output.logits, losses=output.losses)
 
-    def _run_drafted(
+    def _run_guessed(
         self,
         slots: Sequence[int],
         fresh: Sequence[Sequence[int]],
         sampling: PassSampling,
-        rows: Sequence[int] | None,
+        guessed: Sequence[int],
         following: Sequence[int],
-    ) -> tuple[Tensor, Tensor | None]:
-        """Do the same, and let the draft read what the base has read; return its outputs ``[n, h]`` for the results.
+    ) -> tuple[Tensor | None, Tensor]:
+        """Run new tokens, guesses among them, and accept these; a draft reads what the base has read.
 
         Args:
-            following: the token after each, or :data:`PENDING` where the pass samples it.
+            slots: the slots.
+            fresh: new tokens of each.
+            sampling: samples after the newest token of each, and after its guesses.
+            guessed: how many of its new tokens are guesses; -1: none is sampled.
+            following: for a draft, the token after each, or :data:`PENDING` where the pass samples it.
+
+        Returns:
+            results ``[n, r]``, which the last stage of a pipeline alone has, and the tokens ``[n]`` that they follow.
         """
-        assert self._eagle is not None
-        cache, device, places = self._scheduler.cache, self.newest.device, self._eagle.places
+        cache, newest, eagle = self._scheduler.cache, self.newest, self._eagle
+        most = [cache.lengths[slot] if ids[0] == PENDING else -1 for slot, ids in zip(slots, fresh, strict=True)]
         with torch.no_grad(), evaluating(self._model):
-            sequences = cache.extend(slots, [len(ids) for ids in fresh], device)
-            given = [token for ids in fresh for token in ids]
-            tokens, after = to_device([*given, *following], torch.int64, device).view(2, -1)
-            last = sequences.cu_seqlens[1:].long() - 1 if rows is None else to_device(rows, torch.int64, device)
-            if self._parallel is not None:
+            sequences = cache.extend(slots, [*map(len, fresh)], newest.device)
+            encoded, after, before, rows = to_device_packed(
+                [
+                    *(newest.encode(slots, fresh), np.array(following, np.int64), np.array(most)),
+                    np.array(sampled_rows(fresh, guessed), np.int64),
+                ],
+                newest.device,
+            )
+            if max(most) >= 0:
+                sequences = newest.locate(sequences, before)
+            tokens = newest.decode(encoded)
+            given, sampling.positions = tokens[rows], sequences.positions[rows] + 1
+            # Where sampling failed there is no token, and the host will drop what follows.
+            read, states = tokens.clamp(min=0), None
+            if eagle is None:
+                results = self._sampled(read, sequences, sampling, rows)
+            elif self._parallel is not None:
                 results, states = self._parallel.with_states(
-                    tokens, sequences, sampling, places, states=cache.states, rows=last
+                    read, sequences, sampling, eagle.places, states=cache.states, rows=rows
                 )
             else:
-                with keeping(self._model, places) as kept:
-                    results = self._sampled(tokens, sequences, sampling, last)
-                states = torch.cat([kept[KEPT + name] for name in places], -1)
-            if rows is not None:
-                # Where sampling failed there is no token, and the host will drop what follows.
-                after = after.index_copy(0, last, results[:, 0].long().clamp(min=0))
-            outputs = self._eagle.read(after, sequences, states)
-            return results, None if rows is None else outputs[last]
+                with keeping(self._model, eagle.places) as kept:
+                    results = self._sampled(read, sequences, sampling, rows)
+                states = torch.cat([kept[KEPT + name] for name in eagle.places], -1)
+            if results is None:
+                return None, given
+            own, last = accept_sampled(newest, slots, guessed, given, sampling, results)
+            if eagle is not None and states is not None:
+                after = after.index_copy(0, rows, results[:, 0].long().clamp(min=0))
+                eagle.stand(own, eagle.read(after, sequences, states)[rows[last]])
+            return results, given
 
     def collect(self) -> OpenStep:
         """Wait for the oldest pass, and give its tokens to the requests that still run."""
@@ -415,11 +485,15 @@ class PassesInFlight:
             assert request.prompt_log_probs is not None
             request.prompt_log_probs[first : first + count] = values[-count:]
             del values[-count:]
-        count = len(flight.requests) + sum(map(len, flight.guesses.values()))
+        count = len(flight.requests) + sum(flight.guesses.values())
+        given: list[int] = []
+        if self._speculator is not None and flight.launched is not None:
+            given = [int(token) for token in values[-count:]] if count else []
+            del values[len(values) - count :]
         width = len(values) // max(1, count)
         results = [values[place * width : (place + 1) * width] for place in range(count)]
-        if flight.guesses or flight.hidden is not None:
-            results = self._accept(flight, results)
+        if given:
+            results = self._accept(flight, results, given)
         suspects: list[Request] = []
         undecided: deque[Request] = deque()
         step = flight.step
@@ -447,26 +521,29 @@ class PassesInFlight:
             step.preempted.extend(request.number for request in schedule.isolate(suspects))
         return OpenStep(step, undecided)
 
-    def _accept(self, flight: _PendingPass, rows: Sequence[list[float]]) -> list[list[float]]:
+    def _accept(self, flight: _PendingPass, rows: Sequence[list[float]], given: Sequence[int]) -> list[list[float]]:
         """Return the first result of each request. Those after right guesses come like results of passes to follow."""
         first: list[list[float]] = []
         later: list[list[tuple[Request, list[float]]]] = []
         at, cache = 0, self._scheduler.cache
         for request in flight.requests:
-            guesses = flight.guesses.get(request, [])
-            own, at = rows[at : at + 1 + len(guesses)], at + 1 + len(guesses)
+            count = flight.guesses.get(request, 0)
+            own, guesses = rows[at : at + 1 + count], given[at + 1 : at + 1 + count]
+            at += 1 + count
             first.append(own[0])
+            request.unchecked -= count
             if request.slot is None:  # it has ended
                 continue
+            guesses = guesses[: guesses.index(PENDING)] if PENDING in guesses else guesses
             right = 0
             while right < len(guesses) and own[right][0] == guesses[right] and own[right + 1][0] != FAILED:
                 right += 1
-            if self._eagle is not None and flight.hidden is not None:
-                self._eagle.stand(request, flight.hidden[at - 1 - len(guesses) + right])
             if guesses:
                 tokens = [int(row[0]) for row in own[: right + 1]]
                 self.rounds[DraftRound.of(len(guesses), tokens, request.ends)] += 1
-                cache.truncate(request.slot, cache.lengths[request.slot] - len(guesses) + right)
+            if count > right:
+                # The next pass has begun after those that are right, so it needs no more blocks.
+                cache.truncate(request.slot, cache.lengths[request.slot] - count + right)
             for place, row in enumerate(own[1 : right + 1]):
                 later += [[]] if place == len(later) else []
                 later[place].append((request, row))
@@ -480,9 +557,26 @@ class PassesInFlight:
     def abandon(self) -> None:
         """Forget the passes whose tokens the host does not know. The same tokens are sampled again."""
         while self.flights:
-            for request in self.flights.popleft().requests:
+            flight = self.flights.popleft()
+            for request in flight.requests:
                 request.pending -= 1
+                request.unchecked -= flight.guesses.get(request, 0)
         self._token_counts.forget()
+        self._there.clear()
+        self._guessed.clear()
+
+    def drop_speculator(self) -> None:
+        """Give the memory of the speculator back."""
+        if self._speculator is not None:
+            self._speculator.drop()
+            self._guessed.clear()
+
+
+def _needs_lengths(module: nn.Module) -> bool:
+    """Return whether a layer reads the lengths of sequences on the host: it computes keys and values of all latents."""
+    if not isinstance(module, LatentAttention):
+        return False
+    return module.kv_up.adapter is not None or precision_of(module.kv_up.weight) is not None
 
 
 def _scored(
@@ -496,7 +590,7 @@ def _scored(
         return scored, (rows, labels)
     row = 0
     for request, ids in zip(counts, fresh, strict=True):
-        first = request.extent - schedule.unread(request)
+        first = schedule.cache.lengths[request.slot or 0]
         # The last token of the prompt is followed by none of it.
         count = min(len(ids), request.prompt_length - 1 - first)
         if request.unscored and count > 0:
@@ -511,7 +605,7 @@ def _following(counts: Mapping[Request, int], schedule: Scheduler) -> list[int]:
     """Return the token after each of a pass, or :data:`PENDING` where none is known, as the pass samples it."""
     found: list[int] = []
     for request, count in counts.items():
-        first = request.extent - schedule.unread(request) + 1
+        first = schedule.cache.lengths[request.slot or 0] + 1
         known = request.tokens[first : first + count]
         found += known + [PENDING] * (count - len(known))
     return found

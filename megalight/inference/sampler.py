@@ -33,6 +33,7 @@ class PassSampling:
 
     Attributes:
         scores: these log-probabilities ``[M]``, once the pass has run.
+        positions: ``[n]`` int64, the place of each sample in its sequence, if the device knows better than the host.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class PassSampling:
     ) -> None:
         self.scored = scored
         self.scores: Tensor | None = None
+        self.positions: Tensor | None = None
         self._counts, self._requests, self._rows = counts, requests, rows
         self._ahead = [0] * len(requests) if ahead is None else ahead
         self._follows = ahead is None
@@ -131,6 +133,8 @@ class PassSampling:
 
     def _sampling_rows(self, device: torch.device) -> SamplingRows:
         (found,) = to_device_packed([self.host_rows().ravel()], device)
+        if self.positions is not None:
+            found.view(6, -1)[5] = self.positions
         each = [request.sampling_params for request in self._requests]
         greedy, filtered = all(one.temperature == 0 for one in each), any(one.filtered for one in each)
         return rows_of(found, greedy, filtered)

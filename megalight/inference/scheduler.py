@@ -63,10 +63,11 @@ class Request:
         slot: its slot in the cache while it runs.
         suspect: whether its logits were NaN or infinite in a pass with others, so that it runs alone next.
         failed: whether they are when it runs alone.
-        pending: how many tokens follow ``tokens`` that only the device knows yet.
+        pending: how many tokens follow ``tokens`` for sure that only the device knows yet.
+        unchecked: how many more may follow: guesses in passes whose results the host does not know yet.
         events: what happened to it.
         earlier: its segments in other engines.
-        guesses: what a speculator guesses to follow, for the next pass.
+        guesses: what a speculator guesses to follow, for the next pass. Only the device may know them.
     """
 
     number: int
@@ -87,6 +88,7 @@ class Request:
     suspect: bool = False
     failed: bool = False
     pending: int = 0
+    unchecked: int = 0
     events: list[RequestEvent] = field(default_factory=list)
     earlier: Sequence[RequestSegment] = ()
     guesses: list[int] = field(default_factory=list)
@@ -123,13 +125,13 @@ class Request:
 
     @property
     def extent(self) -> int:
-        """Number of tokens, with guesses."""
-        return len(self.tokens) + self.pending + len(self.guesses)
+        """Number of tokens, with all guesses."""
+        return self.length + self.unchecked + len(self.guesses)
 
     @property
-    def full(self) -> bool:
-        """Whether the completion is as long as it may be."""
-        return self.length - self.prompt_length >= self.max_new_tokens
+    def left(self) -> int:
+        """How many tokens the completion still gets, if all guesses that are being checked are right."""
+        return self.max_new_tokens - (self.length + self.unchecked - self.prompt_length)
 
     def take(self, token: int, log_probs: Sequence[float] = ()) -> None:
         """Add the next token, with results of :class:`~megalight.inference.sampler.PassSampling` that follow it."""
@@ -225,16 +227,18 @@ class Scheduler:
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
 
-    def plan(self, passes: int = 1, pending: bool = True) -> StepPlan:
+    def plan(
+        self, passes: int = 1, waits: Callable[[Request], bool] = lambda request: request.matcher is not None
+    ) -> StepPlan:
         """Choose the tokens of the next forward pass, and reserve their blocks. :meth:`Cache.extend` must follow.
 
         Args:
             passes: so many passes may begin before tokens are known, so each takes a part of the requests.
-            pending: whether requests may run whose newest token only the device knows.
+            waits: whether a request runs only if the host knows all of its tokens. Which tokens a grammar allows is
+                known once the last one is.
         """
         left, plan, blocks = self.step_tokens, StepPlan({}, [], {}, [], []), self.cache.blocks
-        # Which tokens a grammar allows is known once the last one is.
-        going = [r for r in self.running if not r.pending or (pending and r.matcher is None)]
+        going = [request for request in self.running if not (request.pending and waits(request))]
         going = going[: -(-len(going) // passes)]
         for request in self.running if blocks.spans else ():
             if request.slot is not None:
@@ -243,7 +247,7 @@ class Scheduler:
         # Only the youngest can have more than one token to run, as it began with what was left of a step. So a long
         # prompt does not stop those before it.
         for request in going:
-            if request.pending and request.full:  # it waits for its last token
+            if request.pending and request.left <= 0:  # it waits for its last token
                 continue
             count = min(self.unread(request), left)
             if not count:
@@ -276,14 +280,18 @@ class Scheduler:
         stored = self.cache.lengths[slot]
         return stored % self.cache.blocks.size > 0 or self.cache.blocks.fits({slot: stored + 1})
 
-    def may_run_ahead(self) -> bool:
-        """Return whether a pass can be planned while tokens are pending: none would be preempted, none runs alone."""
+    def may_run_ahead(self, guesses: int = 0) -> bool:
+        """Return whether a pass can be planned while tokens are pending: none would be preempted, none runs alone.
+
+        Args:
+            guesses: the most that follow a newest token.
+        """
         totals: dict[int, int] = {}
         for request in self.running:
             if request.suspect or request.slot is None:
                 return False
-            if not request.full:
-                totals[request.slot] = self.cache.lengths[request.slot] + 1
+            if request.left > 0:
+                totals[request.slot] = self.cache.lengths[request.slot] + 1 + min(guesses, request.left - 1)
         return self.cache.blocks.fits(totals) and not any(request.suspect for request in self.waiting)
 
     def preempt(self) -> Request:

@@ -12,6 +12,7 @@ draft that reads hidden states of the base (:class:`EagleSpeculator`).
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -25,7 +26,7 @@ from megalight.data.tokenizer import FILE as TOKENIZER
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError, integer
 from megalight.inference.blocks import BlockPool
-from megalight.inference.cache import Cache
+from megalight.inference.cache import Cache, NewestTokens
 from megalight.inference.draft_loop import DraftLoop
 from megalight.inference.parallel import GenerativeModel, ParallelGPT, device_of, evaluating
 from megalight.inference.scheduler import Request
@@ -79,27 +80,43 @@ class DraftRounds(Counter[DraftRound]):
 
 
 class Speculator(Protocol):
-    """Guesses tokens; on all ranks of a replica the same.
+    """Guesses tokens on the device; on all ranks of a replica the same. The host need not know what is guessed.
 
     Attributes:
         guesses: the most that it guesses after a token.
+        longest: how many tokens a sequence may have with all guesses but the last.
         loop: the loop of its draft; None: it has none.
     """
 
     guesses: int
+    longest: int
     loop: DraftLoop | None
 
-    def guess(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
-        """Return at most ``counts[i]`` tokens that may follow those of ``requests[i]``, which have a slot."""
+    def join(self, cache: Cache, newest: NewestTokens) -> None:
+        """Guess for the sequences of an engine: what it stores, and where they are."""
+        ...
+
+    def begin(self, requests: Sequence[Request]) -> None:
+        """Guess for these from now on. Of their tokens, the host knows all that have run, and the device the newest."""
+        ...
+
+    def guess(self, requests: Sequence[Request], counts: Sequence[int]) -> Tensor:
+        """Return guesses ``[n, k]``: row ``i`` has ``counts[i]`` of what may follow the newest token of a request.
+
+        One that is negative stands for none, like those after it. All passes of a request are told, from
+        :meth:`begin` on; its slot has blocks for all guesses, and more tokens may be stored there than have run.
+        """
         ...
 
     def drop(self) -> None:
-        """Give memory back that depends on sequences."""
+        """Give memory back that depends on sequences. All begin again."""
         ...
 
 
 class NGramSpeculator:
     """Guesses what followed the last tokens of a sequence when they came before in it (prompt lookup). It has no model.
+
+    Sequences lie on the device, so a pass begins before the host knows the tokens of the last one.
 
     Args:
         guesses: maximum number of guesses.
@@ -112,32 +129,69 @@ class NGramSpeculator:
 
     def __init__(self, guesses: int = 4, *, longest: int = 3, shortest: int = 2) -> None:
         self.guesses = integer("guesses", guesses)
-        self.shortest = integer("shortest", shortest)
-        self.longest = integer("longest", longest, self.shortest)
-        self.loop: DraftLoop | None = None
-        # Of each request: where its last n tokens ended before, by these tokens, and how many tokens are in it.
-        self._places: dict[Request, tuple[dict[tuple[int, ...], int], int]] = {}
+        self._fewest = integer("shortest", shortest)
+        self._most = integer("longest", longest, self._fewest)
+        self.longest, self.loop = sys.maxsize, None
+        self._cache: Cache | None = None
+        self._newest: NewestTokens | None = None
+        # ``[slots, capacity + guesses + 1]``: the tokens of each slot, up to its newest one.
+        self._tokens: Tensor | None = None
 
-    def guess(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
+    def join(self, cache: Cache, newest: NewestTokens) -> None:
         """See :class:`Speculator`."""
-        self._places = {request: self._places.get(request, ({}, 0)) for request in requests}
-        return [self._of(request, min(count, self.guesses)) for request, count in zip(requests, counts, strict=True)]
+        self._cache, self._newest, self._tokens = cache, newest, None
+
+    def begin(self, requests: Sequence[Request]) -> None:
+        """See :class:`Speculator`."""
+        assert self._cache is not None and self._newest is not None
+        device, entries = self._newest.device, len(self._newest.lengths)
+        if self._tokens is None:
+            width = self._cache.capacity + self.guesses + 1
+            self._tokens = torch.zeros(entries, width, dtype=torch.int32, device=device)
+        for request in requests:
+            assert request.slot is not None
+            self._tokens[request.slot, : len(request.tokens)] = to_device(request.tokens, torch.int32, device)
+
+    def guess(self, requests: Sequence[Request], counts: Sequence[int]) -> Tensor:
+        """See :class:`Speculator`."""
+        assert self._cache is not None and self._newest is not None and self._tokens is not None
+        slots = [request.slot for request in requests if request.slot is not None]
+        # No sequence has more tokens before its newest one.
+        bound = max(self._cache.lengths[slot] for slot in slots) + 1
+        own = to_device(slots, torch.int64, self._newest.device)
+        length, step = self._newest.lengths[own, None], torch.arange(self.guesses, device=own.device)
+        self._tokens[own[:, None], length] = self._newest.tokens[own, :1].int()
+        rows = self._tokens[own, :bound]
+        found = self._after(rows, length)
+        place = found + step
+        guesses = rows.gather(1, place.clamp(max=bound - 1))
+        guesses = torch.where((found > 0) & (place <= length), guesses, -1)
+        # Right ones are not told again.
+        self._tokens[own[:, None], length + 1 + step] = guesses
+        return guesses.long()
+
+    def _after(self, rows: Tensor, length: Tensor) -> Tensor:
+        """Return the place ``[n, 1]`` of what followed the last tokens, the newest time that most of them came; or 0.
+
+        Args:
+            rows: ``[n, bound]``, tokens.
+            length: ``[n, 1]``, the place of the last of them.
+        """
+        index = torch.arange(rows.shape[1], device=rows.device)
+        same, found = index < length, torch.zeros_like(length)
+        for size in range(1, self._most + 1):
+            # Whether the `size` tokens up to each place are the last ones.
+            last = rows.gather(1, (length - size + 1).clamp(min=0))
+            earlier = rows if size == 1 else torch.nn.functional.pad(rows, (size - 1, 0), value=-1)[:, : 1 - size]
+            same = same & (earlier == last)
+            if size >= self._fewest:
+                place = torch.where(same, index + 1, 0).amax(1, keepdim=True)
+                found = torch.where(place > 0, place, found)
+        return found
 
     def drop(self) -> None:
-        """Forget where tokens come."""
-        self._places.clear()
-
-    def _of(self, request: Request, count: int) -> list[int]:
-        tokens, (places, known) = request.tokens, self._places[request]
-        # Ends before the last token: what follows it is not known yet.
-        for end in range(max(1, known), len(tokens)):
-            for size in range(self.shortest, min(self.longest, end) + 1):
-                places[tuple(tokens[end - size : end])] = end
-        self._places[request] = places, len(tokens)
-        for size in range(min(self.longest, len(tokens)), self.shortest - 1, -1):
-            if (after := places.get(tuple(tokens[-size:]))) is not None:
-                return tokens[after : after + count]
-        return []
+        """See :class:`Speculator`."""
+        self._tokens = None
 
 
 class DraftSpeculator:
@@ -162,61 +216,60 @@ class DraftSpeculator:
                 "model of text with the base's tokenizer."
             )
         self.guesses, self._model = integer("guesses", guesses), model
-        self._capacity, slots = config.max_sequence_length, integer("max_sequences", max_sequences)
-        blocks = BlockPool(slots, slots * -(-self._capacity // 16), 16)
-        self._cache = Cache(model.layers, slots, self._capacity, blocks)
+        self.longest, slots = config.max_sequence_length, integer("max_sequences", max_sequences)
+        blocks = BlockPool(slots, slots * -(-self.longest // 16), 16)
+        self._cache = Cache(model.layers, slots, self.longest, blocks)
         if not self._cache.reversible:
             raise ConfigurationError(
                 "some layers of the small model keep one state for all earlier tokens (Mamba, convolutions), which "
                 "cannot forget a wrong guess; take a model of attention."
             )
-        form = torch.empty(0, dtype=torch.int64, device=next(model.parameters()).device)
-        self.loop = DraftLoop(self._cache, self.guesses, self._chain, form)
-        self._owners: dict[int, Request] = {}
+        self.loop: DraftLoop | None = None
+        self._lengths: Sequence[int] = ()
+        self._newest: NewestTokens | None = None
 
-    def guess(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
+    def join(self, cache: Cache, newest: NewestTokens) -> None:
         """See :class:`Speculator`."""
-        cache = self._cache
-        wanted: dict[int, int] = {}
-        fresh: list[list[int]] = []
-        places: list[int] = []
-        for place, (request, count) in enumerate(zip(requests, counts, strict=True)):
-            slot = request.slot
-            # It needs room for what it reads: all tokens, and all guesses but the last.
-            count = min(count, self.guesses, self._capacity - len(request.tokens) + 1)
-            if slot is None or count < 1:
-                continue
-            if self._owners.get(slot) is not request or cache.lengths[slot] >= len(request.tokens):
-                cache.release(slot)
-                self._owners[slot] = request
-            wanted[slot] = count
-            fresh.append(request.tokens[cache.lengths[slot] :])
-            places.append(place)
-        found: list[list[int]] = [[] for _ in requests]
-        if not wanted:
-            return found
-        slots, device = [*wanted], next(self._model.parameters()).device
+        self._lengths, self._newest = cache.lengths, newest
+        self.loop = DraftLoop(self._cache, newest, self.guesses, self._chain, again=True)
+
+    def begin(self, requests: Sequence[Request]) -> None:
+        """See :class:`Speculator`."""
+        slots, device = [request.slot for request in requests if request.slot is not None], device_of(self._model)
+        for slot in slots:
+            self._cache.release(slot)
+        fresh = [request.tokens for request in requests]
         ids = to_device([token for each in fresh for token in each], torch.int64, device)
         with torch.no_grad(), evaluating(self._model):
-            sequences = cache.extend(slots, [*map(len, fresh)], device)
+            sequences = self._cache.extend(slots, [*map(len, fresh)], device)
             last = sequences.cu_seqlens[1:].long() - 1
-            first = self._model(ids, sequences, states=cache.states, rows=last).logits.argmax(-1)
-        for place, row in zip(places, self.loop.run(slots, [*wanted.values()], first), strict=True):
-            found[place] = row
-        return found
+            self._model(ids, sequences, states=self._cache.states, rows=last)
 
-    def _chain(self, first: Tensor, sequences: Sequence[PackedSequences]) -> list[Tensor]:
-        found = [first]
+    def guess(self, requests: Sequence[Request], counts: Sequence[int]) -> Tensor:
+        """See :class:`Speculator`."""
+        assert self.loop is not None
+        slots = [request.slot for request in requests if request.slot is not None]
+        most = {slot: self._lengths[slot] for slot in slots}
+        self._cache.blocks.grow({slot: most[slot] + count for slot, count in zip(slots, counts, strict=True)})
+        return self.loop.run(slots, counts, max(most.values()) + 1)
+
+    def _chain(self, slots: Tensor, sequences: Sequence[PackedSequences]) -> list[Tensor]:
+        assert self._newest is not None
+        states, newest = self._cache.states, self._newest
         with torch.no_grad(), evaluating(self._model):
-            for each in sequences:
-                found.append(self._model(found[-1], each, states=self._cache.states).logits.argmax(-1))
+            # What it has read of wrong guesses is written over, and of the last one it has read nothing.
+            ids = torch.stack([newest.before[slots], newest.tokens[slots, 0]], 1).clamp(min=0)
+            last = torch.arange(1, ids.numel(), 2, device=ids.device)
+            found = [self._model(ids.flatten(), sequences[0], states=states, rows=last).logits.argmax(-1)]
+            for each in sequences[1:]:
+                found.append(self._model(found[-1], each, states=states).logits.argmax(-1))
         return found
 
     def drop(self) -> None:
-        """Give the memory of the cache back."""
-        self.loop.drop()
+        """See :class:`Speculator`."""
+        if self.loop is not None:
+            self.loop.drop()
         self._cache.drop()
-        self._owners.clear()
 
 
 # EAGLE-3
@@ -251,16 +304,17 @@ class EagleSpeculator:
         self.places = [f"layers.{after - 1}" for after in draft.config.auxiliary_layers]
         self._device = device_of(base)
         self._ids = torch.tensor(draft.config.draft_ids, device=self._device)
+        self.longest = sys.maxsize
         self._cache: Cache | None = None
         self.loop: DraftLoop | None = None
-        # The draft's output ``[h]`` at the last place of each request that the base has read.
-        self._hidden: dict[Request, Tensor] = {}
+        self._hidden: Tensor | None = None
 
-    def join(self, cache: Cache) -> None:
-        """Keep keys and values in this cache, which has :attr:`layers`."""
+    def join(self, cache: Cache, newest: NewestTokens) -> None:
+        """See :class:`Speculator`. The cache has :attr:`layers`."""
         self._cache = cache
-        form = self._draft.fuse.weight.new_empty(0, self._draft.config.hidden_size)
-        self.loop = DraftLoop(cache, self.guesses, self._chain, form)
+        # The draft's output at the last place of each slot that the base has read.
+        self._hidden = self._draft.fuse.weight.new_zeros(len(newest.lengths), self._draft.config.hidden_size)
+        self.loop = DraftLoop(cache, newest, self.guesses, self._chain, again=False)
 
     def probe(self, sequences: PackedSequences) -> None:
         """Run tokens of value 0, which shows what :attr:`layers` keep."""
@@ -292,38 +346,23 @@ class EagleSpeculator:
             embedded = self._base.embed.word(following)
         return self._draft.follow(hidden, embedded, sequences, self._cache.states["draft"])
 
-    def stand(self, request: Request, hidden: Tensor) -> None:
-        """Let guesses of a request follow this output ``[h]`` of :meth:`read`."""
-        self._hidden[request] = hidden
+    def stand(self, slots: Tensor, hidden: Tensor) -> None:
+        """Let guesses of ``slots [R]`` follow these outputs ``[R, h]`` of :meth:`read`."""
+        assert self._hidden is not None
+        self._hidden.index_copy_(0, slots, hidden)
 
-    def guess(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
+    def begin(self, requests: Sequence[Request]) -> None:
+        """See :class:`Speculator`. It has read what the base has."""
+
+    def guess(self, requests: Sequence[Request], counts: Sequence[int]) -> Tensor:
         """See :class:`Speculator`."""
-        assert self._cache is not None
-        cache, blocks = self._cache, self._cache.blocks
-        self._hidden = {request: self._hidden[request] for request in requests if request in self._hidden}
-        wanted: dict[int, int] = {}
-        free = [each.free for each in blocks.pools]
-        for place, (request, count) in enumerate(zip(requests, counts, strict=True)):
-            if request not in self._hidden or (slot := request.slot) is None:
-                continue
-            count, length = min(count, self.guesses), cache.lengths[slot]
-            # It reads all guesses but the last, which takes blocks for a while.
-            left = [n - each.missing(slot, length + count - 1) for n, each in zip(free, blocks.pools, strict=True)]
-            while min(left) < 0:
-                count -= 1
-                left = [n - each.missing(slot, length + count - 1) for n, each in zip(free, blocks.pools, strict=True)]
-            free, wanted[place] = left, count
-        found: list[list[int]] = [[] for _ in requests]
-        if not wanted:
-            return found
-        assert self.loop is not None
-        slots = [slot for place in wanted if (slot := requests[place].slot) is not None]
-        hidden = torch.stack([self._hidden[requests[place]] for place in wanted])
-        for place, row in zip(wanted, self.loop.run(slots, [*wanted.values()], hidden), strict=True):
-            found[place] = row
-        return found
+        assert self._cache is not None and self.loop is not None
+        slots = [request.slot for request in requests if request.slot is not None]
+        return self.loop.run(slots, counts, max(self._cache.lengths[slot] for slot in slots))
 
-    def _chain(self, hidden: Tensor, sequences: Sequence[PackedSequences]) -> list[Tensor]:
+    def _chain(self, slots: Tensor, sequences: Sequence[PackedSequences]) -> list[Tensor]:
+        assert self._hidden is not None
+        hidden = self._hidden[slots]
         with torch.no_grad(), evaluating(self._draft), evaluating(self._base):
             found = [self._top(hidden)]
             for each in sequences:
@@ -337,8 +376,7 @@ class EagleSpeculator:
         return self._ids[top] if len(self._ids) else top
 
     def drop(self) -> None:
-        """Forget outputs. Requests are not guessed before the base has read their next token."""
-        self._hidden.clear()
+        """See :class:`Speculator`. Its keys and values are in the cache of the engine."""
 
 
 def check_draft(base: GenerativeModel, draft: DraftModel, guesses: int = 1) -> None:

@@ -127,9 +127,10 @@ def speculate(model: Any, draft: DraftModel) -> Any:
     """Texts of an engine that preempts and runs prompts in parts, what the draft guessed, and what became of it."""
     guesses, guess = [], EagleSpeculator.guess
 
-    def watched(*arguments: Any) -> Any:
-        guesses.append(guess(*arguments))
-        return guesses[-1]
+    def watched(self: EagleSpeculator, requests: Any, counts: Any) -> Any:
+        found = guess(self, requests, counts)
+        guesses.append([row[:count] for row, count in zip(found.tolist(), counts, strict=True)])
+        return found
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EagleSpeculator, "guess", watched)

@@ -135,6 +135,7 @@ def test_guesses_keep_to_grammars_and_change_no_text(
     for wrong in (0, 99, 3, 1):
         speculator = Told([each.tokens for each in found[0]], wrong, VOCABULARY) if wrong else None
         engine = DynamicEngine(model, num_blocks=40, speculator=speculator)
+        engine._passes.runs_ahead = wrong == 3
         engine.add(
             [5],
             max_new_tokens=60,

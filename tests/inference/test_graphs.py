@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from megalight.errors import ConfigurationError
 from megalight.inference import Completion, DynamicEngine, SamplingParams
@@ -78,9 +79,10 @@ class Watched:
         self.found: list[list[list[int]]] = []
         guess = speculator.guess
 
-        def watched(requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
-            self.found.append(guess(requests, counts))
-            return self.found[-1]
+        def watched(requests: Sequence[Request], counts: Sequence[int]) -> Tensor:
+            found = guess(requests, counts)
+            self.found.append([row[:count] for row, count in zip(found.tolist(), counts, strict=True)])
+            return found
 
         speculator.guess = watched  # type: ignore[method-assign]
 
@@ -101,7 +103,7 @@ def test_steps_with_guesses_are_recorded(name: str, kind: str, poison: None) -> 
     model = build(**MODELS[name])
     expected = alone(model, 14, seed=11)
 
-    def run(recorded: bool) -> tuple[list[list[int]], list[list[list[int]]], dict[D, int]]:
+    def run(recorded: bool, ahead: bool = False) -> tuple[list[list[int]], list[list[list[int]]], dict[D, int]]:
         speculator: Speculator = Told([*expected, [], []], 3)
         if kind == "eagle":
             speculator = EagleSpeculator(draft_of(model), model, 3)
@@ -112,12 +114,11 @@ def test_steps_with_guesses_are_recorded(name: str, kind: str, poison: None) -> 
         engine = DynamicEngine(
             model, num_blocks=20, block_size=3, max_sequences=5, step_tokens=9, speculator=speculator
         )
+        engine._passes.runs_ahead = ahead
         if recorded:
             dimensions = with_guesses([D(5, 0, 5), D(2, 0, 2)], speculator.guesses, 99)
             cache, newest = engine._scheduler.cache, engine._passes.newest
-            draft = speculator if isinstance(speculator, EagleSpeculator) else None
-            loop, tape = speculator.loop, Tape()
-            engine._passes.graphs = StepGraphs(model, cache, newest, dimensions, tape, True, draft, loop)  # type: ignore[arg-type]
+            engine._passes.graphs = StepGraphs(model, cache, newest, dimensions, Tape(), speculator)  # type: ignore[arg-type]
         for number, prompt in enumerate(PROMPTS):
             engine.add(prompt, max_new_tokens=14, sampling_params=SAMPLED, seed=11 + number)
         params = SamplingParams(temperature=0.8, presence_penalty=0.5, min_new_tokens=3)
@@ -140,6 +141,8 @@ def test_steps_with_guesses_are_recorded(name: str, kind: str, poison: None) -> 
     assert texts == plain
     assert guesses == guessed
     assert sum(count for used, count in uses.items() if used.prefill_req_count) > 5
+    for recorded in (False, True):
+        assert run(recorded, ahead=True)[0] == plain
 
 
 def test_a_step_that_cannot_be_recorded_runs_without(caplog: pytest.LogCaptureFixture) -> None:

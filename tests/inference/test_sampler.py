@@ -161,7 +161,8 @@ def test_guesses_change_no_text_whatever_the_settings() -> None:
         engine = DynamicEngine(
             model, num_blocks=12, block_size=3, max_sequences=4, step_tokens=9, speculator=speculator
         )
-        for _ in range(2):
+        for ahead in (False, True):
+            engine._passes.runs_ahead = ahead
             ask(engine)
             assert tokens_of(engine.run()) == wanted
         assert engine.draft_rounds.drafted

@@ -11,8 +11,10 @@ import torch
 
 from megalight.errors import ConfigurationError
 from megalight.inference import Completion, DynamicEngine
+from megalight.inference.blocks import BlockPool
+from megalight.inference.cache import Cache, NewestTokens
 from megalight.inference.scheduler import Request
-from megalight.inference.speculator import DraftSpeculator, EagleSpeculator, NGramSpeculator
+from megalight.inference.speculator import DraftSpeculator, EagleSpeculator, NGramSpeculator, Speculator
 from megalight.models.eagle import DraftModel, EagleConfig
 from megalight.models.gpt import GPT
 from megalight.nn.init import initialize
@@ -28,16 +30,23 @@ class Told:
     """Guesses what a text will be, or something else at each ``wrong``-th token."""
 
     def __init__(self, texts: Sequence[Sequence[int]], wrong: int, vocabulary: int = 61) -> None:
-        self.texts, self.wrong, self.vocabulary, self.guesses = texts, wrong, vocabulary, 4
+        self.texts, self.wrong, self.vocabulary, self.guesses, self.longest = texts, wrong, vocabulary, 4, 10**6
         self.loop = None
 
-    def guess(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
-        found = []
-        for request, count in zip(requests, counts, strict=True):
-            begin = len(request.tokens)
+    def join(self, cache: Cache, newest: NewestTokens) -> None:
+        self.newest = newest
+
+    def begin(self, requests: Sequence[Request]) -> None:
+        pass
+
+    def guess(self, requests: Sequence[Request], counts: Sequence[int]) -> torch.Tensor:
+        found = torch.full((len(requests), self.guesses), -1)
+        for row, request, count in zip(found, requests, counts, strict=True):
+            begin = int(self.newest.lengths[request.slot]) + 1
             text = [*request.tokens[: request.prompt_length], *self.texts[request.number % len(self.texts)]]
-            right = enumerate(text[begin : begin + min(count, self.guesses)], begin)
-            found.append([(token + (place % self.wrong == 0)) % self.vocabulary for place, token in right])
+            right = enumerate(text[begin : begin + count], begin)
+            for place, (index, token) in enumerate(right):
+                row[place] = (token + (index % self.wrong == 0)) % self.vocabulary
         return found
 
     def drop(self) -> None:
@@ -50,8 +59,11 @@ def draft_of(model: GPT) -> DraftModel:
     return draft
 
 
-def passes(engine: DynamicEngine, seed: int | None, length: int = LENGTH) -> tuple[list[list[int]], int]:
+def passes(
+    engine: DynamicEngine, seed: int | None, length: int = LENGTH, ahead: bool = False
+) -> tuple[list[list[int]], int]:
     """Complete all prompts; return the texts, and in how many passes."""
+    engine._passes.runs_ahead = ahead
     count, launch = 0, engine._passes.launch
 
     def counted() -> bool:
@@ -97,17 +109,23 @@ def test_texts_are_those_of_the_base(name: str, seed: int | None, poison: None) 
         assert found == expected
         assert count <= most, speculator
         assert engine.blocks.free == 60
+        # before the host knows what was accepted, as on a GPU
+        assert passes(engine, seed, ahead=True)[0] == expected
+        assert engine.blocks.free == 60
     # a pool that forces preemption, and steps with room for some of the guesses
-    engine = DynamicEngine(model, num_blocks=12, block_size=3, step_tokens=5, speculator=Told(expected, 4))
-    assert passes(engine, seed)[0] == expected
-    assert engine.blocks.free == 12
+    for ahead in (False, True):
+        engine = DynamicEngine(model, num_blocks=12, block_size=3, step_tokens=5, speculator=Told(expected, 4))
+        assert passes(engine, seed, ahead=ahead)[0] == expected
+        assert engine.blocks.free == 12
 
 
-def test_texts_end_where_they_would_and_the_engine_may_be_suspended() -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_texts_end_where_they_would_and_the_engine_may_be_suspended(ahead: bool) -> None:
     model = build()
     free = alone(model, LENGTH)
     eos = free[2][4]
     engine = DynamicEngine(model, num_blocks=60, block_size=3, speculator=Told(free, 99))
+    engine._passes.runs_ahead = ahead
     for number, prompt in enumerate(PROMPTS):
         stop = (lambda new: len(new) == 7) if number == 0 else None
         engine.add(prompt, max_new_tokens=LENGTH, sampling_params=GREEDY, eos_id=eos, stop=stop)
@@ -123,8 +141,8 @@ def test_texts_end_where_they_would_and_the_engine_may_be_suspended() -> None:
     assert engine.blocks.free == 60
 
 
-@pytest.mark.parametrize("eagle", [False, True])
-def test_a_request_with_nan_fails_alone_beside_guesses(eagle: bool) -> None:
+@pytest.mark.parametrize(("eagle", "ahead"), [(False, False), (True, True)])
+def test_a_request_with_nan_fails_alone_beside_guesses(eagle: bool, ahead: bool) -> None:
     model = build()
     expected = alone(model, LENGTH)
     bad = next(token for token in range(20, 61) if not any(token in tokens for tokens in expected))
@@ -134,6 +152,7 @@ def test_a_request_with_nan_fails_alone_beside_guesses(eagle: bool) -> None:
     penalized = plain.run()[0].tokens
     speculator = EagleSpeculator(draft_of(model), model) if eagle else Told(expected, 99)
     engine = DynamicEngine(poisoned(model, bad), num_blocks=60, speculator=speculator)
+    engine._passes.runs_ahead = ahead
     for prompt in PROMPTS:
         engine.add(prompt, max_new_tokens=LENGTH, sampling_params=GREEDY)
     engine.add([5, 6, 7], max_new_tokens=LENGTH, sampling_params=params)
@@ -142,6 +161,34 @@ def test_a_request_with_nan_fails_alone_beside_guesses(eagle: bool) -> None:
     assert [found[number].tokens for number in range(4)] == expected
     assert found[4].tokens == penalized
     assert found[5].reason == "error"
+
+
+@pytest.mark.parametrize("kind", ["told", "ngrams", "small", "eagle"])
+def test_a_round_begins_before_the_host_knows_the_last_one(kind: str) -> None:
+    """Two rounds are in flight, the second wherever the first was right; an ended text costs one row."""
+    model = build()
+    expected = alone(model, LENGTH)
+    speculator: Speculator = Told(expected, 3)
+    if kind == "ngrams":
+        speculator = NGramSpeculator(3, shortest=1)
+    elif kind == "small":
+        speculator = DraftSpeculator(model, model, 3)
+    elif kind == "eagle":
+        speculator = EagleSpeculator(draft_of(model), model, 3)
+    engine = DynamicEngine(model, num_blocks=60, block_size=3, speculator=speculator)
+    engine._passes.runs_ahead, guess, ahead = True, speculator.guess, [0, 0]
+
+    def watched(requests: Sequence[Request], counts: Sequence[int]) -> torch.Tensor:
+        ahead[any(request.unchecked for request in requests)] += 1
+        return guess(requests, counts)
+
+    speculator.guess = watched  # type: ignore[method-assign]
+    eos = expected[0][7]
+    for prompt in PROMPTS:
+        engine.add(prompt, max_new_tokens=LENGTH, sampling_params=GREEDY, eos_id=eos)
+    assert tokens_of(engine.run()) == alone(model, LENGTH, eos=eos)
+    assert ahead[True] > 2 * ahead[False]
+    assert engine.blocks.free == 60
 
 
 def test_a_wrong_guess_of_a_token_with_nan_costs_nobody_anything() -> None:
@@ -154,20 +201,47 @@ def test_a_wrong_guess_of_a_token_with_nan_costs_nobody_anything() -> None:
 
 
 def test_what_followed_before_is_guessed_to_follow() -> None:
+    def guesser(guesses: int, shortest: int = 2) -> tuple[NGramSpeculator, Request, Cache]:
+        cache = Cache({}, 2, 20, BlockPool(2, 8, 5))
+        speculator, newest = NGramSpeculator(guesses, shortest=shortest), NewestTokens(3, torch.device("cpu"), guesses)
+        speculator.join(cache, newest)
+        return speculator, Request(0, [], 1, 99, slot=1), cache
+
+    def after(speculator: NGramSpeculator, request: Request, count: int) -> list[int]:
+        assert speculator._newest is not None
+        assert speculator._cache is not None
+        speculator._newest.put([1], [request.tokens])
+        # more may be stored than have run
+        speculator._cache.lengths[1] = len(request.tokens) + 1
+        found = speculator.guess([request], [count])[0, :count].tolist()
+        return found[: found.index(-1)] if -1 in found else found
+
     def guess(tokens: list[int], count: int = 4, shortest: int = 2) -> list[int]:
-        return NGramSpeculator(4, shortest=shortest).guess([Request(0, tokens, 1, 99)], [count])[0]
+        speculator, request, _ = guesser(4, shortest)
+        request.tokens = tokens
+        speculator.begin([request])
+        return after(speculator, request, count)
 
     assert guess([1, 2, 3, 4, 1, 2, 3]) == [4, 1, 2, 3]
     assert guess([1, 2, 3, 4, 1, 2, 3], 2) == [4, 1]
     assert guess([7, 2, 3, 4, 1, 2, 3]) == [4, 1, 2, 3]
     assert guess([9, 3, 4, 1, 2, 3]) == []
     assert guess([9, 3, 4, 1, 2, 3], shortest=1) == [4, 1, 2, 3]
-    assert guess([1]) == []
-    # the newest of several places, found as tokens come
-    speculator, request = NGramSpeculator(1), Request(0, [1, 2, 3, 1, 2], 1, 99)
-    assert speculator.guess([request], [4]) == [[3]]
-    request.tokens += [5, 1, 2]
-    assert speculator.guess([request], [4]) == [[5]]
+    assert guess([5, 1, 5], shortest=1) == [1, 5]
+    assert guess([1, 2]) == []
+    # the newest of several places, found as tokens come: a right guess, and the one after it
+    speculator, request, _ = guesser(1)
+    request.tokens = [1, 2, 3, 1, 2]
+    speculator.begin([request])
+    assert after(speculator, request, 1) == [3]
+    request.tokens += [3, 5]
+    assert after(speculator, request, 1) == []
+    request.tokens += [1]
+    assert after(speculator, request, 1) == []
+    request.tokens += [2]
+    assert after(speculator, request, 1) == [3]
+    request.tokens += [3]
+    assert after(speculator, request, 1) == [5]
 
 
 def test_bad_speculators_are_refused() -> None:
@@ -182,7 +256,7 @@ def test_bad_speculators_are_refused() -> None:
 def _guessed(name: str, options: dict[str, Any]) -> Any:
     _, _, model = divided(name, options)
     engine = DynamicEngine(model, num_blocks=30, block_size=3, speculator=NGramSpeculator(3, shortest=1))
-    return passes(engine, 11, 15)[0]
+    return passes(engine, 11, 15, ahead=engine._passes.stages == 1)[0]
 
 
 @pytest.mark.parametrize(("name", "ranks", "options"), [LAYOUTS[0], LAYOUTS[3]], ids=str)
