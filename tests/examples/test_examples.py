@@ -33,13 +33,13 @@ SPLIT = {
     "gpt_from_python": "--tensor-parallel 2",
 }
 """How those that split their model do it over two devices."""
-OFTEN = ("plain_lightning", "fully_shard_trainer")
-"""Those that run on two devices in every test run, and on one in whole ones: replicas, and sharded parameters.
+OFTEN = ("plain_lightning",)
+"""Those that run on two devices in every test run, and on one in whole ones: replicas.
 
 Pipelines do in test_llama_pipeline.py, and modules with plans of their own do in ``docs/from-lightning.md`` and
-``docs/transformers.md``.
+``docs/transformers.md``, and sharded parameters in test_sharding.py.
 """
-ELSEWHERE = (*OFTEN, "llama_pipeline", "own_transformer", "transformers_llama")
+ELSEWHERE = (*OFTEN, "fully_shard_trainer", "llama_pipeline", "own_transformer", "transformers_llama")
 
 
 def rows(left_out: Collection[str]) -> list[Any]:

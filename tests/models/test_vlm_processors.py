@@ -341,7 +341,9 @@ TALKS: dict[str, list[tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("most", ["few", pytest.param("all", marks=pytest.mark.full)])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (name == "internvl")) for name in CASES]
+)
 def test_conversations_are_those_of_their_processor(
     name: str, most: str, tokenizer: Path, files: Path, tmp_path: Path
 ) -> None:

@@ -271,7 +271,7 @@ BOTH = {"tensor_parallel": 2, "sequence_parallel": True, "pipeline_parallel": 2}
 FULLY = {"marks": pytest.mark.full}
 HYBRID_LESSONS = [
     # a hybrid teaches a transformer
-    ("hybrid", "gpt", 2, SHARES, False, {**PIPELINE, "pipeline_layout": "Ett|tttL"}, True),
+    pytest.param("hybrid", "gpt", 2, SHARES, False, {**PIPELINE, "pipeline_layout": "Ett|tttL"}, True, **FULLY),
     pytest.param("hybrid", "gpt", 2, PIPELINE, True, SHARES, True, **FULLY),
     pytest.param("mixed", "gpt", 2, PIPELINE, True, {**PIPELINE, "virtual_pipeline": 2}, True, marks=pytest.mark.full),
     pytest.param("hybrid", "gpt", 1, {}, True, {}, True, **FULLY),

@@ -118,7 +118,7 @@ def check(layouts: list[str], root: Path) -> None:
 
 
 def test_layouts(tmp_path: Path) -> None:
-    check(["tp2", "pp2"], tmp_path)
+    check(["tp2"], tmp_path)
 
 
 def adapted(options: dict[str, Any], weights: Path) -> list[float]:
@@ -142,7 +142,7 @@ def test_adapters(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_more_layouts(tmp_path: Path) -> None:
-    check(["cp2", "full2", "tp2cp2", "tp2pp2"], tmp_path)
+    check(["pp2", "cp2", "full2", "tp2cp2", "tp2pp2"], tmp_path)
 
 
 def test_the_first_loss_is_that_of_transformers(tmp_path: Path) -> None:

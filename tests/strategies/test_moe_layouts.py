@@ -132,7 +132,7 @@ def _fit(layout: dict[str, Any]) -> dict[str, Any]:
 
 
 LAYOUTS = list(covering(40))
-FEW = 4
+FEW = 3
 
 
 def marked(number: int, layout: dict[str, Any]) -> Any:

@@ -33,7 +33,8 @@ def _runs(folder: str, url: str, address: str, kind: str | None) -> list[list[fl
         return [whole, first + rest]
 
 
-@pytest.mark.parametrize("kind", [None, pytest.param("persistent", marks=pytest.mark.full)])
+@pytest.mark.full  # that saves go to a store and come back is in tests/checkpoint/disk/test_remote.py
+@pytest.mark.parametrize("kind", [None, "persistent"])
 def test_a_run_resumes_from_a_store(tmp_path: Path, server: str, kind: str | None) -> None:  # noqa: F811
     for whole, resumed in run(_runs, 2, str(tmp_path), f"s3://{BUCKET}/{uuid4().hex}", server, kind):
         assert whole == resumed

@@ -220,6 +220,7 @@ def test_three_resumes_with_a_tower_are_bitwise(layout: str, tmp_path: Path) -> 
     check(layout, FORMATS[:1], tmp_path)
 
 
+@pytest.mark.full  # the test below does it with more that changes
 def test_resumes_under_full_sharding_are_bitwise(tmp_path: Path) -> None:
     check("full2", ("fsdp_dtensor",), tmp_path, (How(),) * 3)
 

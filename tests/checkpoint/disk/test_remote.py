@@ -42,9 +42,6 @@ def objects(server: str) -> Address:  # noqa: F811
     return Address(f"s3://{BUCKET}/{uuid4().hex}")
 
 
-BOTH = pytest.mark.parametrize("folder", ["memory", "s3"], indirect=True)
-
-
 @pytest.fixture(params=["memory", pytest.param("s3", marks=pytest.mark.full)])
 def folder(request: pytest.FixtureRequest) -> Iterator[Address]:
     """A folder of its own, in memory and in the server."""
@@ -65,7 +62,7 @@ def one(name: str) -> list[str]:
     return sorted(f"{name}/*/{file}" for file in (*held, "manifest.json", "ranks/0.json", "ranks/0.safetensors"))
 
 
-@BOTH
+@pytest.mark.parametrize("folder", ["memory", "s3"], indirect=True)
 def test_it_is_saved_found_replaced_and_removed(folder: Address) -> None:
     assert checkpoint.latest(folder) is None
     for step in (1, 2):
@@ -290,7 +287,6 @@ def test_a_save_of_the_same_path_may_end_meanwhile(
     assert at > 1
 
 
-@BOTH
 def test_a_removal_leaves_what_another_run_is_writing(folder: Address, monkeypatch: pytest.MonkeyPatch) -> None:
     path = folder / "a.ckpt"
     simple.save(path, 1)
@@ -485,7 +481,6 @@ def test_two_saves_of_a_path_leave_the_newer(folder: Address) -> None:
     assert names(folder) == one("a.ckpt")
 
 
-@BOTH
 def test_a_folder_that_was_copied_there_is_a_checkpoint(folder: Address, tmp_path: Any) -> None:
     simple.save(tmp_path / "a.ckpt", 1)
     folder.store.put(str(tmp_path / "a.ckpt"), f"{folder.key}/a.ckpt", recursive=True)
