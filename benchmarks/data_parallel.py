@@ -76,7 +76,7 @@ class Run:
             for name, p in self.model.named_parameters()
         ]
         self.engine = DataParallelEngine(infos, mesh, options)
-        self.engine.attach_gather_hooks(self.model)
+        self.engine.parameters.attach_gather_hooks(self.model)
         self.optimizer = shard_optimizer(Adam(groups), self.engine)
 
     def gradients(self) -> None:

@@ -123,7 +123,7 @@ class Training(PlainRun):
         # Transforms change values once these exist; masters were made from the values before.
         if new and model.transform_values():
             self.engine.refresh_masters()
-        self.engine.attach_gather_hooks(model.root)
+        self.engine.parameters.attach_gather_hooks(model.root)
         shard_optimizer(optimizer, self.engine)
         if isinstance(optimizer, Muon):
             optimizer.watch(model)

@@ -152,7 +152,7 @@ class EMA(pl.Callback):
 
     def _enter(self, trainer: pl.Trainer) -> None:
         """Give the model the average. All ranks call this together."""
-        put_back = _engine(trainer).host_backup()
+        put_back = _engine(trainer).parameters.host_backup()
         self._swap(trainer)
         # Before the parameters follow, which may fail.
         self._put_back = put_back

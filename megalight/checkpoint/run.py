@@ -500,7 +500,7 @@ class PlainRun:
         self.engine.refresh_masters()
         run.resume(saved)
         # Quantized weights are cast from the masters, which are final now.
-        self.engine.recast()
+        self.engine.parameters.recast()
         return dict(saved.common.get("values", {}))
 
     @property

@@ -8,7 +8,6 @@ from megalight.nn.attention import InnerAttention as InnerAttention
 from megalight.nn.attention import Temperature as Temperature
 from megalight.nn.aux_losses import StateComparison as StateComparison
 from megalight.nn.canonical import Section as Section
-from megalight.nn.context import LayerContext as LayerContext
 from megalight.nn.embedding import Embedding as Embedding
 from megalight.nn.embedding import TokenEmbedding as TokenEmbedding
 from megalight.nn.gated_delta_net import GatedDeltaNet as GatedDeltaNet
@@ -37,6 +36,7 @@ from megalight.nn.rotary import RotaryTable as RotaryTable
 from megalight.nn.short_conv import CausalConv as CausalConv
 from megalight.nn.short_conv import ShortConv as ShortConv
 from megalight.nn.state import KeysAndValues as KeysAndValues
+from megalight.nn.state import LayerContext as LayerContext
 from megalight.nn.state import SequencePool as SequencePool
 from megalight.nn.state import Slots as Slots
 from megalight.nn.state import StoredHeads as StoredHeads

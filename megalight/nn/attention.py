@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 from megalight.errors import LayoutError
 from megalight.nn.canonical import Section
-from megalight.nn.context import LayerContext
 from megalight.nn.init import Initializer, Normal
 from megalight.nn.latent_attention import LatentAttention
 from megalight.nn.linear import Linear, gradient_is_elided
 from megalight.nn.rotary import RotaryTable
-from megalight.nn.state import KeysAndValues, Slots, StoredHeads
+from megalight.nn.state import KeysAndValues, LayerContext, Slots, StoredHeads
 from megalight.ops.attention import attention, mutual_attention
 from megalight.ops.batch_invariant import MODE, refuse, rowwise
 from megalight.ops.common import wide

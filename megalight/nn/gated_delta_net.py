@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from megalight.nn.canonical import Section
-from megalight.nn.context import LayerContext
 from megalight.nn.init import Uniform
 from megalight.nn.linear import Linear
 from megalight.nn.mamba2 import AllTokens, Decays, GatedNorm
 from megalight.nn.short_conv import CausalConv
-from megalight.nn.state import SequencePool, Slots
+from megalight.nn.state import LayerContext, SequencePool, Slots
 from megalight.ops.batch_invariant import refuse
 from megalight.ops.common import wide
 from megalight.ops.delta_rule import delta_rule, delta_rule_continued

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError, MegalightError
 from megalight.nn.canonical import Section
-from megalight.nn.context import LayerContext
 from megalight.nn.linear import Linear
 from megalight.nn.norm import RMSNorm
-from megalight.nn.state import Slots, StoredHeads, TokenPool
+from megalight.nn.state import LayerContext, Slots, StoredHeads, TokenPool
 from megalight.ops.batch_invariant import MODE, refuse, with_gradient_of
 from megalight.ops.batch_invariant.product import head_product
 from megalight.ops.latent_heads import join_keys

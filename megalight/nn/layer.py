@@ -8,10 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from megalight.nn.attention import Attention
-from megalight.nn.context import LayerContext
 from megalight.nn.mlp import MLP
 from megalight.nn.norm import norm_and_sum
-from megalight.nn.state import Slots
+from megalight.nn.state import LayerContext, Slots
 from megalight.ops.row_indexing import take_rows
 
 

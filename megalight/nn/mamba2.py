@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from megalight.nn.canonical import Section
-from megalight.nn.context import LayerContext
 from megalight.nn.init import ConstantInit, Initializer, Uniform
 from megalight.nn.linear import Linear
 from megalight.nn.short_conv import CausalConv
-from megalight.nn.state import SequencePool, Slots
+from megalight.nn.state import LayerContext, SequencePool, Slots
 from megalight.ops.batch_invariant import refuse
 from megalight.ops.common import HALF, wide
 from megalight.ops.gated_norm import check_backend, gated_norm

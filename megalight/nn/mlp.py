@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError, nearest
 from megalight.nn.canonical import Section
-from megalight.nn.context import LayerContext
 from megalight.nn.linear import Fusion, Linear, takes_single
+from megalight.nn.state import LayerContext
 from megalight.ops.activation import activation, gated
 from megalight.ops.activation.quantized import activation_of_quantized, stored
 from megalight.ops.batch_invariant import MODE, rowwise

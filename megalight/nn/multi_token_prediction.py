@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from megalight.nn.context import LayerContext
 from megalight.nn.embedding import TokenEmbedding
 from megalight.nn.layer import run_layers
 from megalight.nn.linear import Linear
+from megalight.nn.state import LayerContext
 
 
 class PredictionDepth(nn.Module):

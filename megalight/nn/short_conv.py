@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from megalight.errors import LayoutError
 from megalight.nn.canonical import Section, section_parts
-from megalight.nn.context import LayerContext
 from megalight.nn.init import Initializer, Normal
 from megalight.nn.linear import Linear
-from megalight.nn.state import SequencePool, Slots
+from megalight.nn.state import LayerContext, SequencePool, Slots
 from megalight.ops.batch_invariant import refuse
 from megalight.ops.causal_conv import causal_conv
 from megalight.types import PackedSequences, Pages

@@ -334,7 +334,7 @@ class Sharding:
         """Let Adam's kernel also write low-precision or quantized copies of masters, and send what it has written."""
         optimizer.copies, optimizer.quantized_out, optimizer.before, optimizer.after = {}, {}, {}, {}
         engine, host = self.engine, self.engine.host
-        early = {id(bucket): turn for turn, bucket in enumerate(engine.sendable)}
+        early = {id(bucket): turn for turn, bucket in enumerate(engine.parameters.sendable)}
         # What the next forward pass needs first is updated first. Masters on the host come last.
         turns = sorted(engine.buckets, key=lambda bucket: (bucket.on_host, early.get(id(bucket), len(early))))
         turn = {id(bucket): place for place, bucket in enumerate(turns)}
@@ -355,7 +355,7 @@ class Sharding:
                 optimizer.before[stepped[0].master] = partial(host.arrive, bucket)
                 optimizer.after[stepped[-1].master] = partial(self._send, bucket, parts)
             elif id(bucket) in early:
-                optimizer.after[stepped[-1].master] = partial(engine.send, bucket)
+                optimizer.after[stepped[-1].master] = partial(engine.parameters.send, bucket)
 
     def _send(self, bucket: Bucket, parts: Sequence[FlatShard]) -> None:
         """Start to send the new parameters of masters on the host, and the old ones of parts that were not stepped."""
@@ -366,8 +366,8 @@ class Sharding:
         self.engine.host.send(bucket)
 
     def _quantized_out(self, bucket: Bucket, part: FlatShard) -> list[tuple[int, int, QuantizedOutput]] | None:
-        """Return how to write the quantized values of a part; see :meth:`DataParallelEngine.quantized_out`."""
-        found, low = self.engine.quantized_out(bucket), part.start - bucket.shard.start
+        """Return how to write the quantized values of a part; see :meth:`ShardedParameters.quantized_out`."""
+        found, low = self.engine.parameters.quantized_out(bucket), part.start - bucket.shard.start
         if found is None:
             return None
         return [(a - low, b - low, quantized_out) for a, b, quantized_out in found if low <= a < low + part.numel]

@@ -252,7 +252,7 @@ def _fill(engine: DataParallelEngine, model: ParallelModel, prefix: str) -> None
         if sharded:
             engine.publish()
         else:
-            engine.recast()
+            engine.parameters.recast()
     if origin.source is not None:
         _read(engine, model, origin.source, pending)
 

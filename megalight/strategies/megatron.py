@@ -354,7 +354,7 @@ class MegatronStrategy(FolderCheckpoints):
         if isinstance(self.lightning_module, MegalightModule):
             # Only our modules keep to the rule that these hooks need: each module reads its own
             # parameters in its forward.
-            self.engine.attach_gather_hooks(self.parallel_model.root)
+            self.engine.parameters.attach_gather_hooks(self.parallel_model.root)
         self.precision.clip_by_norm = partial(clip_by_norm, self.lightning_module, self.engine)
         self.precision.clip_by_value = partial(clip_by_value, self.engine)
         self.precision.unscale = partial(unscale, self.engine)

@@ -10,7 +10,7 @@ from megalight.nn.moe.dispatch import Dispatcher as Dispatcher
 from megalight.nn.moe.dispatch import Grouped as Grouped
 from megalight.nn.moe.dispatch import LocalDispatcher as LocalDispatcher
 from megalight.nn.moe.dispatch import aligned as aligned
-from megalight.nn.moe.experts import Experts as Experts
+from megalight.nn.moe.layer import Experts as Experts
 from megalight.nn.moe.layer import MoE as MoE
 from megalight.nn.moe.router import Jitter as Jitter
 from megalight.nn.moe.router import Router as Router

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalight.nn.aux_losses import Counting, Pool
-from megalight.nn.context import LayerContext
 from megalight.nn.init import ConstantInit, Initializer, Normal
 from megalight.nn.moe.config import BalanceConfig, CapacityConfig, RouterConfig
+from megalight.nn.state import LayerContext
 from megalight.ops.batch_invariant import MODE, refuse, rowwise
 from megalight.ops.batch_invariant.product import product as invariant_product
 from megalight.ops.common import HALF, apply, once_differentiable, wide

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megalight.errors import ConfigurationError
-from megalight.ops.adam import QuantizedOutput
 from megalight.parallel.data_parallel.buffers import (
     Bucket,
     FlatParameters,
@@ -311,7 +310,7 @@ class DataParallelEngine:
         )
         self.host = HostMasters([bucket for bucket in self.buckets if bucket.on_host], self.device)
         pushes = None if self.level.parameters else self._copy_engines.pushes
-        self._parameters = ShardedParameters(self.buckets, self.device, options.overlap_param_gather, self.host, pushes)
+        self.parameters = ShardedParameters(self.buckets, self.device, options.overlap_param_gather, self.host, pushes)
         self.units: Units | None = None
         frozen = [info for info in every if not info.parameter.requires_grad]
         self.frozen_shards = self._shard_frozen(frozen)
@@ -337,9 +336,9 @@ class DataParallelEngine:
                 pushes=self._copy_engines.pushes,
                 frozen=self.frozen_shards,
             )
-            self._parameters.unsharder = self.units.unsharder
+            self.parameters.unsharder = self.units.unsharder
             # Parameters outside of units may still be in flight when somebody asks for all parameters.
-            self.units.sync = self._parameters.sync
+            self.units.sync = self.parameters.sync
 
     def _make_buckets(self, grad_dtype: torch.dtype | None, master_dtype: torch.dtype | None) -> list[Bucket]:
         options, max_ctas = self.options, self.options.advanced.max_ctas
@@ -422,13 +421,13 @@ class DataParallelEngine:
     def micro_batches(self, count: int, reduce: bool = True) -> Iterator[None]:
         """Run forward and backward passes of ``count`` micro-batches inside; complete buckets are reduced there.
 
-        It first waits for parameters that are still being gathered, unless :meth:`attach_gather_hooks` lets the
-        modules wait.
+        It first waits for parameters that are still being gathered, unless the modules wait
+        (:meth:`ShardedParameters.attach_gather_hooks`).
 
         Args:
             reduce: these are the last micro-batches before :meth:`finish_grad_sync`.
         """
-        if not self._parameters.waited_by_modules:
+        if not self.parameters.waited_by_modules:
             self.sync_parameters()
         with self.main_gradients.passes(count, reduce):
             yield
@@ -479,7 +478,7 @@ class DataParallelEngine:
         """
 
         def written() -> None:
-            self._parameters.written = True
+            self.parameters.written = True
             self.main_gradients.stepped()
 
         self.main_gradients.scale_by(scaler)
@@ -487,77 +486,22 @@ class DataParallelEngine:
 
     # ---------------------------------------------------------------- parameters
 
-    @property
-    def sendable(self) -> list[Bucket]:
-        """The buckets that :meth:`send` takes, in the order in which the next forward pass needs them."""
-        return self._parameters.sendable
-
-    def send(self, bucket: Bucket) -> None:
-        """Start gathering the parameters of one bucket, which an optimizer has written; :meth:`publish` follows.
-
-        Messages then run under the update of other buckets, and the first layers of the next step wait less.
-        """
-        self._parameters.send(bucket)
-
-    def quantized_out(self, bucket: Bucket) -> list[tuple[int, int, QuantizedOutput]] | None:
-        """Return ``(start, stop, output)`` for each weight of a quantized bucket; an optimizer then writes it itself.
-
-        Returns:
-            None if scales follow from the new values; :meth:`publish` then casts the quantized values.
-        """
-        return self._parameters.quantized_out(bucket)
-
     def publish(self) -> None:
         """Copy the updated masters into the parameters of every data-parallel rank, or start to."""
-        self._parameters.publish()
-
-    def host_backup(self) -> Callable[[], None]:
-        """Return a function that gives the parameters the values that they have now, without other ranks.
-
-        Call it after an error, when the masters have their values of now, too. Where these are divided over ranks, the
-        parameters are copied to host memory: this rank's, once, in their own dtype.
-        """
-        return self._parameters.host_backup()
+        self.parameters.publish()
 
     def sync_parameters(self, homes: Sequence[int] | None = None) -> None:
         """Wait until every parameter is up to date. Call it before reading weights; it costs nothing if they are.
 
         Args:
-            homes: wait for the parameters of these buckets only (:meth:`homes_of`).
+            homes: wait for the parameters of these buckets only (:meth:`ShardedParameters.homes_of`).
         """
-        self._parameters.sync(homes)
-
-    def recording_parameters(self) -> AbstractContextManager[None]:
-        """Record passes of a step inside: at each replay, modules wait for parameters that are then on their way.
-
-        Call :meth:`replaying_parameters` before every replay.
-        """
-        return self._parameters.recording()
-
-    def replaying_parameters(self) -> None:
-        """Leave it to a replay that follows to wait for parameters; where recordings cannot wait, wait here."""
-        self._parameters.replay()
-
-    def homes_of(self, parameters: Iterable[nn.Parameter]) -> list[int]:
-        """Return the indices of the buckets that hold these parameters, for :meth:`sync_parameters`."""
-        return self._parameters.homes_of(parameters)
-
-    def attach_gather_hooks(self, module: nn.Module) -> None:
-        """Let each submodule wait for its parameters just before its forward, so that gathering overlaps.
-
-        Only for models that read every parameter inside the forward of the module that owns it, or, if that module has
-        no children, of its parent.
-        """
-        self._parameters.wait_in(module)
-
-    def recast(self) -> None:
-        """Call :meth:`publish` if parameters are quantized, after something else than the optimizer wrote masters."""
-        self._parameters.recast()
+        self.parameters.sync(homes)
 
     def widen(self) -> None:
         """End training: gather all parameters and give them their own dtype again. Training may begin again."""
         self.sync_parameters()
-        self._parameters.widen()
+        self.parameters.widen()
 
     def close(self) -> None:
         """End the run: :meth:`widen`, and let autograd keep gradients as usual. Sharded parameters stay sharded.
@@ -565,7 +509,7 @@ class DataParallelEngine:
         This frees the memory of main gradients. Masters stay, so that a checkpoint can still be saved.
         """
         self.widen()
-        self._parameters.release_modules()
+        self.parameters.release_modules()
         for bucket in self.buckets:
             bucket.drop_gradients()
         if self.units is not None:
@@ -579,9 +523,9 @@ class DataParallelEngine:
         """
         # Loading may have put other tensors into `parameter.data`. The masters
         # must follow these, not the old views.
-        if (unsharder := self._parameters.unsharder) is not None and unsharder.whole:
+        if (unsharder := self.parameters.unsharder) is not None and unsharder.whole:
             self.reattach()
-        self._parameters.refresh_masters()
+        self.parameters.refresh_masters()
 
     def gather_parameters(self) -> None:
         """Make sharded parameters whole until :meth:`release_parameters`, for code that may read or write any of them.
@@ -589,12 +533,12 @@ class DataParallelEngine:
         All ranks call this together. It takes memory for the whole model.
         """
         self.sync_parameters()
-        if (unsharder := self._parameters.unsharder) is not None and not unsharder.whole:
+        if (unsharder := self.parameters.unsharder) is not None and not unsharder.whole:
             unsharder.unshard_all()
 
     def release_parameters(self) -> None:
         """End :meth:`gather_parameters`: keep this rank's shards, with what all ranks have written equally."""
-        if (unsharder := self._parameters.unsharder) is not None and unsharder.whole:
+        if (unsharder := self.parameters.unsharder) is not None and unsharder.whole:
             self.reattach()
             unsharder.reshard()
 

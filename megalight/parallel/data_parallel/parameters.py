@@ -201,7 +201,7 @@ class ShardedParameters:
 
     Attributes:
         written: an optimizer has already rounded its masters into ``bucket.own_params``.
-        waited_by_modules: :meth:`wait_in` was called.
+        waited_by_modules: :meth:`attach_gather_hooks` was called.
         unsharder: the parameters of units; None: all parameters are always whole.
     """
 
@@ -260,9 +260,10 @@ class ShardedParameters:
         return [b for b in self._gatherer.traveling if not (b.divides_replicas or b.on_host)]
 
     def send(self, bucket: Bucket) -> None:
-        """Start to bring the updated parameters of one bucket to every rank, before the others are updated.
+        """Start gathering the parameters of one bucket, which an optimizer has written; :meth:`publish` follows.
 
-        Quantized values whose scales depend on the new values wait for :meth:`publish`.
+        Messages then run under the update of other buckets, and the first layers of the next step wait less. Quantized
+        values whose scales depend on the new values wait for :meth:`publish`.
         """
         # A graph would hold the message without what waits for it.
         if self._gatherer.recorded or (bucket.is_quantized and not self._fp8.cast_early(bucket)):
@@ -270,7 +271,11 @@ class ShardedParameters:
         self._gatherer.send(bucket)
 
     def quantized_out(self, bucket: Bucket) -> list[tuple[int, int, QuantizedOutput]] | None:
-        """Return how an optimizer quantizes a bucket in its own step; None: :meth:`publish` casts them."""
+        """Return ``(start, stop, output)`` for each weight of a quantized bucket; an optimizer then writes it itself.
+
+        Returns:
+            None if scales follow from the new values; :meth:`publish` then casts the quantized values.
+        """
         # A graph would hold the step without what follows from it here.
         return None if capturing() else self._fp8.early(bucket)
 
@@ -282,24 +287,31 @@ class ShardedParameters:
             self.unsharder.settle()
 
     def recording(self) -> AbstractContextManager[None]:
-        """Record passes inside, which wait for their parameters in each replay."""
+        """Record passes of a step inside: at each replay, modules wait for parameters that are then on their way.
+
+        Call :meth:`replay` before every replay.
+        """
         return self._gatherer.recording()
 
     def replay(self) -> None:
-        """Let the replay that follows wait for parameters; without such waits in recordings, wait here."""
+        """Leave it to a replay that follows to wait for parameters; where recordings cannot wait, wait here."""
         self._gatherer.replay()
 
     def homes_of(self, parameters: Iterable[nn.Parameter]) -> list[int]:
         """Return the indices of the buckets that hold these parameters, for :meth:`sync`."""
         return self._gatherer.buckets_of(parameters)
 
-    def wait_in(self, module: nn.Module) -> None:
-        """Let each submodule wait for its parameters just before its forward."""
+    def attach_gather_hooks(self, module: nn.Module) -> None:
+        """Let each submodule wait for its parameters just before its forward, so that gathering overlaps.
+
+        Only for models that read every parameter inside the forward of the module that owns it, or, if that module has
+        no children, of its parent.
+        """
         self._gatherer.attach(module)
         self.waited_by_modules = True
 
     def release_modules(self) -> None:
-        """End :meth:`wait_in`."""
+        """End :meth:`attach_gather_hooks`."""
         self._gatherer.detach()
         self.waited_by_modules = False
 
@@ -331,7 +343,11 @@ class ShardedParameters:
                 self.unsharder.unshard_all()
 
     def host_backup(self) -> Callable[[], None]:
-        """Return what gives the parameters the values that they have now, without other ranks."""
+        """Return a function that gives the parameters the values that they have now, without other ranks.
+
+        Call it after an error, when the masters have their values of now, too. Where these are divided over ranks, the
+        parameters are copied to host memory: this rank's, once, in their own dtype.
+        """
         self.sync()
         if any(bucket.state_groups for bucket in self.buckets):
             return HostBackup(self.buckets, self._fp8.scales, self.unsharder).put_back

@@ -24,7 +24,7 @@ from megalight.nn.moe import Experts
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.tensor.linear import ColumnLinear, RowLinear
-from megalight.plugins.modelopt.calibration import agree
+from megalight.plugins.modelopt.calibration import Search, agree
 from megalight.plugins.modelopt.layers import ATTENTIONS
 from megalight.plugins.modelopt.presets import Preset, modelopt
 from megalight.plugins.modelopt.quantizer_sites import (
@@ -46,7 +46,6 @@ from megalight.plugins.modelopt.quantizers import (
     quantizers_of,
     take_nothing,
 )
-from megalight.plugins.modelopt.search import Search
 
 BITS = 16
 """Bits of a weight without quantization, as ModelOpt counts."""

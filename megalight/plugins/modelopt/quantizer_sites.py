@@ -22,7 +22,7 @@ from megalight.parallel.shard import ShardPiece, ShardSpec
 from megalight.plugins.modelopt.presets import SEARCHES
 
 STACKS = ("up", "down")
-"""Stacks of matrices of :class:`~megalight.nn.moe.experts.Experts`."""
+"""Stacks of matrices of :class:`~megalight.nn.moe.layer.Experts`."""
 KEYS_AND_VALUES = ("k_bmm_quantizer", "v_bmm_quantizer")
 """Attributes of attentions."""
 ACTIVATIONS = ("input_quantizer", *(f"{stack}_input_quantizer" for stack in STACKS), *KEYS_AND_VALUES)

@@ -464,7 +464,7 @@ class FolderCheckpoints(MeshStrategy):
         else:
             self._resumed.read_optimizer(self)
             # Master weights have changed, and quantized weights are cast from them.
-            self.engine.recast()
+            self.engine.parameters.recast()
         assert self.configured is not None and isinstance(checkpoint, dict)
         self.configured = self._resumed.settle(self, self.configured, checkpoint)
         if self.micro_batches is not None:

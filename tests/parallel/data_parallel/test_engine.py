@@ -375,7 +375,7 @@ def test_gradients_of_gradients_are_refused() -> None:
 def test_memory_is_given_back() -> None:
     model = build()
     engine = DataParallelEngine(infos(model), ParallelMesh())
-    engine.attach_gather_hooks(model)
+    engine.parameters.attach_gather_hooks(model)
     accumulate(engine, model, batches(0, 1, 1)[0])
     left = weakref.ref(engine), weakref.ref(engine.buckets[0].grads)
     del model, engine

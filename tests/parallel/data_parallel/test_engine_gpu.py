@@ -53,7 +53,7 @@ def _train(rank: int, world: int, fused: bool, **options: object) -> tuple[list[
         infos(model), ParallelMesh(real, rank), data_parallel(bucket_size=WIDTH * WIDTH, **options)
     )  # type: ignore[arg-type]
     if real > 1:
-        engine.attach_gather_hooks(model)
+        engine.parameters.attach_gather_hooks(model)
     optimizer = shard_optimizer(Adam(model.parameters(), lr=1e-2), engine)
     norms = []
     for step in range(3):

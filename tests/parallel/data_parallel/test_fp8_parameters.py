@@ -188,7 +188,7 @@ def test_masters_may_move() -> None:
     parameters, engine, _ = build()
     for shard in engine.shards:
         shard.master.data = 3 * shard.master.data
-    engine.recast()
+    engine.parameters.recast()
     check(parameters, engine)
 
 

@@ -18,13 +18,13 @@ from tests.support.workers import run
 def _hooks_wait_for_their_own_parameters() -> None:
     model, reference = build(), build()
     engine = DataParallelEngine(infos(model), mesh(), DataParallelOptions(bucket_size=1))
-    engine.attach_gather_hooks(model)
+    engine.parameters.attach_gather_hooks(model)
     for shard in engine.shards:
         shard.master.data.mul_(2)
     for p in reference.parameters():
         p.data.mul_(2)
     engine.publish()
-    waiting = engine._parameters._gatherer._waits
+    waiting = engine.parameters._gatherer._waits
     assert len(waiting) == len(engine.buckets)
     x = batches(0, 1, 1)[0, 0]
     with engine.micro_batches(1, reduce=False):  # leaves the waiting to the modules
@@ -55,9 +55,9 @@ class ReadsItsChild(nn.Module):
 def _parents_wait_for_childless_children() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(5, 5)), ReadsItsChild()).double()
     engine = DataParallelEngine(infos(model), mesh(), DataParallelOptions(bucket_size=1))
-    engine.attach_gather_hooks(model)
+    engine.parameters.attach_gather_hooks(model)
     engine.publish()
-    waiting = engine._parameters._gatherer._waits
+    waiting = engine.parameters._gatherer._waits
     hidden = model[0](torch.ones(2, 5).double())
     assert len(waiting) == 4
     model[1](hidden)
@@ -71,7 +71,7 @@ def test_parents_wait_for_childless_children() -> None:
 def _an_ended_run_is_freed() -> None:
     model = build()
     engine = DataParallelEngine(infos(model), mesh(), DataParallelOptions(bucket_size=1))
-    engine.attach_gather_hooks(model)
+    engine.parameters.attach_gather_hooks(model)
     accumulate(engine, model, batches(0, 1, 1)[0])
     engine.publish()
     masters = [weakref.ref(bucket) for bucket in engine.buckets]
@@ -89,7 +89,7 @@ def test_modules_keep_nothing_of_an_ended_run() -> None:
 def _without_hooks(overlap: bool) -> None:
     model = build()
     engine = DataParallelEngine(infos(model), mesh(), DataParallelOptions(bucket_size=30, overlap_param_gather=overlap))
-    waiting = engine._parameters._gatherer._waits
+    waiting = engine.parameters._gatherer._waits
     for shard in engine.shards:
         shard.master.data.fill_(1 + dist.get_rank())
     engine.publish()
@@ -115,7 +115,7 @@ def _travel_under_the_update(dtype: torch.dtype) -> None:
     model, reference = build(dtype), build(dtype)
     groups = {name: int(p.dim() == 1) for name, p in model.named_parameters()}
     engine = DataParallelEngine(infos(model, groups.__getitem__), mesh(), DataParallelOptions(bucket_size=1))
-    engine.attach_gather_hooks(model)
+    engine.parameters.attach_gather_hooks(model)
     optimizer, whole = (Adam(_in_groups(each, groups), lr=1e-2) for each in (model, reference))
     shard_optimizer(optimizer, engine)
 
@@ -175,7 +175,7 @@ def _an_update_that_fails_is_published_anew() -> None:
     optimizer._update = fails  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="no more"):
         optimizer.step()
-    assert len(engine._parameters._gatherer._waits) == 3, "those that were updated are on their way"
+    assert len(engine.parameters._gatherer._waits) == 3, "those that were updated are on their way"
     for flat in engine.shards:
         flat.master.data.fill_(1 + dist.get_rank())  # a checkpoint is loaded, say
     engine.publish()

@@ -38,7 +38,7 @@ REAL, PUSHED = gather.gather_on_current_stream, Pushes.gather
 def _engine(model: nn.Module, **options: Any) -> DataParallelEngine:
     infos = [ParamInfo(n, p, ShardSpec.replicated(n, tuple(p.shape)), 0) for n, p in model.named_parameters()]
     engine = DataParallelEngine(infos, ParallelMesh(dist.get_world_size(), dist.get_rank()), data_parallel(**options))
-    engine.attach_gather_hooks(model)
+    engine.parameters.attach_gather_hooks(model)
     return engine
 
 

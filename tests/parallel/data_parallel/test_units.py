@@ -373,7 +373,7 @@ def _read_while_gathered() -> bool:
     net = Net(3).double()
     engine = engine_of(net)
     _train(net, engine, micro=1, steps=1)
-    waits = engine._parameters._gatherer._waits
+    waits = engine.parameters._gatherer._waits
     assert waits, "it is still on its way"
     assert engine.units is not None
     with engine.units.full_parameters():

@@ -89,7 +89,7 @@ class Run:
             patch.object(torch.cuda, "Event", Mark),
         ):
             self.engine = DataParallelEngine(infos(self.model), mesh(), DataParallelOptions(bucket_size=1))
-        self.engine.attach_gather_hooks(self.model)
+        self.engine.parameters.attach_gather_hooks(self.model)
         self.optimizer = torch.optim.AdamW([shard.master for shard in self.engine.shards], lr=0.05)
         self.expected = torch.optim.AdamW(self.alone.parameters(), lr=0.05)
         tape.enter()
