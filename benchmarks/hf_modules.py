@@ -297,7 +297,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run rows of one shape in this process, and return 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("result", type=Path, help="JSON file to write, or to add to")
-    parser.add_argument("--part", choices=[*SHAPES], default="qwen3", help="shape")
+    parser.add_argument("--part", choices=[*SHAPES], default=["qwen3"], nargs="+", help="shapes, one after the other")
     parser.add_argument("--rows", nargs="+", help="only these, each in quotes")
     parser.add_argument("--profile", action="store_true", help="print the kernels of a step by time")
     a = parser.parse_args(words)
@@ -305,12 +305,12 @@ def main(words: Sequence[str] | None = None) -> int:
 
     gpus, first = int(os.environ.get("WORLD_SIZE", 1)), os.environ.get("RANK", "0") == "0"
     if gpus > 1:
-        dist.init_process_group("gloo" if a.part == "tiny" else "nccl")
+        dist.init_process_group("gloo" if a.part == ["tiny"] else "nccl")
     record: dict[str, Any] = json.loads(a.result.read_text()) if a.result.exists() else {}
-    rows = record.setdefault(f"{a.part}, {gpus} GPU{'s' * (gpus > 1)}", {})
     failed = False
-    for row in a.rows or ROWS[gpus]:
-        rows[row] = found = measure(a.part, row, a.profile)
+    for part, row in ((part, row) for part in a.part for row in a.rows or ROWS[gpus]):
+        rows = record.setdefault(f"{part}, {gpus} GPU{'s' * (gpus > 1)}", {})
+        rows[row] = found = measure(part, row, a.profile)
         base = next((each for each in rows.values() if "loss" in each), found)
         if "loss" in found and abs(found["loss"] / base["loss"] - 1) > TOLERANCE:
             found["failed"] = f"its first loss {found['loss']:.4f} differs from {base['loss']:.4f}"
@@ -320,7 +320,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if first:
             print("\n".join(found.get("kernels", [])))
             shown = {name: value for name, value in found.items() if name != "kernels"}
-            print(a.part, "|", gpus, "|", row, "|", shown, flush=True)
+            print(part, "|", gpus, "|", row, "|", shown, flush=True)
             # After each row: a call that is cut short has the rows before.
             a.result.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if gpus > 1:

@@ -124,21 +124,21 @@ class FusedExperts(FusedModule):
         where = permutation(top_k_index, self.num_experts)
         rows, probs = permute(hidden_states, where, top_k_weights.to(wide(top_k_weights.dtype)))
         assert probs is not None
-        hidden = grouped_linear(rows, self._stack("gate_up_proj"), where.offsets)
+        hidden = self._product(rows, "gate_up_proj", where.offsets)
         if self.has_bias:
             hidden = grouped_bias(hidden, self._parameters["gate_up_proj_bias"], where.offsets)  # type: ignore[arg-type]
         if not self.is_concatenated:
             hidden = hidden.view(len(hidden), -1, 2).transpose(1, 2).flatten(1)
         hidden = gated(hidden, form.kind, weights=probs, offset=form.offset, clamp=form.clamp)
-        hidden = grouped_linear(hidden, self._stack("down_proj"), where.offsets)
+        hidden = self._product(hidden, "down_proj", where.offsets)
         if self.has_bias:
             hidden = grouped_bias(hidden, self._parameters["down_proj_bias"], where.offsets, probs)  # type: ignore[arg-type]
         return unpermute(hidden, where)
 
-    def _stack(self, name: str) -> Tensor:
+    def _product(self, rows: Tensor, name: str, offsets: Tensor) -> Tensor:
         weight = self._parameters[name]
         assert weight is not None
-        return weight.transpose(1, 2) if self.is_transposed else weight
+        return grouped_linear(rows, weight, offsets, input_first=self.is_transposed)
 
 
 # Linear layers
@@ -197,7 +197,8 @@ class Layer(FusedModule):
             normed, stream = second(added, residual=stream, with_sum=True)
         added = self._modules[form.feed_forward](normed)  # type: ignore[misc]
         added = added[0] if form.takes_tuple else added
-        return stream + self._scaled(added if last is None else last(added))
+        # Some experts return rows without batches.
+        return stream + self._scaled(added if last is None else last(added)).view(stream.shape)
 
     def _scaled(self, x: Tensor) -> Tensor:
         scale = self.fused_form.scale

@@ -37,29 +37,32 @@ def layer(sizes: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
     return x, torch.randn(len(sizes), 4, 5, dtype=torch.float64), offsets_of(sizes)
 
 
+@pytest.mark.parametrize("input_first", [False, True])
 @pytest.mark.parametrize("known", [False, True])
-def test_gradients_go_to_autograd_or_to_the_main_gradient(known: bool) -> None:
+def test_gradients_go_to_autograd_or_to_the_main_gradient(known: bool, input_first: bool) -> None:
     sizes = (3, 0, 7)
     x, weight, offsets = layer(sizes)
+    weight = weight.transpose(1, 2).contiguous() if input_first else weight
     plain, main = nn.Parameter(weight.clone()), with_main_grad(weight)
     main.main_grad.fill_(torch.nan)
     main.megalight.untouched = True  # type: ignore[attr-defined]
-    expected = torch.cat([rows @ w.T for rows, w in zip(x.split(list(sizes)), plain.unbind(), strict=True)])
+    factors = plain.unbind() if input_first else plain.mT.unbind()
+    expected = torch.cat([rows @ w for rows, w in zip(x.split(list(sizes)), factors, strict=True)])
     seed = torch.randn_like(expected)
     grads = torch.autograd.grad(expected, (x, plain), seed)
     given = sizes if known else None
-    out = grouped_linear(x, plain, offsets, given)
+    out = grouped_linear(x, plain, offsets, given, input_first=input_first)
     assert error(out, expected) < 1e-14
     for actual, exact in zip(torch.autograd.grad(out, (x, plain), seed), grads, strict=True):
         assert error(actual, exact) < 1e-14
     for _ in range(2):  # the first overwrites, the second adds
-        grouped_linear(x, main, offsets, given).backward(seed)
+        grouped_linear(x, main, offsets, given, input_first=input_first).backward(seed)
     assert x.grad is not None
     assert error(x.grad / 2, grads[0]) < 1e-14
     assert error(main.main_grad / 2, grads[1]) < 1e-14
     assert (main.grad, main.ready) == (None, 2)
     with torch.no_grad():
-        assert error(grouped_linear(x, main, offsets, given), expected) < 1e-14
+        assert error(grouped_linear(x, main, offsets, given, input_first=input_first), expected) < 1e-14
 
 
 def test_weight_gradients_wait_in_a_queue() -> None:

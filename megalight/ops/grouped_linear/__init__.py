@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalight.errors import ConfigurationError
 from megalight.ops.batch_invariant import MODE, refuse
 from megalight.ops.batch_invariant.product import grouped_product
 from megalight.ops.common import apply, once_differentiable
@@ -40,7 +41,13 @@ REGISTRIES: tuple[BackendRegistry[GroupedLinearSpec, Any], ...] = (PRODUCT, WGRA
 
 
 def grouped_linear(
-    x: Tensor, weight: Tensor, offsets: Tensor, sizes: Sequence[int] | None = None, backend: str = "auto"
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    sizes: Sequence[int] | None = None,
+    backend: str = "auto",
+    *,
+    input_first: bool = False,
 ) -> Tensor:
     """``[R, in] x [E, out, in] -> [R, out]``: group ``e``, rows ``offsets[e - 1]`` to ``offsets[e]``, times ``W_e^T``.
 
@@ -58,6 +65,10 @@ def grouped_linear(
         offsets: ``[E]`` int32 on the device, the end of each group.
         sizes: the sizes of the groups on the host, if they are known there. The sum may be less than ``R``.
         backend: backend of the products. ``auto`` is also that of the weight gradient.
+        input_first: the weight is ``[E, in, out]`` instead, as some families of ``transformers`` have it.
+
+    Raises:
+        ConfigurationError: a stack ``[E, in, out]`` has a precision.
     """
     # Custom autograd functions are not on autocast's list, so the cast is ours. The weight follows in `_product`.
     if torch.is_autocast_enabled(x.device.type):
@@ -66,12 +77,18 @@ def grouped_linear(
     precision = stack_precision_of(weight)
     if MODE.on and precision is not None:
         refuse("grouped products in 8 or 4 bits")
+    if input_first and precision is not None:
+        raise ConfigurationError("experts with weights [E, in, out] are not served in 8 or 4 bits; use bf16 for them.")
     if not torch.is_grad_enabled():
         if precision is not None:
             return precision.way(weight, sizes).product(x, weight, offsets, sizes, keep=False)[0]
-        return _product(x, weight, offsets, sizes, True, backend)
-    kind = _GroupedLinear if precision is None else _LowPrecisionGroupedLinear
-    out: Tensor = apply(kind, x, weight, offsets, None if sizes is None else tuple(sizes), backend)
+        return _product(x, weight, offsets, sizes, not input_first, backend)
+    known = None if sizes is None else tuple(sizes)
+    out: Tensor
+    if precision is None:
+        out = apply(_GroupedLinear, x, weight, offsets, known, backend, input_first)
+    else:
+        out = apply(_LowPrecisionGroupedLinear, x, weight, offsets, known, backend)
     return out
 
 
@@ -152,12 +169,18 @@ def add_weight_gradient(
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor, sizes: tuple[int, ...] | None, backend: str
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        offsets: Tensor,
+        sizes: tuple[int, ...] | None,
+        backend: str,
+        input_first: bool = False,
     ) -> Tensor:
         # The parameter is kept by reference: a saved-tensor hook would return a tensor without its state.
-        ctx.weight, ctx.offsets, ctx.sizes, ctx.backend = weight, offsets, sizes, backend
+        ctx.weight, ctx.offsets, ctx.sizes, ctx.backend, ctx.input_first = weight, offsets, sizes, backend, input_first
         save_input(ctx, x, ctx.needs_input_grad[1])
-        return _product(x, weight, offsets, sizes, True, backend)
+        return _product(x, weight, offsets, sizes, not input_first, backend)
 
     @staticmethod
     @once_differentiable
@@ -167,22 +190,25 @@ class _GroupedLinear(torch.autograd.Function):
         # A gradient of a sum is an expanded scalar with strides of 0, which TMA and grouped GEMMs cannot read.
         grad_y = grad_y.contiguous()
         # The input gradient first: what comes before this layer in the backward depends on it alone.
-        grad_x = _product(grad_y, weight, offsets, sizes, False, ctx.backend) if need_x else None
+        grad_x = _product(grad_y, weight, offsets, sizes, ctx.input_first, ctx.backend) if need_x else None
         if not need_weight:
-            return grad_x, None, None, None, None
+            return grad_x, None, None, None, None, None
         x = saved_input(ctx)
         assert isinstance(x, Tensor)
+        if ctx.input_first:
+            # The gradient of a weight `[in, out]` is that of `[out, in]` with both in each other's place.
+            grad_y, x = x.to(grad_y.dtype), grad_y
         if main_grad_of(weight) is None:
             # `empty` is safe: with write=True, experts without rows are written too (zeros).
             grad_weight = torch.empty_like(weight)
             choose(WGRAD, GroupedLinearSpec.of(x, weight, sizes))(grad_weight, grad_y, x, offsets, sizes, True)
-            return grad_x, grad_weight, None, None, None
+            return grad_x, grad_weight, None, None, None, None
         if (queue := queue_for(weight)) is not None:
             held = x.detach()  # a saved tensor would keep its autograd graph alive
             queue.put(weight, grad_y, lambda: lambda: held, partial(add_weight_gradient, offsets=offsets, sizes=sizes))
         else:
             add_weight_gradient(weight, grad_y, x, offsets, sizes)
-        return grad_x, None, None, None, None
+        return grad_x, None, None, None, None, None
 
 
 class _LowPrecisionGroupedLinear(torch.autograd.Function):
