@@ -20,11 +20,12 @@ from megalight.nn.init import initialize
 from megalight.optim import AdamConfig, Constant, GroupRule, Muon, MuonConfig
 from megalight.optim.muon import QUINTIC, newton_schulz
 from megalight.optim.whole_matrices import GATHER_BYTES
-from megalight.strategies import DataParallelOptions, MegatronStrategy
+from megalight.strategies import DataParallelOptions, MegatronStrategy, PipelineOptions
 from tests.strategies.test_experts import PLAIN
 from tests.strategies.training import (
     BASE,
     CLIP,
+    CONFIGS,
     SEED,
     WithData,
     assert_same_run,
@@ -141,6 +142,7 @@ LAYOUTS: Sequence[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
         ("heads", 4, {"tensor_parallel": 2, "pipeline_parallel": 2}, {"level": "optim"}), marks=pytest.mark.full
     ),
 ]
+FULL = "optim_grads_params"
 MORE: Sequence[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
     (config, ranks, strategy, {"level": level})
     for config, ranks, strategy in (
@@ -152,11 +154,21 @@ MORE: Sequence[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
         ("dense", 4, {"pipeline_parallel": 2}),
     )
     for level in ("no_shard", "optim", "optim_grads")
+] + [
+    ("dense", 4, {"tensor_parallel": 2, "sequence_parallel": True}, {"level": FULL}),
+    ("experts", 4, {"expert_parallel": 2}, {"level": FULL}),
+    ("tied", 4, {}, {"level": FULL, "replicate": 2}),
+    ("tied", 2, {"pipeline_parallel": 2}, {"level": "optim"}),
+    ("experts", 2, {}, {"level": "optim", "optimizer_offload_fraction": 0.5}),
+    ("deep", 4, {"pipeline_parallel": 2, "virtual_pipeline": 2}, {"level": "optim"}),
+    ("deep", 4, {"pipeline_parallel": 2, "pipeline": PipelineOptions(schedule="zero_bubble")}, {"level": "optim"}),
+    ("deep", 4, {"pipeline_parallel": 2}, {"level": FULL}),
 ]
+KINDS = {"experts": PLAIN, "tied": CONFIGS["tied"], "deep": replace(BASE, num_layers=4)}
 
 
 def check(kind: str, ranks: int, strategy: dict[str, Any], options: dict[str, Any]) -> None:
-    config = PLAIN if kind == "experts" else BASE
+    config = KINDS.get(kind, BASE)
     optimizer = replace(CONFIG, muon=replace(MUON, head_dim=8)) if kind == "heads" else CONFIG
     found = run(_rank, ranks, config, optimizer, strategy, options, timeout=240)
     assert_same_run(found[0], by_hand(config, kind == "heads"))
