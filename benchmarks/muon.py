@@ -256,9 +256,6 @@ def measure(options: argparse.Namespace, muon: MuonConfig | None, device: torch.
             "loss": float(loss),
         }
     if device.type == "cuda":
-        if muon is not None and options.kernels:
-            training.forward_backward([batch])
-            found["kernels"] = kernels(optimizer.step, device)
         found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     if isinstance(optimizer, Muon):
         assert optimizer.exchanges is not None
@@ -274,6 +271,11 @@ def measure(options: argparse.Namespace, muon: MuonConfig | None, device: torch.
             "busiest_over_mean": max(load) * len(load) / sum(load),
             "aim_seconds": 1.1 * max(load) / (0.7 * RATES_OF_H200.gemm),
         }
+    print(json.dumps(found), flush=True)
+    if muon is not None and options.kernels and device.type == "cuda":
+        training.forward_backward([batch])
+        found["kernels"] = kernels(optimizer.step, device)
+        print(*map(json.dumps, found["kernels"]), sep="\n", flush=True)
     return found
 
 
@@ -287,22 +289,24 @@ def steps(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         "predicted": predict(options.mode, step_of(options), options.micro_batches, ranks),
     }
     print(json.dumps({"predicted": result["predicted"]}), flush=True)
-    result["one_step"] = compare(device, options.tiny)
-    print(json.dumps({"one_step": result["one_step"]}), flush=True)
+    if not options.only:
+        result["one_step"] = compare(device, options.tiny)
+        print(json.dumps({"one_step": result["one_step"]}), flush=True)
     runs: dict[str, MuonConfig | None] = {"adam": None, "muon": MuonConfig(lr=1e-4)}
     if options.qk_clip:
         runs["qk_clip"] = MuonConfig(lr=1e-4, qk_clip=options.qk_clip)
-    for name, muon in runs.items():
+    for name in [options.only] if options.only else runs:
         if device.type == "cuda":
             gc.collect()  # the model of the run before is in reference cycles
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        result[name] = measure(options, muon, device)
-        print(json.dumps({name: result[name]}).replace('{"ms', '\n{"ms'), flush=True)
-    result["ratios"] = {
-        count: result["muon"]["micro_batches"][count]["seconds"] / taken["seconds"]
-        for count, taken in result["adam"]["micro_batches"].items()
-    }
+        print(name, flush=True)
+        result[name] = measure(options, runs[name], device)
+    if not options.only:
+        result["ratios"] = {
+            count: result["muon"]["micro_batches"][count]["seconds"] / taken["seconds"]
+            for count, taken in result["adam"]["micro_batches"].items()
+        }
     return result
 
 
@@ -324,6 +328,7 @@ def main() -> None:
     parser.add_argument(
         "--shapes", type=_shape, nargs="+", default=MATMULS, help="of matmuls: matrices x rows x columns"
     )
+    parser.add_argument("--only", choices=("adam", "muon"), help="time these steps alone, without other optimizers")
     parser.add_argument("--kernels", action="store_true", help="print the kernels of one update of Muon")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()

@@ -25,8 +25,9 @@ Two programs share an SM: one computes while the other writes. On an H200, full 
 TFLOP/s, counted whole, where ``torch.baddbmm`` reaches 610 to 760, and wider tiles 770 to 970.
 """
 LEAST_ROWS = 2048
-"""Rows from which ``auto`` takes the kernel. Measured: it is faster with 4096. With 1024 and 768, batches of 64 MiB
-have too few tiles, and it has 0.5 to 0.9 of the speed of ``torch.baddbmm``."""
+"""Rows from which ``auto`` takes the kernel. Measured: it is faster with 4096. With 1024 rows in batches of 64 MiB, it
+has 0.5 to 0.8 of the speed of ``torch.baddbmm``. With 768 rows in batches of 256 MiB, ``X X^T`` has 0.86 of it, ``S^2``
+1.05, and Newton-Schulz 0.95."""
 ALIGNED = 8
 """Features of half types in 16 bytes: rows that TMA loads begin at a multiple of them."""
 
@@ -39,7 +40,7 @@ def reference_syrk(x: Tensor, c: Tensor | None, alpha: float, beta: float, diago
         result = x @ x.mT if alpha == 1 else (x @ x.mT) * alpha
     if diagonal:
         place = result.diagonal(dim1=-2, dim2=-1)
-        place.copy_(place.to(wide(place.dtype)) + diagonal)  # the factor itself is not rounded to a half type
+        torch.add(place.to(wide(place.dtype)), diagonal, out=place)  # a half type would round the factor itself
     return result
 
 

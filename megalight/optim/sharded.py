@@ -64,10 +64,10 @@ def shard_optimizer(optimizer: OptimizerT, engine: DataParallelEngine) -> Optimi
     if not steps_on_shards(optimizer):
         name = type(optimizer).__name__
         raise ConfigurationError(
-            f"{name} is not known to update each element only from its own gradient, so it cannot step on flat shards. "
-            "If it does, set elementwise = True on the class. If it needs whole matrices, derive it from "
-            "megalight.optim.WholeMatrixOptimizer. If neither, use an optimizer such as megalight.optim.Adam, or "
-            "another strategy."
+            f"{name} is not known to update each element of {engine.buckets[0].infos[0].name} only from its own "
+            "gradient, so it cannot step on flat shards. If it does, set elementwise = True on the class. If it needs "
+            "whole matrices, derive it from megalight.optim.WholeMatrixOptimizer. If neither, use an optimizer such as "
+            "megalight.optim.Adam, or another strategy."
         )
     # First its own parameters get the state back, on all ranks together: the two engines
     # may cut it differently.

@@ -67,16 +67,18 @@ def check(strategy: MeshStrategy, module: pl.LightningModule, optimizers: Sequen
 
 def _reason(trainer: pl.Trainer, module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> str | None:
     """Return what needs whole parameters; None: nothing does."""
-    other = next((type(optimizer).__name__ for optimizer in optimizers if not steps_on_shards(optimizer)), None)
+    other = next((optimizer for optimizer in optimizers if not steps_on_shards(optimizer)), None)
     averaging = averager(trainer)
     if not module.automatic_optimization:
         return f"{type(module).__name__} uses manual optimization"
     if averaging is not None:
         return f"{type(averaging).__name__} averages whole parameters"
     if other is not None:
+        first = other.param_groups[0]["params"][0]
+        name = next((name for name, parameter in module.named_parameters() if parameter is first), "its parameters")
         return (
-            f"{other} is not known to update each element only from its own gradient (set elementwise = True on the "
-            "class if it does)"
+            f"{type(other).__name__} is not known to update each element of {name} only from its own gradient (set "
+            "elementwise = True on the class if it does)"
         )
     return f"{type(module).__name__} has {len(optimizers)} optimizers" if len(optimizers) > 1 else None
 

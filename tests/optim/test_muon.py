@@ -13,13 +13,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megalight.callbacks import Adapters
 from megalight.errors import ConfigurationError
 from megalight.models.gpt import GPT, GPTConfig
+from megalight.models.transforms import LoRA
 from megalight.nn.canonical import parts
 from megalight.nn.init import initialize
 from megalight.optim import AdamConfig, Constant, GroupRule, Muon, MuonConfig
 from megalight.optim.muon import QUINTIC, newton_schulz
 from megalight.optim.whole_matrices import GATHER_BYTES
+from megalight.parallel.layout import Layout
+from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.model import ParallelModel
+from megalight.parallel.precision import LowPrecisionOptions
+from megalight.parallel.transform import ModelTransform
+from megalight.plugins.precision import MegatronLowPrecision, MegatronPrecision
 from megalight.strategies import DataParallelOptions, MegatronStrategy, PipelineOptions
 from tests.strategies.test_experts import PLAIN
 from tests.strategies.training import (
@@ -56,7 +64,10 @@ def orthogonalized(matrix: Tensor, steps: int = 5) -> Tensor:
 
 @functools.cache
 def by_hand(
-    config: GPTConfig, heads: bool = False, begin: Callable[[GPT], Callable[[dict[str, Tensor]], None]] | None = None
+    config: GPTConfig,
+    heads: bool = False,
+    begin: Callable[[GPT], Callable[[dict[str, Tensor]], None]] | None = None,
+    transforms: tuple[ModelTransform, ...] = (),
 ) -> dict[str, Any]:
     """The run of one device: torch's AdamW, and Muon matrix by matrix, expert by expert, in float64."""
     size = config.hidden_size // config.num_heads
@@ -68,7 +79,7 @@ def by_hand(
         update = torch.cat([_scaled(each) for each in (look.split(size) if split else [look])])
         weight.mul_(1 - MUON.lr * MUON.weight_decay).sub_(update, alpha=MUON.lr)
 
-    return train_by_hand(config, CONFIG, step, begin)
+    return train_by_hand(config, CONFIG, step, begin, transforms)
 
 
 def train_by_hand(
@@ -76,6 +87,7 @@ def train_by_hand(
     optimizer: AdamConfig,
     step_matrix: Callable[[str, Tensor, Tensor, dict[str, Any]], None],
     begin: Callable[[GPT], Callable[[dict[str, Tensor]], None]] | None = None,
+    transforms: tuple[ModelTransform, ...] = (),
 ) -> dict[str, Any]:
     """The run of one device: torch's AdamW, and ``step_matrix`` for each part of a fused weight and each expert.
 
@@ -85,12 +97,15 @@ def train_by_hand(
     """
     assert optimizer.whole is not None
     model = GPT(config).double()
+    alone = ParallelModel(model, ParallelMesh(1, 0), Layout(transforms=transforms))
     initialize(model, SEED, "model.")
-    named = dict(model.named_parameters())
+    alone.transform_values()
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     matrices = [name for name, p in named.items() if optimizer.whole.takes(name, p)]
     weights = {
         part.name: named[part.parameter].detach().view(-1)[part.start :][: int(np.prod(part.shape))].view(part.shape)
         for part in parts(model)
+        if part.parameter in named
     }
     pieces = [(part, weights[part.name]) for part in parts(model) if part.parameter in matrices]
     finish = begin(model) if begin else None
@@ -183,6 +198,39 @@ def test_every_layout_trains_as_one_device(layout: tuple[str, int, dict[str, Any
 @pytest.mark.parametrize("layout", MORE, ids=str)
 def test_more_layouts(layout: tuple[str, int, dict[str, Any], dict[str, Any]]) -> None:
     check(*layout)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "level"),
+    [(1, {}, "optim"), (4, {"tensor_parallel": 2, "sequence_parallel": True}, "optim"), (2, {}, FULL)],
+)
+def test_adapters_of_a_frozen_model(ranks: int, strategy: dict[str, Any], level: str) -> None:
+    lora = LoRA(rank=3, targets=("layers.*",), alpha=6.0)
+    options = {"extra_callbacks": [Adapters(rank=3, targets=["layers.*"], alpha=6.0)], **strategy}
+    found = run(_rank, ranks, BASE, CONFIG, options, {"level": level}, timeout=240)[0]
+    assert_same_run(found, by_hand(BASE, transforms=(lora,)))
+    moved = {name for name, value in found["final"].items() if not np.array_equal(value, found["initial"][name])}
+    assert moved == {name for name in found["final"] if "lora" in name}
+
+
+def _narrow(precision: str, options: dict[str, Any], strategy: dict[str, Any]) -> dict[str, Any]:
+    low = LowPrecisionOptions(emulate=True, recipe="tensorwise")
+    plugin = MegatronLowPrecision(low, "bf16-true") if precision == "fp8" else MegatronPrecision(precision)
+    muon = replace(MUON, ns_dtype="float64" if precision == "64-true" else "bfloat16")
+    optimizer, config = replace(CONFIG, muon=muon), replace(BASE, hidden_size=64, ffn_hidden_size=64)
+    trained = {"trainer_options": {"precision": None}, "precision_plugin": plugin}
+    return fit(config, 4, options, optimizer=optimizer, micro_batch_size=1, **trained, **strategy)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["bf16-true", "fp8"])
+@pytest.mark.parametrize("masters", ["float32", "bfloat16"])
+def test_narrow_weights_train_near_float64(precision: str, masters: str) -> None:
+    expected = run(_narrow, 1, "64-true", {}, {})[0]["losses"]
+    for ranks, strategy in ((2, {"tensor_parallel": 2}), (2, {})):
+        found = run(_narrow, ranks, precision, {"level": "optim", "master_dtype": masters}, strategy)[0]["losses"]
+        np.testing.assert_allclose(found, expected, rtol=5e-3)
 
 
 def resumed(

@@ -186,7 +186,8 @@ class Own(Plain):
         (Detached, r"Detached\.training_step returned a loss that does not require gradients: compute it from"),
         (
             Newton,
-            r"LBFGS is not known to update each element.*Pass data_parallel=DataParallelOptions\(level='no_shard'\)",
+            r"LBFGS is not known to update each element of net\.0\.weight only.*"
+            r"Pass data_parallel=DataParallelOptions\(level='no_shard'\)",
         ),
         (Own, r"StochasticWeightAveraging averages whole parameters.*, or use megalight\.callbacks\.EMA\."),
     ],
