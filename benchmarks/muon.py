@@ -139,7 +139,7 @@ MATMULS = ((8, 4096, 4096), (32, 1024, 4096), (2, 4096, 14336), (16, 2048, 2048)
 experts."""
 TILES = tuple(
     {"ROWS": rows, "COLUMNS": columns, "DEPTH": 64, "GROUP": 8, "num_warps": warps, "num_stages": stages}
-    for rows, columns, warps, stages in ((128, 128, 4, 3), (128, 128, 4, 2), (128, 128, 8, 4), (256, 128, 8, 4))
+    for rows, columns, warps, stages in ((128, 128, 4, 3), (128, 128, 4, 2), (128, 128, 8, 3), (256, 128, 8, 4))
 )
 """Tiles of the kernel to try."""
 

@@ -28,6 +28,8 @@ LEAST_ROWS = 2048
 """Rows from which ``auto`` takes the kernel. Measured: it is faster with 4096. With 1024 rows in batches of 64 MiB, it
 has 0.5 to 0.8 of the speed of ``torch.baddbmm``. With 768 rows in batches of 256 MiB, ``X X^T`` has 0.86 of it, ``S^2``
 1.05, and Newton-Schulz 0.95."""
+FEW_TILES = 16
+"""Up to so many tiles across, programs for tiles above the diagonal are left out: they would take space on an SM."""
 ALIGNED = 8
 """Features of half types in 16 bytes: rows that TMA loads begin at a multiple of them."""
 
@@ -48,6 +50,8 @@ def reference_syrk(x: Tensor, c: Tensor | None, alpha: float, beta: float, diago
 def _syrk(
     rows_of: Value,
     columns_of: Value,
+    tiles_of_c: Value,
+    tiles_of_out: Value,
     c: Value,
     out: Value,
     size: Value,
@@ -59,19 +63,25 @@ def _syrk(
     diagonal: Value,
     ADD: constexpr,
     TALL: constexpr,
+    EVEN: constexpr,
+    TRIANGLE: constexpr,
     ROWS: constexpr,
     COLUMNS: constexpr,
     DEPTH: constexpr,
     GROUP: constexpr,
 ) -> None:
     program, matrix = tl.program_id(0), tl.program_id(1)
-    # Programs are numbered group by group, so that tiles with the same operands run at the same time.
-    first = program // (GROUP * tiles_across) * GROUP
-    height = tl.minimum(tiles_down - first, GROUP)
-    within = program % (GROUP * tiles_across)
-    row, column = (first + within % height) * ROWS, within // height * COLUMNS
-    if column >= row + ROWS:  # above the diagonal: another program writes it
-        return
+    if TRIANGLE:  # row by row
+        tiles_above = ((tl.sqrt(8.0 * program.to(tl.float32) + 1.0) - 1.0) / 2.0 + 0.01).to(tl.int32)
+        row, column = tiles_above * ROWS, (program - tiles_above * (tiles_above + 1) // 2) * COLUMNS
+    else:
+        # Programs are numbered group by group, so that tiles with the same operands run at the same time.
+        first = program // (GROUP * tiles_across) * GROUP
+        height = tl.minimum(tiles_down - first, GROUP)
+        within = program % (GROUP * tiles_across)
+        row, column = (first + within % height) * ROWS, within // height * COLUMNS
+        if column >= row + ROWS:  # above the diagonal: another program writes it
+            return
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     # TMA reads zeros beyond the last feature. Rows beyond the matrix are those of the next one: they are not stored.
     for start in range(0, depth, DEPTH):
@@ -84,6 +94,19 @@ def _syrk(
             b = columns_of.load([matrix * size + column, start])
             total = tl.dot(a, b.T, total)
     total *= alpha
+    if EVEN:  # tiles are square, and none reaches into the next matrix: they are read and written by TMA
+        if ADD:
+            total += beta * tiles_of_c.load([matrix * size + row, column]).to(tl.float32)
+        if row == column:
+            below = tl.arange(0, ROWS)[:, None] - tl.arange(0, COLUMNS)[None, :]
+            total += tl.where(below == 0, diagonal, 0.0)
+            result = total.to(out.dtype.element_ty)
+            tiles_of_out.store([matrix * size + row, column], tl.where(below >= 0, result, result.T))
+        else:
+            result = total.to(out.dtype.element_ty)
+            tiles_of_out.store([matrix * size + row, column], result)
+            tiles_of_out.store([matrix * size + column, row], result.T)
+        return
     row_index, column_index = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
     known = (row_index < size)[:, None] & (column_index < size)[None, :]
     begin = matrix.to(tl.int64) * size * size
@@ -127,9 +150,14 @@ def triton_syrk(
         flat, depth = x.view(batch * size, -1), x.shape[2]
         blocks = [tile["ROWS"], tile["DEPTH"]], [tile["COLUMNS"], tile["DEPTH"]]
     tiles_down, tiles_across = cdiv(size, tile["ROWS"]), cdiv(size, tile["COLUMNS"])
-    _syrk[(tiles_down * tiles_across, batch)](
+    even = tile["ROWS"] == tile["COLUMNS"] and not size % tile["ROWS"]
+    c = None if c is None else c.contiguous()
+    read, block = out if c is None else c, [tile["ROWS"], tile["COLUMNS"]]
+    triangle = even and tiles_down <= FEW_TILES
+    _syrk[(tiles_down * (tiles_down + 1) // 2 if triangle else tiles_down * tiles_across, batch)](
         *(described(flat, block) for block in blocks),
-        out if c is None else c.contiguous(),
+        *(described(each.view(batch * size, size), block) if even else each for each in (read, out)),
+        read,
         out,
         size,
         depth,
@@ -140,6 +168,8 @@ def triton_syrk(
         float(diagonal),
         ADD=c is not None,
         TALL=tall,
+        EVEN=even,
+        TRIANGLE=triangle,
         **tile,
     )
     return out

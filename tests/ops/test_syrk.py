@@ -14,9 +14,10 @@ from megalight.imports import has
 from megalight.ops.syrk import triton_syrk
 from megalight.optim.muon import newton_schulz
 
-SHAPES = [(1, 16, 16), (3, 33, 40), (2, 100, 52), (2, 80, 7), (2, 72, 64)]
+SHAPES = [(1, 16, 16), (2, 48, 40), (3, 33, 40), (2, 100, 52), (2, 80, 7), (2, 72, 64)]
 SMALL: dict[str, Any] = {"ROWS": 16, "COLUMNS": 32, "DEPTH": 16, "GROUP": 2, "num_warps": 4, "num_stages": 3}
 TALL = SMALL | {"ROWS": 32, "COLUMNS": 16}
+SQUARE = SMALL | {"COLUMNS": 16}
 
 
 def check(shape: tuple[int, int, int], device: str, dtype: torch.dtype, tile: dict[str, Any] | None) -> None:
@@ -41,7 +42,7 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 @pytest.mark.skipif(not has("triton") or torch.cuda.is_available(), reason="needs triton's interpreter")
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("tile", [SMALL, TALL], ids=["wide", "tall"])
+@pytest.mark.parametrize("tile", [SMALL, TALL, SQUARE], ids=["wide", "tall", "square"])
 @pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 def test_interpreted(shape: tuple[int, int, int], tile: dict[str, Any]) -> None:
     check(shape, "cpu", torch.float32, tile)
