@@ -238,6 +238,7 @@ def main() -> None:
         momentum.triton_decayed(one, half, rate, 0.1, half)
     for square in (None, torch.zeros(2, 1024, 1024, dtype=HALF)):
         syrk.triton_syrk(torch.zeros(2, 1024, 4096, dtype=HALF), square, 2.0, -4.0, 3.0)
+    syrk.triton_syrk(torch.zeros(2, 1000, 4096, dtype=HALF), torch.zeros(2, 1000, 1000, dtype=HALF), 2.0, -4.0, 3.0)
     momentum.triton_normalized(torch.zeros(2, 768, 2048, dtype=HALF), 1e-7)
     for heads, own, shared, values in ((128, 128, 64, 128), (5, 24, 10, 20)):
         cos, sin = torch.randn(2, 8, shared // 2)
