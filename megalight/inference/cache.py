@@ -329,6 +329,7 @@ class Cache:
             tuple(counts),
             tuple(totals),
             any(past),
+            exact=True,
         )
         if self.blocks.spans:
             own = zip(self.blocks.spans, there[1 : len(tables)], there[len(tables) + 1 :], strict=True)

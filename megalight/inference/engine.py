@@ -76,7 +76,8 @@ class DynamicEngine:
         kv_cache_dtype: ``auto``: keys and values are stored in the dtype of the layers. ``fp8``: in e4m3, each head of
             each token with its own scale.
         attention_backend: of attention to stored keys and values: ``auto``, or a name of
-            :mod:`megalight.ops.paged_attention`, such as ``flash_attn`` or ``flash_mla``.
+            :mod:`megalight.ops.paged_attention`, such as ``flash_attn``, ``flashinfer`` or
+            ``flash_mla``.
         cuda_graphs: for about how many numbers of tokens steps are recorded, where they can be
             (:class:`~megalight.inference.graphs.StepGraphs`). 0: for none.
         cuda_graph_mixed_prefill_count: for how many prompts recorded steps have room beside sequences that decode. 0:

@@ -61,6 +61,7 @@ class Pages:
         recorded: whether the pass is recorded: later ones have other numbers on the device, within the same bounds. A
             sequence without stored tokens sees nothing.
         spans: the pages of layers that see a limited span and keep no more. Their tables have any block before it.
+        exact: whether bounds are these numbers themselves.
     """
 
     block_table: Tensor
@@ -74,6 +75,7 @@ class Pages:
     continued: bool
     recorded: bool = False
     spans: Mapping[AttentionSpan, Pages] = field(default_factory=dict)
+    exact: bool = False
 
     @cached_property
     def decodes(self) -> int:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
-from megalight.errors import BackendError
+from megalight.errors import BackendError, ConfigurationError
 from megalight.inference import DynamicEngine
+from megalight.nn import attention
 from megalight.ops.paged_attention import EXAMPLE, reference_paged_attention
-from megalight.plugins import flash_attn, flash_mla
+from megalight.plugins import flash_attn, flash_mla, flashinfer
 from megalight.types import Pages
 from tests.inference.test_generate import build
 from tests.plugins import fakes
@@ -71,12 +74,50 @@ def flash_mla_with_kvcache(
     return torch.cat(found), None
 
 
+class BatchPrefillWithPagedKVCacheWrapper:
+    """Notes plans, and runs the newest one."""
+
+    plans: ClassVar[list[BatchPrefillWithPagedKVCacheWrapper]] = []
+
+    def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
+        assert float_workspace_buffer.dtype == torch.uint8
+        assert kv_layout == "NHD"
+
+    def plan(
+        self, qo_indptr: Tensor, paged_kv_indptr: Tensor, paged_kv_indices: Tensor, paged_kv_last_page_len: Tensor,
+        num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, page_size: int, head_dim_vo: int | None = None,
+        causal: bool = False, sm_scale: float | None = None, window_left: int = -1,
+        logits_soft_cap: float | None = None, q_data_type: torch.dtype = torch.float16,
+    ) -> None:  # fmt: skip
+        self.plans.append(self)
+        assert qo_indptr.dtype == paged_kv_indptr.dtype == paged_kv_indices.dtype == torch.int32
+        last = paged_kv_last_page_len.tolist()
+        assert min(last) >= 1
+        assert max(last) <= page_size
+        self.ends, self.heads = qo_indptr.tolist(), (num_qo_heads, num_kv_heads)
+        self.tables = torch.tensor_split(paged_kv_indices, paged_kv_indptr[1:-1].long())
+        self.lengths = [page_size * (len(t) - 1) + n for t, n in zip(self.tables, last, strict=True)]
+        self.options = (causal, sm_scale, window_left, 0 if causal else -1, logits_soft_cap)
+
+    def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor]) -> Tensor:
+        k, v = paged_kv_cache
+        assert (q.shape[1], k.shape[2]) == self.heads
+        found = []
+        for begin, end, table, length in zip(self.ends, self.ends[1:], self.tables, self.lengths, strict=False):
+            keys, values = (rows_of(pool, table, length) for pool in (k, v))
+            found.append(fakes.dense(q[None, begin:end], keys, values, *self.options)[0])
+        return torch.cat(found)
+
+
 @pytest.fixture
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
     fakes.pretend_cuda(monkeypatch)
     found = Fakes(tmp_path, monkeypatch)
     functions = (flash_attn_with_kvcache, flash_attn_varlen_func)
     found.add("flash_attn", "2.8.3", **{each.__name__: each for each in functions})
+    found.add("flashinfer", "0.4.1", BatchPrefillWithPagedKVCacheWrapper=BatchPrefillWithPagedKVCacheWrapper)
+    flashinfer._plan.cache_clear()
+    BatchPrefillWithPagedKVCacheWrapper.plans.clear()
     found.add("flash_mla", None, get_mla_metadata=get_mla_metadata, flash_mla_with_kvcache=flash_mla_with_kvcache)
     return found
 
@@ -115,7 +156,57 @@ def test_flash_mla(kind: str, packages: Fakes) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("kind", QUERIES)
+@pytest.mark.parametrize(("window", "softcap", "causal"), [(None, None, True), (3, 2.0, True), (2, None, False)])
+def test_flashinfer_plans_a_pass_once(
+    kind: str, window: int | None, softcap: float | None, causal: bool, packages: Fakes
+) -> None:
+    q, k, v, pages = stored(QUERIES[kind], 4, 2, 8)
+    options = (causal, 0.3, window, None, softcap, None)
+    expected = reference_paged_attention(q, k, v, pages, *options)
+    # Lengths are read from the device where the host does not know them.
+    known = replace(pages, bounds=tuple(pages.lengths.tolist()), lengths=torch.full((3,), -1), exact=True)
+    for number, each in enumerate((pages, known), 1):
+        for _ in range(2):
+            found = flashinfer.paged(q, k, v, each, *options)
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+        assert len(BatchPrefillWithPagedKVCacheWrapper.plans) == number
+    others = flashinfer.paged(q, k, v, known, *options[:1], 0.5, *options[2:])
+    assert not torch.allclose(others, expected), "layers of another scale have a plan of their own"
+    assert len({*BatchPrefillWithPagedKVCacheWrapper.plans}) == 2
+    with pytest.raises(ConfigurationError, match="which a recorded step does not ask"):
+        flashinfer.paged(q, k, v, replace(pages, recorded=True), *options)
+
+
+def test_an_engine_knows_the_lengths_that_are_planned(packages: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = []
+    for fn in (reference_paged_attention, flashinfer.paged):
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, pages: Pages, fn: Any = fn, **options: Any) -> Tensor:
+            names = ("causal", "scale", "window", "chunk", "softcap", "sink")
+            assert pages.exact
+            found: Tensor = fn(q, k, v, pages, *map(options.get, names))
+            return found
+
+        monkeypatch.setattr(attention, "paged_attention", attend)
+        engine = DynamicEngine(build(), num_blocks=20, block_size=4, step_tokens=5)
+        for prompt in ([1, 2, 3], [4, 5, 6, 7, 8, 9, 10]):
+            engine.add(prompt, max_new_tokens=4, seed=0)
+        texts.append([each.tokens for each in engine.run().values()])
+    assert texts[0] == texts[1]
+    assert len(BatchPrefillWithPagedKVCacheWrapper.plans) < 20  # for each pass, not for each layer of it
+
+
 def test_what_they_cannot_do_is_named(packages: Fakes) -> None:
+    assert flashinfer.why_not(GOOD) is None
+    for change, reason in (
+        ({"sink": True}, "has no sinks"),
+        ({"chunk": True}, "has no chunks"),
+        ({"quantized": True}, "reads no e4m3"),
+        ({"shared": True}, "reads no latents"),
+        ({"head_dim": 80, "value_dim": 80}, "needs heads of 64, 128, 256 features"),
+    ):
+        assert reason in str(flashinfer.why_not(GOOD._replace(**change)))
     assert flash_attn.paged_why_not(GOOD) is None
     assert flash_mla.why_not(LATENT) is None
     for change, reason in (
@@ -141,6 +232,7 @@ def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyP
     reason = str(flash_attn.paged_why_not(GOOD))
     assert "needs the package flash_attn, which is not installed. Next: pip install" in reason
     assert "Next: pip install git+https://github.com/deepseek-ai/FlashMLA" in str(flash_mla.why_not(LATENT))
+    assert "Next: pip install flashinfer-python" in str(flashinfer.why_not(GOOD))
 
 
 def test_an_engine_takes_the_blocks_of_its_backend() -> None:
