@@ -248,14 +248,21 @@ class Tokenizer:
         return Tokenizer.from_json(hide_tokens(self.to_json(), hidden)) if hidden else self
 
     @cached_property
-    def start(self) -> list[int]:
-        """The ids that ``transformers`` puts before a text (Llama, Gemma: the ``bos_token``); :meth:`encode` does not.
+    def around(self) -> tuple[list[int], list[int]]:
+        """The ids that ``transformers`` puts before and after a text (BERT: ``[CLS]``, ``[SEP]``); :meth:`encode` does
+        not.
 
         They follow from the ``post_processor`` of ``tokenizer.json`` alone.
         """
         plain, whole = self.encode(PROBE), self._model.encode(PROBE).ids
         places = range(len(whole) - len(plain) + 1)
-        return next((whole[:place] for place in places if whole[place : place + len(plain)] == plain), [])
+        found = [place for place in places if whole[place : place + len(plain)] == plain]
+        return (whole[: found[0]], whole[found[0] + len(plain) :]) if found else ([], [])
+
+    @property
+    def start(self) -> list[int]:
+        """The first of :attr:`around` (Llama, Gemma: the ``bos_token``)."""
+        return self.around[0]
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text. No special tokens are added.

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megalight.serving.embeddings import EmbeddingOutput as EmbeddingOutput
     from megalight.serving.engine_loop import EngineLoop as EngineLoop
     from megalight.serving.engine_loop import EngineOutput as EngineOutput
     from megalight.serving.engine_loop import EngineRequest as EngineRequest
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from megalight.serving.llm import ServedModel as ServedModel
 
 _MEMBERS = {
+    "EmbeddingOutput": "megalight.serving.embeddings",
     **dict.fromkeys(("EngineLoop", "EngineOutput", "EngineRequest"), "megalight.serving.engine_loop"),
     **dict.fromkeys(("LLM", "AsyncLLM", "GenerationOutput", "ServedModel"), "megalight.serving.llm"),
 }

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mappi
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import lightning.pytorch as pl
@@ -29,6 +30,7 @@ from megalight.inference.text import NEW_TOKENS, begun
 from megalight.inference.weights import LoadedWeights, NewWeights
 from megalight.parallel.mesh import ParallelMesh, join_ranks
 from megalight.serving.asynchronous import QueueShutDown, get_asyncio_loop
+from megalight.serving.embeddings import EmbeddingModel, EmbeddingOutput, has_embeddings
 from megalight.serving.engine_loop import (
     Abort,
     EngineLoop,
@@ -48,6 +50,7 @@ Messages: TypeAlias = Sequence[Mapping[str, Any]]
 """A conversation: ``[{"role": "user", "content": "Hello"}]``."""
 
 
+NO_EMBEDDINGS = "generates text, and has no embeddings; ask a model that was trained for them."
 InFlight: TypeAlias = Literal["keep", "wait"]
 """What becomes of requests that run when weights are replaced."""
 T = TypeVar("T")
@@ -262,7 +265,7 @@ class ServedModel(ModelText):
 
 
 class LLM:
-    """A model that completes prompts together, in this process.
+    """A model that completes prompts together, in this process. Or an encoder, which gives :meth:`embed` alone.
 
     Args:
         path: a checkpoint, a run's folder (its newest checkpoint), a folder of ``transformers``, or a name of the
@@ -301,7 +304,14 @@ class LLM:
         draft: str | os.PathLike[str] | None = None,
         guesses: int = 4,
     ) -> None:
-        self.served = ServedModel.from_checkpoint(
+        self._trained: InferenceModel | None = None
+        self._ids = itertools.count()
+        self._served: ServedModel | None = None
+        self._name, self._encoder = Path(os.fspath(path)).name, None
+        if has_embeddings(path):
+            self._encoder = EmbeddingModel(path, tokenizer=tokenizer, device=device, dtype=dtype)
+            return
+        self._served = ServedModel.from_checkpoint(
             path,
             tensor_parallel=tensor_parallel,
             device=device,
@@ -319,8 +329,17 @@ class LLM:
             base=base,
             quantization=quantization,
         )
-        self._trained: InferenceModel | None = None
-        self._ids = itertools.count()
+
+    @property
+    def served(self) -> ServedModel:
+        """The model.
+
+        Raises:
+            ConfigurationError: it is an encoder.
+        """
+        if self._served is None:
+            raise ConfigurationError(f"{self._name!r} is an encoder, which generates no text; ask for embeddings.")
+        return self._served
 
     @classmethod
     def from_module(
@@ -361,7 +380,8 @@ class LLM:
             batch_invariant=batch_invariant,
         )
         found = cls.__new__(cls)
-        found.served = ServedModel.of(trained.model, words, ends, options=options)
+        found._served = ServedModel.of(trained.model, words, ends, options=options)
+        found._name, found._encoder = type(module).__name__, None
         found._trained, found._ids = trained, itertools.count()
         return found
 
@@ -433,6 +453,22 @@ class LLM:
             if self.served.ranks is not None:
                 return self.served.ranks.score(self.served.loop.engine, pairs)
             return log_likelihoods(self.served.model, pairs)
+
+    def embed(self, prompts: Prompt | Sequence[Prompt], *, dimensions: int | None = None) -> list[EmbeddingOutput]:
+        """Return the embeddings of one or several texts, or of token ids.
+
+        Args:
+            prompts: see :meth:`generate`. Ids stay as they are; texts get the tokens that the tokenizer puts around
+                them.
+            dimensions: the first so many numbers, scaled to length 1; None: all.
+
+        Raises:
+            ConfigurationError: the model generates text, and has no embeddings.
+            DataError: see :meth:`EmbeddingModel.embed`.
+        """
+        if self._encoder is None:
+            raise ConfigurationError(f"{self._name!r} {NO_EMBEDDINGS}")
+        return self._encoder.embed([self._encoder.ids_of(prompt) for prompt in _several(prompts)], dimensions)
 
     def update_weights(self, weights: NewWeights) -> int:
         """Replace the weights; return how often that was done.

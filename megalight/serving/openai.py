@@ -6,6 +6,7 @@ field. A parameter of OpenAI's that is not served is an error, too, unless it ha
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
 import time
@@ -21,6 +22,7 @@ from megalight.data.tokenizer import Tokenizer
 from megalight.errors import MegalightError
 from megalight.inference import SamplingParams
 from megalight.inference.grammar import GrammarSource
+from megalight.serving.embeddings import EmbeddingOutput
 from megalight.serving.engine_loop import EngineOutput
 from megalight.serving.llm import InFlight
 from megalight.serving.tool_calls import AnswerParser, Part, ToolForm, call_id
@@ -78,6 +80,10 @@ class APIError(Exception):
         kind = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}.get(status)
         kind = kind or ("server_error" if status >= 500 else "invalid_request_error")
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+MOST_INPUTS = 2048
+"""Texts of a request for embeddings."""
 
 
 class Body(BaseModel):
@@ -288,6 +294,44 @@ class CompletionBody(Sampled):
     def prompt_log_probs(self) -> bool:
         """Whether answers have those of the prompt, too."""
         return self.echo and self.logprobs is not None
+
+
+class EmbeddingBody(Body):
+    """``/v1/embeddings``."""
+
+    model: str
+    input: str | list[str] | list[Token] | list[list[Token]]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    user: str | None = None
+
+    @property
+    def inputs(self) -> list[str | list[int]]:
+        """The texts, as such or as token ids.
+
+        Raises:
+            APIError: there is none.
+        """
+        if isinstance(self.input, str):
+            return [self.input]
+        if not self.input:
+            raise APIError(400, "input is empty; give a text, token ids, or a list of them.", "input")
+        several: list[Any] = self.input if not isinstance(self.input[0], int) else [self.input]
+        if len(several) > MOST_INPUTS:
+            raise APIError(400, f"input has {len(several)} texts; give at most {MOST_INPUTS}.", "input")
+        return several
+
+    def answer(self, outputs: Sequence[EmbeddingOutput]) -> dict[str, Any]:
+        """Return the answer. In base64 numbers are float32, the least byte first."""
+        data: list[dict[str, Any]] = []
+        for place, output in enumerate(outputs):
+            found: Any = output.embedding.tolist()
+            if self.encoding_format == "base64":
+                found = base64.b64encode(output.embedding.numpy().astype("<f4").tobytes()).decode()
+            data.append({"object": "embedding", "index": place, "embedding": found})
+        tokens = sum(output.prompt_tokens for output in outputs)
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        return {"object": "list", "data": data, "model": self.model, "usage": usage}
 
 
 class TextPart(Body):

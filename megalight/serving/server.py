@@ -29,9 +29,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from megalight import __version__
 from megalight.errors import ConfigurationError, DataError, MegalightError, integer
 from megalight.inference.grammar import GrammarSource
+from megalight.serving.encoder_client import AsyncEncoder
 from megalight.serving.engine_loop import EngineOutput, EngineRequest
 from megalight.serving.grammar_worker import GrammarWorker
-from megalight.serving.llm import AsyncClient
+from megalight.serving.llm import NO_EMBEDDINGS, AsyncClient
 from megalight.serving.metrics import Metrics
 from megalight.serving.openai import (
     COMPLETION_TOKENS,
@@ -41,6 +42,7 @@ from megalight.serving.openai import (
     CompletionAnswer,
     CompletionBody,
     DetokenizeBody,
+    EmbeddingBody,
     TokenizeBody,
     WeightsBody,
     choice_id,
@@ -382,14 +384,21 @@ class Endpoints:
         if self.llm.failure is not None:
             raise APIError(503, "the engine has stopped.")
 
-    async def embeddings(self) -> Response:
-        """Refuse: the models that generate text have no embeddings of texts."""
-        raise APIError(
-            404,
-            f"{self.name!r} generates text, and has no embeddings; ask a model that was trained for them.",
-            "model",
-            "unsupported_model",
-        )
+    async def embeddings(self, request: Request) -> Response:
+        """Return embeddings of texts."""
+        if not isinstance(self.llm, AsyncEncoder):
+            raise APIError(404, f"{self.name!r} {NO_EMBEDDINGS}", "model", "unsupported_model")
+        body = EmbeddingBody.read(await request.body())
+        self._check_name(body.model)
+        self._check_queue(len(body.inputs))
+        with _refusing(body):
+            outputs = await self.llm.embed(body.inputs, body.dimensions)
+        return JSONResponse(body.answer(outputs))
+
+    def _check_generates(self) -> None:
+        if isinstance(self.llm, AsyncEncoder):
+            what = f"{self.name!r} is an encoder, which generates no text; ask /v1/embeddings."
+            raise APIError(404, what, "model", "unsupported_model")
 
     async def metrics_page(self) -> Response:
         """Return the metrics in the text format of Prometheus."""
@@ -437,6 +446,7 @@ class Endpoints:
 
     async def completions(self, request: Request) -> Response:
         """Complete prompts."""
+        self._check_generates()
         body = CompletionBody.read(await request.body())
         self._check_name(body.model)
         prompts = body.prompts
@@ -449,6 +459,7 @@ class Endpoints:
 
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
+        self._check_generates()
         body = ChatBody.read(await request.body())
         self._check_name(body.model)
         self._check_count(body.n or 1)
@@ -490,6 +501,9 @@ class Endpoints:
     def _check_count(self, count: int) -> None:
         if count > self.limits.choices:
             raise APIError(400, f"n: the request has {count} completions, and {self.limits.choices} are allowed.", "n")
+        self._check_queue(count)
+
+    def _check_queue(self, count: int) -> None:
         if (waiting := self.llm.unfinished) + count > self.limits.queue:
             raise APIError(
                 429, f"{waiting} completions run or wait already; send the request again.", None, "queue_full", 1
@@ -687,6 +701,7 @@ def app_of(
     for path, route, body in (
         ("/v1/completions", routes.completions, CompletionBody),
         ("/v1/chat/completions", routes.chat, ChatBody),
+        ("/v1/embeddings", routes.embeddings, EmbeddingBody),
         ("/tokenize", routes.tokenize, TokenizeBody),
         ("/detokenize", routes.detokenize, DetokenizeBody),
     ):
@@ -700,7 +715,6 @@ def app_of(
         app.get(path, response_model=None)(get)
 
     app.get("/metrics", response_model=None, response_class=PlainTextResponse)(routes.metrics_page)
-    app.post("/v1/embeddings", response_model=None, responses=ERRORS)(routes.embeddings)
     if control_keys:
         for path, control in zip(CONTROLS, (routes.pause, routes.suspend, routes.resume), strict=False):
             app.post(path, response_model=None)(control)

@@ -137,6 +137,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     import torch  # after the checks: importing it takes seconds
 
+    from megalight.serving.embeddings import EmbeddingModel, has_embeddings
+    from megalight.serving.encoder_client import AsyncEncoder
     from megalight.serving.engine_loop import EngineOptions
     from megalight.serving.llm import AsyncClient, AsyncLLM, ServedModel
     from megalight.serving.rank_processes import ReplicaRanks, replicas_sharing_experts
@@ -161,7 +163,12 @@ def run(arguments: argparse.Namespace) -> int:
     llm: AsyncClient
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     experts = arguments.expert_parallel
-    if uses_coordinator(arguments.replicas, torch.device(device).type == "cuda"):
+    if has_embeddings(path):
+        if max(arguments.replicas, arguments.tensor_parallel, experts) > 1:
+            raise ConfigurationError(f"{path} is an encoder, which one process serves; leave the layout out.")
+        dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
+        llm = AsyncEncoder(EmbeddingModel(path, tokenizer=tokenizer, device=arguments.device, dtype=dtype))
+    elif uses_coordinator(arguments.replicas, torch.device(device).type == "cuda"):
         from megalight.serving.replicas import ReplicatedLLM
 
         llm = ReplicatedLLM(path, replicas=arguments.replicas, expert_parallel=experts, **model)
