@@ -2,7 +2,7 @@
 
     python benchmarks/serving.py http RESULT.json      # Llama-3-8B shape, 64 and 256 streams; a pause
     python benchmarks/serving.py replicas RESULT.json  # one and two replicas, on two GPUs
-    python benchmarks/serving.py peers RESULT.json     # `transformers serve` with continuous batching
+    python benchmarks/serving.py http peers RESULT.json  # and `transformers serve` with continuous batching
     python benchmarks/serving.py fake RESULT.json      # an engine without a model: CPU time of the server
 
 ``--tiny`` runs the same on a CPU in seconds. Clients are processes of their own, which read what sockets give. Prompts
@@ -191,14 +191,14 @@ class OneEngine(ReplicatedLLM):
         tokenizer: of its texts.
     """
 
-    def __init__(self, arguments: argparse.Namespace, tokenizer: Any) -> None:
+    def __init__(self, arguments: argparse.Namespace, tokenizer: Any, *, without_model: bool = False) -> None:
         self._folder = tempfile.TemporaryDirectory()
         endpoint = f"ipc://{self._folder.name}/socket"
         self._children = []
         told = []
         for function in ("megalight.serving.coordinator:coordinate", "benchmarks.serving:be_engine"):
             read, write = os.pipe()
-            settings = {**vars(arguments), "result": "", "endpoint": endpoint, "ready": write}
+            settings = {**vars(arguments), "result": "", "fake": without_model, "endpoint": endpoint, "ready": write}
             environment = {"PYTHONPATH": os.pathsep.join(sys.path)}
             self._children.append(start_process(function, settings, environment, passed=[write]))
             os.close(write)
@@ -225,7 +225,7 @@ def be_engine() -> None:
     streams = arguments.streams
     options = EngineOptions(max_sequences=max(streams), cache_tokens=max(streams) * 512)
     found: Row = {}
-    if arguments.mode == "fake":
+    if settings["fake"]:
         tokenizer, text = words_of(2048), {"max_sequence_length": 2048, "num_blocks": 1 << 20}
         loop = EngineLoop(TimedEngine([*range(300, 900)], arguments.step_ms / 1e3, 0.0, 0), tokenizer)  # type: ignore[arg-type]
     else:
@@ -275,7 +275,7 @@ def fake(arguments: argparse.Namespace) -> Row:
     model.__dict__["loop"] = EngineLoop(engine, tokenizer)  # type: ignore[arg-type]
     rows: Row = {}
     for where in ("thread", "process"):
-        llm = AsyncLLM.of(model) if where == "thread" else OneEngine(arguments, tokenizer)
+        llm = AsyncLLM.of(model) if where == "thread" else OneEngine(arguments, tokenizer, without_model=True)
         rows[where] = {}
 
         def measure(port: int, where: str = where) -> None:
@@ -293,6 +293,8 @@ def fake(arguments: argparse.Namespace) -> Row:
 
 def folder_of(place: Path, tiny: bool, layers: int | None) -> int:
     """Write a model in the form of `transformers`; return its number of tokens."""
+    import torch
+
     from megalight.models.hugging_face.export import export
     from megalight.models.stored import held_model
 
@@ -302,6 +304,8 @@ def folder_of(place: Path, tiny: bool, layers: int | None) -> int:
     export(held_model("gpt", model.config, model), place)
     tokenizer.save(place)
     vocabulary: int = model.config.vocab_size
+    del model
+    torch.cuda.empty_cache()
     return vocabulary
 
 
@@ -311,10 +315,6 @@ def replicas(arguments: argparse.Namespace) -> Row:
     streams = arguments.streams[0]
     with tempfile.TemporaryDirectory(dir=arguments.folder) as place:
         vocabulary = folder_of(Path(place) / "model", arguments.tiny, arguments.layers)
-        if not arguments.tiny:
-            import torch
-
-            torch.cuda.empty_cache()
         options = EngineOptions(max_sequences=streams, cache_tokens=streams * 512)
         for count in (1, 2):
 
@@ -335,13 +335,19 @@ def replicas(arguments: argparse.Namespace) -> Row:
 
 def peers(arguments: argparse.Namespace) -> Row:
     """Measure `transformers serve` with continuous batching on the same shape."""
-    rows: Row = {"streams": {}}
+    import transformers
+
+    rows: Row = {"transformers": transformers.__version__, "streams": {}}
     with tempfile.TemporaryDirectory(dir=arguments.folder) as place:
         folder_of(Path(place) / "model", arguments.tiny, arguments.layers)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        words = ["transformers", "serve", "--port", str(port), "--continuous-batching", "--dtype", "bfloat16"]
+        start = "from transformers.cli.transformers import main; main()"
+        words = [sys.executable, "-c", start, "serve", f"{place}/model", "--port", str(port), "--continuous-batching"]
+        # On a CPU its cache would otherwise take all memory.
+        tiny = ["--device", "cpu", "--dtype", "float32", "--cb-num-blocks", "512", "--cb-max-batch-tokens", "512"]
+        words += tiny if arguments.tiny else ["--dtype", "bfloat16"]
         with subprocess.Popen(words) as server:
             try:
                 _wait(port, server)
@@ -354,7 +360,7 @@ def peers(arguments: argparse.Namespace) -> Row:
                     rows["streams"][streams] = row
                     tell(streams, "transformers", row)
             finally:
-                server.terminate()
+                server.kill()
     return rows
 
 
@@ -377,7 +383,7 @@ def tell(streams: int, name: str, row: Row) -> None:
 def main(words: list[str] | None = None) -> int:
     """Measure, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", choices=("http", "replicas", "peers", "fake"))
+    parser.add_argument("modes", nargs="+", choices=("http", "replicas", "peers", "fake"))
     parser.add_argument("result", type=Path)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--streams", type=int, nargs="+", default=[64, 256])
@@ -386,9 +392,11 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, help="of the model (default: 32)")
     parser.add_argument("--folder", help="where models are written (default: that of temporary files)")
     arguments = parser.parse_args(words)
-    run = {"http": http, "replicas": replicas, "peers": peers, "fake": fake}[arguments.mode]
-    result = {"command": " ".join(sys.argv), **run(arguments)}
-    arguments.result.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    every = {"http": http, "replicas": replicas, "peers": peers, "fake": fake}
+    result: Row = {"command": " ".join(sys.argv)}
+    for mode in arguments.modes:
+        result[mode] = every[mode](arguments)
+        arguments.result.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return 0
 
 
