@@ -36,7 +36,7 @@ from megalight.serving.engine_loop import EngineLoop, EngineOptions
 from megalight.serving.engine_worker import EngineWorker
 from megalight.serving.inference_client import InferenceClient
 from megalight.serving.llm import AsyncClient, AsyncLLM, ModelText, ServedModel
-from megalight.serving.processes import end_process, say, settings_of, start_process
+from megalight.serving.processes import end_process, freeze_objects, say, settings_of, start_process
 from megalight.serving.replicas import ReplicatedLLM
 from megalight.serving.server import serve
 
@@ -178,6 +178,7 @@ def served(llm: Any, measure: Callable[[int], None]) -> None:
 
         threading.Thread(target=run, daemon=True).start()
 
+    freeze_objects()  # as `megalight serve` does
     serve(llm, "model", port=0, control_keys=[CONTROL], ready=ready)
     if failed:
         raise failed[0]
@@ -239,6 +240,7 @@ def be_engine() -> None:
         found["own"] = {
             each: own(loop.engine, prompts(each, model.config.vocab_size), arguments.tokens) for each in streams
         }
+    freeze_objects()
     say(settings, text=text, **found)
     asyncio.run(EngineWorker(loop, settings["endpoint"], name="0").run())
 

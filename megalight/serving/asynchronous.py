@@ -58,7 +58,8 @@ else:
             if self._is_shutdown:
                 raise QueueShutDown
             super().put_nowait(item)
-            self._wake()
+            if self._waiting:
+                self._wake()
 
         async def get(self) -> T:
             """Take the next item, when there is one.
@@ -80,7 +81,8 @@ else:
             if self.empty() and self._is_shutdown:
                 raise QueueShutDown
             item = super().get_nowait()
-            self._wake()
+            if self._waiting:
+                self._wake()
             return item
 
         async def _change(self) -> None:

@@ -27,7 +27,7 @@ from megalight.inference.grammar import Grammar, GrammarCompiler, GrammarSource
 from megalight.inference.weights import LoadedWeights, NewWeights
 from megalight.parallel.mesh import ParallelMesh, end_at_exit
 from megalight.serving.engine_loop import KEPT_GRAMMARS, LOST_SECONDS, EngineOptions
-from megalight.serving.processes import end_process, settings_of, start_process
+from megalight.serving.processes import end_process, freeze_objects, settings_of, start_process
 
 HOST = "127.0.0.1"
 
@@ -246,6 +246,7 @@ def follow() -> None:
     def grammar(source: GrammarSource, ends: frozenset[int]) -> Grammar:
         return compiler(ends).compile(source)
 
+    freeze_objects()
     try:
         while True:
             engine.follow(grammar)

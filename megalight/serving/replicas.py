@@ -35,7 +35,7 @@ from megalight.serving.engine_status import EngineStatus
 from megalight.serving.engine_worker import EngineWorker
 from megalight.serving.inference_client import InferenceClient
 from megalight.serving.llm import AsyncClient, InFlight, ModelText, ServedModel, check_in_flight
-from megalight.serving.processes import close_input, end_process, say, settings_of, start_process
+from megalight.serving.processes import close_input, end_process, freeze_objects, say, settings_of, start_process
 from megalight.serving.rank_processes import HOST, ReplicaRanks, as_settings, from_settings, replicas_sharing_experts
 
 log = logging.getLogger(__name__)
@@ -289,6 +289,7 @@ def be_replica() -> None:
 
     if served.ranks is not None:
         served.ranks.watch(failed)
+    freeze_objects()
     say(
         settings,
         ends=sorted(served.ends),

@@ -141,6 +141,7 @@ def run(arguments: argparse.Namespace) -> int:
     from megalight.serving.encoder_client import AsyncEncoder
     from megalight.serving.engine_loop import EngineOptions
     from megalight.serving.llm import AsyncClient, AsyncLLM, ServedModel
+    from megalight.serving.processes import freeze_objects
     from megalight.serving.rank_processes import ReplicaRanks, replicas_sharing_experts
     from megalight.serving.server import Limits, check_host, serve
 
@@ -189,6 +190,7 @@ def run(arguments: argparse.Namespace) -> int:
             events = open(arguments.events, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 it is open till the end
         except OSError as error:
             raise ConfigurationError(f"events (--events) {arguments.events!r} cannot be written: {error}.") from error
+    freeze_objects()
     serve(
         llm,
         name,
