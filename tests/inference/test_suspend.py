@@ -124,3 +124,26 @@ def test_on_a_gpu_memory_comes_free_and_graphs_survive(level: int, tmp_path: Pat
     assert {number: each.tokens for number, each in found.items()} == expected
     if level:
         assert [each.data_ptr() for each in engine._scheduler.cache.tensors] == addresses
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", [1, 2])
+def test_on_a_gpu_discarded_pages_are_written_again(level: int) -> None:
+    from megalight.parallel.host_memory import why_not
+
+    device = torch.device("cuda")
+    if (reason := why_not(device)) is not None:
+        pytest.skip(reason)
+    engine = DynamicEngine(build().to(device, torch.bfloat16), num_blocks=64, memory_level=level)
+    engine.create_cuda_graphs()
+
+    def texts() -> list[list[int]]:
+        for number, prompt in enumerate(PROMPTS):
+            engine.add(prompt, max_new_tokens=12, seed=number)
+        return [each.tokens for each in engine.run().values()]
+
+    expected = texts()
+    for _ in range(3):
+        engine.suspend(weights=True)
+        engine.resume()
+        assert texts() == expected
