@@ -463,8 +463,7 @@ class NewestTokens:
         pages = sequences.pages
         assert pages is not None
         less = torch.where(most < 0, 0, most - self.lengths[pages.state_slot])
-        token = torch.arange(sequences.num_tokens, dtype=torch.int32, device=self.device)
-        owner = torch.searchsorted(pages.cu_queries, token, right=True) - 1
+        owner = pages.owners(sequences.num_tokens)
         positions = sequences.positions - less[owner]
         lengths = (pages.lengths - less).int()
 

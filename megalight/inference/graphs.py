@@ -105,10 +105,7 @@ class StepGraphs:
                 config = self._parallel.config
                 assert isinstance(config, GPTConfig)
                 self._incoming = torch.zeros(most, config.hidden_size, dtype=self._dtype, device=newest.device)
-        # Scans read the numbers of new tokens on the host, unless all are 1.
-        prompts = not any(isinstance(module, Mamba2 | GatedDeltaNet) for module in model.modules())
-        prompts = prompts if self._parallel is None else self._parallel.every(prompts)
-        self.dimensions = [each for each in dimensions if prompts or not each.prefill_req_count]
+        self.dimensions = [*dimensions]
         self.last: InferenceBatchDimensions | None = None
         self._steps: dict[InferenceBatchDimensions, _Step] = {}
         # Whether all steps were asked for; after :meth:`drop` each is recorded again when it is needed.
@@ -174,7 +171,12 @@ class StepGraphs:
             builder = CUDAGraphBatchDimensionBuilder(
                 count, cache.num_slots, cache.capacity, max_tokens, mixed_prefill_count
             )
-            return cls(model, cache, newest, builder.build(), recorder)
+            dimensions = builder.build()
+            scans = any(isinstance(module, Mamba2 | GatedDeltaNet) for module in model.modules())
+            if not (model.every(not scans) if isinstance(model, ParallelGPT) else not scans):
+                # Chunks are computed for each prompt for which there is room.
+                dimensions = [each for each in dimensions if each.prefill_req_count <= mixed_prefill_count]
+            return cls(model, cache, newest, dimensions, recorder)
         builder = CUDAGraphBatchDimensionBuilder(count, cache.num_slots, cache.capacity)
         dimensions = with_guesses(builder.build(), speculator.guesses, max_tokens)
         return cls(model, cache, newest, dimensions, recorder, speculator)
@@ -477,8 +479,8 @@ class _Step:
         self._writes = parts[10 : self._wide]
         self._offsets, self._lengths, *self._tables = parts[self._wide :]
         self.rows = last if prefills and not guesses else None
-        # On the host bounds alone.
-        most = min(tokens, cache.capacity)
+        # On the host bounds alone. Sequences that decode have 1, and others may have no more.
+        most = max(2, min(tokens, cache.capacity))
         self._most = (1,) * decodes + (most,) * (self._sequences - decodes)
         self._bounds = (min(cache.capacity, width * cache.blocks.size),) * self._sequences
         self.fill(cache, [], [], [], [], None, [], [])

@@ -5,13 +5,14 @@ Context parallelism splits each sequence in zigzag order (:class:`ContextShare`)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import gcd, lcm
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megalight.errors import DataError
@@ -114,6 +115,64 @@ class Pages:
             self.continued,
             self.recorded,
         )
+
+    def owners(self, count: int) -> Tensor:
+        """Return the sequence of each of the ``count`` new tokens, all that there are."""
+        token = torch.arange(count, dtype=torch.int32, device=self.cu_queries.device)
+        return torch.searchsorted(self.cu_queries, token, right=True) - 1
+
+    def split(self, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Yield the parts of tensors ``[T, ...]`` that belong to each sequence after those of :attr:`decodes`.
+
+        Where the pass is recorded, a part has all rows, and zeros in the place of those of other sequences.
+        """
+        begin = self.decodes
+        if not self.recorded:
+            lengths = [*self.query_lengths[begin:]]
+            yield from zip(*(torch.split(each[begin:], lengths) for each in rows), strict=True)
+            return
+        owner = self.owners(len(rows[0]))
+        for place in range(begin, len(self.query_lengths)):
+            yield tuple(each.masked_fill((owner != place).view(-1, *[1] * (each.dim() - 1)), 0) for each in rows)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return ``[T, ...]`` of the rows of sequences that decode, if there are any, and the parts of the others."""
+        if not self.recorded:
+            return torch.cat([*parts])
+        whole = torch.stack([*parts[self.decodes > 0 :]])
+        owner = self.owners(whole.shape[1])
+        found = whole[(owner - self.decodes).clamp(min=0), torch.arange(len(owner), device=owner.device)]
+        if not self.decodes:
+            return found
+        one = (owner[: self.decodes] < self.decodes).view(-1, *[1] * (found.dim() - 1))
+        return torch.cat([torch.where(one, parts[0], found[: self.decodes]), found[self.decodes :]])
+
+    def chunks(self, size: int, tokens: int) -> tuple[Tensor, Tensor, int]:
+        """Divide each sequence after those of :attr:`decodes` into chunks of its own.
+
+        Their number is known to the host; where the pass is recorded it is the most that there may be.
+
+        Args:
+            size: tokens of a chunk; in the last one of a sequence there may be fewer.
+            tokens: ``T``.
+
+        Returns:
+            ``[n + 1]`` int32, the first chunk of each sequence, then their number; ``[m]``, the places of the last
+            ``m`` tokens in the chunks; and how many chunks to have. Where the pass is recorded ``m`` is ``T``, and
+            tokens before these sequences are at the last place, which no other token has.
+        """
+        begin, starts = self.decodes, self.cu_queries[self.decodes :]
+        new = starts[1:] - starts[:-1]
+        first = F.pad(((new + size - 1) // size).cumsum(0), (1, 0)).int()
+        lengths = self.query_lengths[begin:]
+        if self.recorded:
+            skipped, count = 0, tokens // size + len(lengths) + 1
+        else:
+            skipped, count = sum(self.query_lengths[:begin]), sum(-(-length // size) for length in lengths)
+        owner = self.owners(tokens)[skipped:] - begin
+        own, token = owner.clamp(min=0), torch.arange(skipped, tokens, device=starts.device)
+        places = first[own].long() * size + token - starts[own]
+        return first, torch.where(owner < 0, count * size - 1, places), count
 
     def of(self, span: AttentionSpan | None) -> Pages:
         """Return the pages of layers that see a span (None: all): their own, or those of all layers."""

@@ -196,17 +196,41 @@ def continued_pages(device: str, lengths: Sequence[int]) -> Pages:
     return Pages(nothing, new + earlier.int(), offsets, rows, slots, 16, *known, True)
 
 
+def recorded_pages(pages: Pages, tokens: int) -> Pages:
+    """The same sequences in a recorded pass that has room for more: what decodes comes first, padding is the last."""
+    counts, device = pages.query_lengths, pages.lengths.device
+    few = pages.decodes
+    places = [*range(few), *range(few + 1, len(counts) + 1)]  # of a place that decodes, no sequence has one
+    queries = torch.zeros(len(counts) + 3, dtype=torch.int32, device=device)
+    lengths, slots = torch.zeros_like(queries), torch.zeros(len(queries), dtype=torch.int64, device=device)
+    queries[places], lengths[places], slots[places] = pages.cu_queries.diff(), pages.lengths, pages.state_slot
+    queries[-1] = tokens - sum(counts)
+    offsets = torch.nn.functional.pad(queries.cumsum(0, dtype=torch.int32), (1, 0))
+    nothing = torch.zeros(len(queries), 1, dtype=torch.int32, device=device)
+    most = (1,) * (few + 1) + (tokens,) * (len(queries) - few - 1)
+    rows = torch.zeros(tokens, dtype=torch.int64, device=device)
+    return Pages(nothing, lengths, offsets, rows, slots, 16, most, (tokens,) * len(queries), True, recorded=True)
+
+
 def check_continued(run: Any, reference: Any, inputs: Sequence[Tensor], states: Tensor, pages: Pages) -> None:
-    """Outputs and states are those of the reference in float64, and other entries of the pool stay."""
-    found, exact = states.clone(), states.double()
+    """Outputs and states are those of the reference in float64, and other entries of the pool stay.
+
+    In a recorded pass too, by whose first entry padding goes.
+    """
+    exact, tokens = states.double(), len(inputs[0])
+    padded = [torch.cat([each, each[:7]]) if len(each) == tokens else each for each in inputs]
     with torch.no_grad():
-        y = run(*inputs, found, pages)
         expected = reference(*(t.double() for t in inputs), exact, pages)
-    tolerance = TOLERANCE[y.dtype]
-    assert error(y, expected) <= tolerance
-    assert error(found, exact) <= tolerance
-    assert torch.equal(found[0], states[0])
-    assert y.dtype == inputs[0].dtype
+        for op, dtype in ((run, inputs[0].dtype), (reference, torch.float64)):
+            tolerance = TOLERANCE[dtype]
+            for recorded in (False, True):
+                found = states.to(torch.promote_types(states.dtype, dtype), copy=True)
+                given = [t.to(torch.promote_types(t.dtype, dtype)) for t in (padded if recorded else inputs)]
+                y = op(*given, found, recorded_pages(pages, len(given[0])) if recorded else pages)
+                assert error(y[:tokens], expected) <= tolerance, recorded
+                assert error(found[1:], exact[1:]) <= tolerance, recorded
+                assert recorded or torch.equal(found[0], states[0].to(found.dtype))
+                assert y.dtype == dtype
 
 
 def check_ssd_continued(

@@ -94,20 +94,21 @@ def reference_continued(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, entries: Tensor, pages: Pages
 ) -> Tensor:
     """See :func:`megalight.ops.delta_rule.delta_rule_continued`."""
-    count, states, inputs = pages.decodes, pages.read(entries), (q, k, v, decay, beta)
+    count, states = pages.decodes, pages.read(entries)
     outputs, ends = [], []
     with without_autocast(v):
         if count:
             y, end = _step(q[:count], k[:count], v[:count], decay[:count], beta[:count], states[:count])
             outputs.append(y)
             ends.append(end)
-        rest = (torch.split(rows[count:], list(pages.query_lengths[count:])) for rows in inputs)
-        for query, key, value, falls, rates, state in zip(*rest, states[count:], strict=True):
+        # Where the pass is recorded, others have no decay and write nothing, which leaves the state as it is.
+        parts = zip(pages.split(q, k, v, decay, beta), states[count:], strict=True)
+        for (query, key, value, falls, rates), state in parts:
             y, end = scan(query, key, value, falls, rates, value.new_full((len(value),), -1, dtype=torch.long), state)
             outputs.append(y)
             ends.append(end[None])
     pages.store(entries, torch.cat(ends))
-    return torch.cat(outputs)
+    return pages.join(outputs) if count < len(states) else outputs[0]
 
 
 def _step(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:

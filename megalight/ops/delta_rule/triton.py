@@ -15,7 +15,6 @@ sums are float32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from megalight.ops.common import apply, once_differentiable
 from megalight.ops.jit import OVERLAP, Value, cdiv, constexpr, jit, next_power, start_dependents, tl
-from megalight.types import PackedSequences, Pages, to_device
+from megalight.types import PackedSequences, Pages
 
 FEATURES = 32
 """Features of a value of a program of a decode step: a text of many heads must fill a GPU alone."""
@@ -602,40 +601,37 @@ def delta_rule_continued(
             launch_pdl=pdl,
             num_warps=4,
         )
-    if lengths := pages.query_lengths[count:]:
-        states = pages.read(entries)[count:]
-        inputs = q[count:], k[count:], v[count:], decay[count:], beta[count:]
-        y[count:], entries[pages.state_slot[count:]] = _prefill(*inputs, lengths, states)
+    if count < len(pages.query_lengths):
+        _prefill(q, k, v, decay, beta, entries, pages, y)
     return y
 
 
 def _prefill(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, lengths: Sequence[int], states: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the outputs of sequences that go on from states ``[n, H, K, V]``, and their new states.
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, entries: Tensor, pages: Pages, y: Tensor
+) -> None:
+    """Continue the sequences that do not decode, and write ``y``.
 
     Every sequence gets chunks of its own, so that a chunk begins with the state of one sequence.
     """
-    counts = [cdiv(length, CHUNK) for length in lengths]
-    firsts = [sum(counts[:number]) for number in range(len(counts))]
-    places = to_device(
-        [first * CHUNK + t for length, first in zip(lengths, firsts, strict=True) for t in range(length)],
-        torch.int64,
-        v.device,
-    )
-    padded = sum(counts) * CHUNK
+    states = pages.read(entries)[pages.decodes :]
+    firsts, places, count = pages.chunks(CHUNK, len(v))
+    padded, skipped = count * CHUNK, len(v) - len(places)
     width, size = states.shape[-2:]
+    q, k, v, decay, beta = (each[skipped:] for each in (q, k, v, decay, beta))
     q, k, v, decay, beta = (
         torch.zeros(padded, *t.shape[1:], dtype=t.dtype, device=t.device).index_copy_(0, places, t)
         for t in (*_prepared(q, k, v), decay, beta)
     )
     # All tokens belong to a sequence that began earlier.
     chunks = _Chunks(k, v, decay, beta, torch.full((padded,), -1, device=v.device))
-    entries = [-1] * (2 * sum(counts))
-    for number, (first, count) in enumerate(zip(firsts, counts, strict=True)):
-        entries[2 * first] = entries[2 * (first + count - 1) + 1] = number
+    chunk = torch.arange(count, dtype=torch.int32, device=v.device)
+    number = (torch.searchsorted(firsts, chunk, right=True) - 1).clamp(max=len(states) - 1)
+    ends = torch.stack([firsts[number] == chunk, firsts[number + 1] == chunk + 1], 1) & (chunk < firsts[-1])[:, None]
     before = F.pad(states.float(), (0, v.shape[-1] - size, 0, k.shape[-1] - width)).contiguous()
     after = torch.empty_like(before)
-    enter = to_device(entries, torch.int32, v.device), before, after
+    enter = torch.where(ends, number[:, None], -1).int().flatten(), before, after
     written, _, passed = chunks.written(k, v, chunks.inverses(k), enter)
-    return chunks.outputs(q, k, written, passed)[places, :, :size], after[:, :, :width, :size]
+    found = chunks.outputs(q, k, written, passed)[places, :, :size]
+    # Of a recorded pass, only the device knows which tokens decode.
+    y[skipped:] = torch.where((places < padded - 1)[:, None, None], found, y) if pages.recorded else found
+    entries[pages.state_slot[pages.decodes :]] = after[:, :, :width, :size].to(entries.dtype)

@@ -48,8 +48,7 @@ def reference_paged_attention(
 
 def of_tokens(pages: Pages, count: int) -> Pages:
     """Let each of the tokens be a sequence, as only the device knows how many have which. Attention is causal."""
-    token = torch.arange(count, dtype=torch.int32, device=pages.lengths.device)
-    sequence = torch.searchsorted(pages.cu_queries, token, right=True) - 1
+    token, sequence = torch.arange(count, dtype=torch.int32, device=pages.lengths.device), pages.owners(count)
     # Of padding, which has no stored tokens, what it sees is read by no one.
     lengths = (pages.lengths[sequence] - (pages.cu_queries[sequence + 1] - 1 - token)).clamp(min=1)
     bounds = (max(pages.bounds),) * count

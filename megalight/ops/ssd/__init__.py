@@ -124,14 +124,13 @@ def reference_continued(
             y, end = _step(x[:count], steps[:count], a, b[:count], c[:count], d, states[:count])
             outputs.append(y)
             ends.append(end)
-        lengths = list(pages.query_lengths[count:])
-        rest = (torch.split(rows[count:], lengths) for rows in (x, steps, b, c))
-        for part, step, key, query, state in zip(*rest, states[count:], strict=True):
+        # Where the pass is recorded, others have step sizes of 0, which leave the state as it is.
+        for (part, step, key, query), state in zip(pages.split(x, steps, b, c), states[count:], strict=True):
             y, end = scan(part, step, a, key, query, d, part.new_full((len(part),), -1, dtype=torch.long), state)
             outputs.append(y)
             ends.append(end[None])
     pages.store(entries, torch.cat(ends))
-    return torch.cat(outputs)
+    return pages.join(outputs) if count < len(states) else outputs[0]
 
 
 def _step(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,8 +6,6 @@ sequences then serve them, but that states pass between the chunks of one sequen
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 import torch
 from torch import Tensor
 
@@ -15,7 +13,7 @@ from megalight.ops.jit import OVERLAP, Value, cdiv, constexpr, jit, next_power, 
 from megalight.ops.ssd import step_sizes
 from megalight.ops.ssd.triton import CHUNK, PART, TALL, Chunks
 from megalight.ops.ssd.triton_kernels import load_block, pass_states, softplus, store_block
-from megalight.types import Pages, to_device
+from megalight.types import Pages
 
 FEATURES = 16
 """Features of a head of a program of a decode step: a text of many heads must fill a GPU alone."""
@@ -107,23 +105,19 @@ def ssd_continued(
             num_warps=4,
         )
     if count < len(pages.query_lengths):
-        steps = dt[count:] if bias is None else step_sizes(dt[count:], bias)
-        y[count:] = _prefill(x[count:], steps, a, b[count:], c[count:], d, entries, pages, count)
+        steps = dt if bias is None else step_sizes(dt, bias)
+        _prefill(x, steps, a, b, c, d, entries, pages, y)
     return y
 
 
 def _prefill(
-    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, entries: Tensor, pages: Pages, begin: int
-) -> Tensor:
-    """Continue the sequences from ``begin`` on, in chunks that hold tokens of one sequence each."""
-    lengths, device = pages.query_lengths[begin:], x.device
-    firsts = [0, *accumulate(cdiv(length, CHUNK) for length in lengths)]
-    rows = firsts[-1] * CHUNK
-    places = to_device(
-        [first * CHUNK + t for length, first in zip(lengths, firsts, strict=False) for t in range(length)],
-        torch.int64,
-        device,
-    )
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, entries: Tensor, pages: Pages, y: Tensor
+) -> None:
+    """Continue the sequences that do not decode, in chunks that hold tokens of one sequence each; write ``y``."""
+    begin, device = pages.decodes, x.device
+    firsts, places, count = pages.chunks(CHUNK, len(x))
+    rows, skipped = count * CHUNK, len(x) - len(places)
+    x, dt, b, c = (each[skipped:] for each in (x, dt, b, c))
     # Step sizes of 0 after a sequence's last token leave its state as it is.
     x, dt, b, c = (each.new_zeros(rows, *each.shape[1:]).index_copy_(0, places, each) for each in (x, dt, b, c))
     # Every token belongs to a sequence that began before its chunk.
@@ -131,13 +125,15 @@ def _prefill(
     chunks = Chunks(x, dt, a, b, positions, None)
     states = torch.empty(chunks.count, chunks.heads, chunks.size, chunks.width, dtype=x.dtype, device=device)
     part = min(PART, chunks.blocks["WIDTH"])
-    _pass_on[(cdiv(chunks.width, part), chunks.heads, len(lengths))](
+    _pass_on[(cdiv(chunks.width, part), chunks.heads, len(firsts) - 1)](
         *(x, b, chunks.to_end, chunks.steps, chunks.kept, states, entries, pages.state_slot, pages.lengths),
-        *(pages.cu_queries, to_device(firsts, torch.int32, device), begin, chunks.rows, chunks.count, *chunks.sizes),
+        *(pages.cu_queries, firsts, begin, chunks.rows, chunks.count, *chunks.sizes),
         *(*x.stride()[:2], *b.stride()[:2]),
         CHUNK=CHUNK,
         SIZE=max(TALL, chunks.blocks["SIZE"]),
         PART=part,
         **chunks.launch(pass_states),
     )
-    return chunks.outputs(x, b, c, d, states)[places]
+    found = chunks.outputs(x, b, c, d, states)[places]
+    # Of a recorded pass, only the device knows which tokens decode.
+    y[skipped:] = torch.where((places < rows - 1)[:, None, None], found, y) if pages.recorded else found
