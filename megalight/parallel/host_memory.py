@@ -138,6 +138,8 @@ ORDINAL: dict[str, tuple[Any, ...]] = {
 """Calls of drivers before CUDA 12.2, with -1 for the host. A location passed to them would be read as nonsense."""
 
 
+NOT_SUPPORTED = 801
+"""``CUDA_ERROR_NOT_SUPPORTED``."""
 RANGES = (ctypes.POINTER(ADDRESS), ctypes.POINTER(SIZE), SIZE)
 LOCATIONS = (ctypes.POINTER(Location), ctypes.POINTER(SIZE), SIZE)
 BATCHED: dict[str, tuple[Any, ...]] = {
@@ -264,10 +266,20 @@ def move_pages(tensors: Sequence[Tensor], where: torch.device, keep: bool = True
     if not tensors:
         return
     driver, current = library(), torch.cuda.current_stream(tensors[0].device)
-    if not driver.batched:
-        for tensor in tensors:
-            prefetch(tensor, where, current)
-        return
+    if driver.batched:
+        code = _move_together(driver, tensors, where, keep, current)
+        if code != NOT_SUPPORTED:
+            _check(code, "batch of moves of memory")
+            return
+        # The library is newer than the driver in the kernel.
+        driver.batched = False
+    for tensor in tensors:
+        prefetch(tensor, where, current)
+
+
+def _move_together(
+    driver: Any, tensors: Sequence[Tensor], where: torch.device, keep: bool, current: torch.cuda.Stream
+) -> int:
     # The driver takes no default stream.
     side, count = _side_stream(current.device), len(tensors)
     side.wait_stream(current)
@@ -277,14 +289,15 @@ def move_pages(tensors: Sequence[Tensor], where: torch.device, keep: bool = True
         count,
     )
     target = (ctypes.pointer(_location(where)), (SIZE * 1)(0), 1)
+    code: int
     if keep:
         code = driver.cuMemPrefetchBatchAsync(*ranges, *target, 0, side.cuda_stream)
     elif where.type == "cpu":
         code = driver.cuMemDiscardBatchAsync(*ranges, 0, side.cuda_stream)
     else:
         code = driver.cuMemDiscardAndPrefetchBatchAsync(*ranges, *target, 0, side.cuda_stream)
-    _check(code, "batch of moves of memory")
     current.wait_stream(side)
+    return code
 
 
 def advise(tensor: Tensor, advice: Literal["preferred_location", "accessed_by"], where: torch.device) -> None:

@@ -101,6 +101,7 @@ int cuMemAdvise_v2(unsigned long long p, size_t n, int advice, location l) {
 BATCHED = """
 typedef unsigned long long word;
 static int batch(int call, word *p, size_t *n, size_t count, location *l, size_t *first, size_t places, word flags) {
+    if (n[count - 1] == 4) return 801;
     return note(call, p[count - 1], n[count - 1], count, l ? l->type * 10 + l->id : 0, flags + (places ? *first : 0));
 }
 int cuMemPrefetchBatchAsync(word *p, size_t *n, size_t c, location *l, size_t *f, size_t k, word flags, void *s) {
@@ -178,6 +179,11 @@ def test_several_tensors_move_together_and_values_of_no_use_are_discarded(
         side.cuda_stream = None
         with pytest.raises(MegalightError, match="batch of moves of memory failed with code 1"):
             move_pages(tensors, CPU)
+        side.cuda_stream = 78
+        tensors[1] = tensors[1][:1]  # which this driver does not support
+        move_pages(tensors, CPU, False)
+        assert _seen(driver)[:3] == [address, 4, 2]
+        assert not host_memory.library().batched
 
 
 def test_the_allocator_allocates_and_frees(driver: Any, tmp_path: Path) -> None:
