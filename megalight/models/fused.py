@@ -358,6 +358,8 @@ IGNORED = -100
 """Label without a loss, unless ``ignore_index`` names another."""
 LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
 """Further arguments of the loss of ``transformers``."""
+KEPT = ("past_key_values", "hidden_states", "attentions", "cross_attentions")
+"""What the output of a decoder has besides the last hidden states."""
 
 
 class CausalLM(FusedModule):
@@ -386,7 +388,7 @@ class CausalLM(FusedModule):
         inputs = {name: value for name, value in kwargs.items() if name not in ("labels", "logits_to_keep")}
         output = self.get_submodule(self.fused_form.decoder)(**inputs)
         loss = mean_loss(losses, output.last_hidden_state, labels, **options)
-        beside = {name: output.get(name) for name in ("past_key_values", "hidden_states", "attentions")}
+        beside = {name: value for name, value in output.items() if name in KEPT}
         return self.fused_form.output(loss=loss, logits=None, **beside)
 
     def losses_of(self) -> Any:

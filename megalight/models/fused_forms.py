@@ -732,7 +732,9 @@ class _Decoder(nn.Module):
         from transformers.modeling_outputs import MoeModelOutputWithPast
 
         self.calls.append((args, kwargs))
-        return MoeModelOutputWithPast(last_hidden_state=self.hidden)  # type: ignore[arg-type]
+        found = MoeModelOutputWithPast(last_hidden_state=self.hidden)  # type: ignore[arg-type]
+        found.cross_attentions = None
+        return found
 
 
 def causal_lm_form(module: Any, mean_loss: Callable[..., Tensor]) -> CausalLMForm | None:
@@ -751,9 +753,10 @@ def causal_lm_form(module: Any, mean_loss: Callable[..., Tensor]) -> CausalLMFor
     small = linear(4, rows, bias, 41)
     one = shell(module, {name: small, decoder: _Decoder(hidden)})
     labels = torch.tensor([[0, 1, -100, 2]])
-    output = one(input_ids=labels.clamp(min=0), labels=labels, return_dict=True)
+    ids = labels.clamp(min=0)
+    output = one(input_ids=ids, labels=labels, return_dict=True)
     (args, _), *more = one._modules[decoder].calls
-    if more or args:
+    if more or any(each is not ids for each in args):
         return None
     floats = [v for v in vars(module.config).values() if isinstance(v, float) and v > 1]
     raw = small(hidden)

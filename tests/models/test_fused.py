@@ -175,8 +175,9 @@ def test_tuples_are_tuples() -> None:
     torch.testing.assert_close(ours[:2], theirs[:2], rtol=1e-4, atol=1e-5)
 
 
-def test_checkpointed_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, fused = models()
+@pytest.mark.parametrize("kind", ["llama", "mistral-window"])
+def test_checkpointed_layers(kind: str) -> None:
+    model, fused = models(kind)
     fused.gradient_checkpointing_enable({"use_reentrant": False})
     assert distance(trained(fused)[1], trained(model)[1]) < 3e-6
 
