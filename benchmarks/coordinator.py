@@ -48,7 +48,8 @@ class TimedEngine:
     """
 
     def __init__(self, tokens: Sequence[int], step_seconds: float, prompt_seconds: float, cached_tokens: int) -> None:
-        self.suspended, self.blocks = False, SimpleNamespace(count=cached_tokens // 16, free=0)
+        self.suspended = self.shares_experts = False
+        self.blocks = SimpleNamespace(count=cached_tokens // 16, free=0)
         self.draft_rounds = SimpleNamespace(drafted=(), accepted=())
         self.step_log = SimpleNamespace(graphed=0)
         self._tokens, self._step_seconds, self._prompt_seconds = tokens, step_seconds, prompt_seconds
