@@ -132,6 +132,7 @@ def test_greedy_texts_with_any_draft_are_those_of_the_base(poison: None) -> None
 
     def found(speculator: Any) -> list[tuple[list[int], list[float] | None]]:
         engine = DynamicEngine(model, num_blocks=60, block_size=3, speculator=speculator, batch_invariant=True)
+        engine._passes.runs_ahead = speculator is not None
         for prompt in [*PROMPTS, LONG]:
             engine.add(prompt, max_new_tokens=12, sampling_params=GREEDY, log_probs=True)
         return [(one.tokens, one.log_probs) for one in engine.run().values()]
