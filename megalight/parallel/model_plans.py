@@ -30,6 +30,7 @@ from megalight.parallel.structural_plan import (
     COUNTS,
     KEY_COUNTS,
     Rules,
+    names_read,
     refused_dropout,
     rms_eps,
     structural_rules,
@@ -167,7 +168,10 @@ def _ends(model: Any) -> Rules:
     # With those whose weights are tied to one of them.
     ends = {n: m for n, m in modules.items() if any(m._parameters.get("weight") is weight for weight in weights)}
     kinds = {kind_of(each) for each in ends.values()}
-    if type(embedding) is not nn.Embedding or not kinds <= {nn.Embedding, nn.Linear}:
+    around = {modules[name.rpartition(".")[0]] for name in ends}
+    # MobileBERT multiplies by the weight of its head and by another one at once.
+    read = any("weight" in names_read(each) for each in around if not is_transformers(each))
+    if type(embedding) is not nn.Embedding or not kinds <= {nn.Embedding, nn.Linear} or read:
         return {name: Replicated() for name in ends}
     rules: Rules = {}
     for name, module in ends.items():

@@ -151,6 +151,8 @@ class _SequenceRegions:
                 continue
             elif self.gathers(each):
                 self.region(each)
+            elif isinstance(child, nn.ModuleList | nn.ModuleDict):  # the layer calls what is in it
+                self.visit(each)
             elif not any(True for _ in child.parameters()):
                 if isinstance(child, nn.Dropout):
                     self.rules.setdefault(each, (Dropout(),))

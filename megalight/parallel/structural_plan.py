@@ -12,6 +12,7 @@ import copy
 import inspect
 import logging
 from collections.abc import Iterator
+from types import CodeType
 from typing import Any, TypeAlias
 
 import torch
@@ -356,4 +357,12 @@ def _names_of(kind: type) -> Iterator[str]:
     for name, method in vars(kind).items():
         code = getattr(inspect.unwrap(method) if callable(method) else None, "__code__", None)
         if code is not None and name != "__init__":
-            yield from code.co_names
+            yield from _names_in(code)
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """Yield the names that code and the functions in it use."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names_in(inner)

@@ -61,8 +61,12 @@ def test_models_compute_what_they_do_on_one_rank(sequence_parallel: bool) -> Non
 
 
 def test_shares_of_what_layers_get_besides_hidden_states() -> None:
-    # An input for each token; the same states as queries, keys and values.
-    check(["gemma4_text", "ctrl"], 2, sequence_parallel=True)
+    # An input for each token; the same states as queries, keys and values; norms in a list.
+    check(["gemma4_text", "ctrl", "longcat_flash"], 2, sequence_parallel=True)
+
+
+def test_code_that_reads_widths_in_functions_and_the_weight_of_its_head() -> None:
+    check(["longt5", "mobilebert"], 2)
 
 
 FALCONS: list[dict[str, Any]] = [

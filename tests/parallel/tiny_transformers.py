@@ -48,6 +48,7 @@ SIZES = {
 }  # fmt: skip
 STEPS = 2
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+HASHES = ("lsh_attention_probs_dropout_prob", "local_attention_probs_dropout_prob")
 OWN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "mamba2": {"num_heads": 8, "n_groups": 2},
@@ -56,7 +57,16 @@ OWN: dict[str, dict[str, Any]] = {
     "zamba2": {"layer_types": ["mamba", "hybrid"]},
     "zamba": {"layer_types": ["mamba", "hybrid"]},
     "bamba": {"attn_layer_indices": [1]},
-    "reformer": {"is_decoder": True},
+    "reformer": {"is_decoder": True, "axial_pos_embds": False, **dict.fromkeys(HASHES, 0.0), "hash_seed": 0},
+    **{f: {"decoder_start_token_id": 0} for f in ("t5", "longt5", "switch_transformers")},
+    "squeezebert": {"embedding_size": 32},
+    "mobilebert": {"true_hidden_size": 32, "embedding_size": 32, "intra_bottleneck_size": 32},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "xmod": {"default_language": "en_XX"},
+    "longcat_flash": {
+        **{"num_layers": 2, "num_hidden_layers": 4, "head_dim": 4, "ffn_hidden_size": 48},
+        **{"expert_ffn_hidden_size": 16, "zero_expert_num": 2, "moe_topk": 2},
+    },
     "ctrl": {"dff": 48},
     "luke": {"entity_vocab_size": 16, "entity_emb_size": 16},
     **{f: {"rope_parameters": MROPE} for f in ("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text")},
@@ -212,6 +222,9 @@ def tiny(family: str, **settings: Any) -> nn.Module:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
+    for module in model.modules():
+        if vars(module).get("dtype") is torch.float32:  # routers of Switch Transformers compute in it
+            module.dtype = torch.float64
     found: nn.Module = model.double().train()
     return found
 
