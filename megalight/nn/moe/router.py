@@ -228,7 +228,13 @@ class Router(Counting):
         # With equal dtypes, the usual product serves: its weight gradient can be deferred, or added in place.
         if hidden.dtype == self.weight.dtype == dtype:
             return linear(hidden, self.weight, self.bias)
-        out: Tensor = apply(_WideProduct, hidden, self.weight, dtype)
+        half = hidden.is_cuda and hidden.dtype == self.weight.dtype and hidden.dtype in HALF and dtype == torch.float32
+        out: Tensor
+        if half and not (torch.is_grad_enabled() or MODE.on):
+            # Products of half precision are exact in float32, in which tensor cores add them: nothing need be copied.
+            out = torch.mm(hidden, self.weight.t(), out_dtype=dtype)
+        else:
+            out = apply(_WideProduct, hidden, self.weight, dtype)
         return out if self.bias is None else out + self.bias.to(dtype)
 
     def rows(self, num_tokens: int) -> int | None:
@@ -298,9 +304,6 @@ class _WideProduct(torch.autograd.Function):
         # in a wider dtype is kept.
         ctx.weight = weight
         save_input(ctx, x, needed=True)
-        if x.is_cuda and not MODE.on and x.dtype == weight.dtype and x.dtype in HALF and dtype == torch.float32:
-            # Products of half precision are exact in float32, in which tensor cores add them: nothing need be copied.
-            return torch.mm(x, weight.t(), out_dtype=dtype)
         wide = x.to(dtype), weight.to(dtype)
         return invariant_product(*wide) if MODE.on else F.linear(*wide)
 

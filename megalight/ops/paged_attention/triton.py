@@ -37,8 +37,8 @@ MOST = 64
 PARTS_PER_SM = 4
 """Parts of all sequences together, for each SM: as many programs as run there at once. With fewer the longest decides
 how long all take."""
-BALANCED = 8
-"""Programs of unsplit sequences for each SM, from which on they balance each other."""
+BALANCED = 3
+"""Programs of unsplit sequences for each SM, from which on a second kernel takes longer than longer sequences do."""
 LENGTHS: Any = tl.constexpr(1024)
 """Lengths that a program adds up; the first of more sequences stand for all."""
 LONG = 4096
