@@ -19,7 +19,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megalight.data.tokenizer import Tokenizer
-from megalight.errors import MegalightError
+from megalight.errors import DataError, MegalightError
 from megalight.inference import SamplingParams
 from megalight.inference.grammar import GrammarSource
 from megalight.serving.embeddings import EmbeddingOutput
@@ -792,8 +792,13 @@ class CompletionAnswer:
 
 def refused(error: MegalightError, body: Body) -> APIError:
     """Return the error of a request that the model's settings refuse."""
-    word = str(error).split(maxsplit=1)[0]
-    word = "logit_bias" if "logit_bias" in str(error) else word
+    text, fields = str(error), type(body).model_fields
+    word = text.split(maxsplit=1)[0]
     others = {"eos_id": "stop_token_ids", "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
-    param = others.get(word, word)
-    return APIError(400, str(error), param if param in type(body).model_fields else None)
+    param = "logit_bias" if "logit_bias" in text else others.get(word, word)
+    if word in others:
+        text = text.replace(word, param, 1)
+    if param not in fields and isinstance(error, DataError):
+        # What is wrong with ids or with a length is of the text itself.
+        param = "messages" if getattr(body, "messages", None) is not None else "prompt"
+    return APIError(400, text, param if param in fields else None)

@@ -371,6 +371,8 @@ class Endpoints:
             except MegalightError as error:
                 self._check_engine()
                 raise APIError(400, str(error), "path") from error
+            except (OSError, ValueError) as error:  # too long, or with a NUL
+                raise APIError(400, "path is no name of a folder; give that of a checkpoint.", "path") from error
         return JSONResponse({"state": self._state, "weights_epoch": epoch})
 
     async def _control(self, act: Callable[[], Awaitable[None]], state: str) -> Response:
@@ -442,6 +444,8 @@ class Endpoints:
         """Return the text of token ids."""
         body = DetokenizeBody.read(await request.body())
         self._check_name(body.model)
+        if max(body.tokens, default=0) >= (size := self.llm.served.vocab_size):
+            raise APIError(400, f"tokens has ids outside of the vocabulary, 0 to {size - 1}.", "tokens")
         return JSONResponse({"prompt": await asyncio.to_thread(self.llm.served.words.decode, body.tokens)})
 
     async def completions(self, request: Request) -> Response:
@@ -712,12 +716,12 @@ def app_of(
         ("/v1/models", routes.models),
         ("/v1/models/{name:path}", routes.model),
     ):
-        app.get(path, response_model=None)(get)
+        app.get(path, response_model=None, responses=ERRORS)(get)
 
-    app.get("/metrics", response_model=None, response_class=PlainTextResponse)(routes.metrics_page)
+    app.get("/metrics", response_model=None, response_class=PlainTextResponse, responses=ERRORS)(routes.metrics_page)
     if control_keys:
         for path, control in zip(CONTROLS, (routes.pause, routes.suspend, routes.resume), strict=False):
-            app.post(path, response_model=None)(control)
+            app.post(path, response_model=None, responses=ERRORS)(control)
         described = _described(WeightsBody)
         app.post("/weights", response_model=None, responses=ERRORS, openapi_extra=described)(routes.weights)
     for path, (file, kind) in PAGE.items():

@@ -293,12 +293,12 @@ BAD: list[tuple[dict[str, Any] | bytes, str, str | None]] = [
     ({"prompt": "a"}, "model", "model"),
     ({"model": "small"}, "prompt", "prompt"),
     ({"model": "small", "prompt": []}, "empty", "prompt"),
-    ({"model": "small", "prompt": [[]]}, "empty", None),
-    ({"model": "small", "prompt": [99999]}, "vocabulary", None),
+    ({"model": "small", "prompt": [[]]}, "empty", "prompt"),
+    ({"model": "small", "prompt": [99999]}, "vocabulary", "prompt"),
     ({"model": "small", "prompt": [-1]}, "greater", "prompt"),
     ({"model": "small", "prompt": [True]}, "valid", "prompt"),
-    ({"model": "small", "prompt": "a" * 3000}, "max_sequence_length", None),
-    ({"model": "small", "prompt": "a", "max_tokens": 10**9}, "max_sequence_length", None),
+    ({"model": "small", "prompt": "a" * 3000}, "max_sequence_length", "prompt"),
+    ({"model": "small", "prompt": "a", "max_tokens": 10**9}, "max_sequence_length", "prompt"),
     ({"model": "small", "prompt": "a", "max_tokens": 0}, "greater", "max_tokens"),
     ({"model": "small", "prompt": "a", "n": 10**9}, "64 are allowed", "n"),
     ({"model": "small", "prompt": ["a"] * 99}, "64 are allowed", "n"),
@@ -309,14 +309,14 @@ BAD: list[tuple[dict[str, Any] | bytes, str, str | None]] = [
     ({"model": "small", "prompt": "a", "seed": -5}, "seed is -5", "seed"),
     ({"model": "small", "prompt": "a", "stop": ""}, "none empty", "stop"),
     ({"model": "small", "prompt": "a", "stop": ["x"] * 99}, "at most", "stop"),
-    ({"model": "small", "prompt": "a", "stop_token_ids": [99999]}, "99999", "stop_token_ids"),
+    ({"model": "small", "prompt": "a", "stop_token_ids": [99999]}, "stop_token_ids is 99999", "stop_token_ids"),
     ({"model": "small", "prompt": "a", "stream_options": {"include_usage": True}}, "set stream", "stream_options"),
     ({"model": "small", "prompt": "a", "logprobs": 99}, "less than or equal to 20", "logprobs"),
     ({"model": "small", "prompt": "a", "min_p": 2}, "from 0 to 1", "min_p"),
     ({"model": "small", "prompt": "a", "repetition_penalty": 0}, "above 0", "repetition_penalty"),
     ({"model": "small", "prompt": "a", "logit_bias": {"x": 1}}, "no token id", "logit_bias"),
     ({"model": "small", "prompt": "a", "logit_bias": {"99999": 1}}, "99999", "logit_bias"),
-    ({"model": "small", "prompt": "a", "min_tokens": 99}, "min_new_tokens is 99", "min_tokens"),
+    ({"model": "small", "prompt": "a", "min_tokens": 99}, "min_tokens is 99", "min_tokens"),
     ({"model": "small", "prompt": "a", "best_of": 4}, "not served", "best_of"),
     ({"model": "small", "prompt": "a", "suffix": "b"}, "not served", "suffix"),
     ({"model": "small", "prompt": "a", "templerature": 1}, "no parameter", None),
@@ -353,6 +353,8 @@ def test_what_is_wrong_is_an_error_with_the_field_and_the_rule(folder: Path) -> 
             ("/v1/completions", {"model": "small", "prompt": "a" * 5_000_000}, 413),
             ("/tokenize", {}, 400),
             ("/detokenize", {"tokens": [-1]}, 400),
+            ("/detokenize", {"tokens": [272]}, 400),
+            ("/v1/chat/completions", {"model": "small", "messages": [{"role": "user", "content": "a" * 3000}]}, 400),
         ):
             answer = await served.post(path, body)
             assert (answer.status_code, answer.json()["error"]["type"]) == (status, "invalid_request_error")
@@ -484,6 +486,12 @@ def test_a_server_is_paused_suspended_and_resumed(folder: Path) -> None:
         for values, text in (({"path": "/none"}, "/none"), ({"path": str(folder), "in_flight": "now"}, "in_flight")):
             answer = await served.post("/weights", values, Authorization="Bearer control")
             assert (answer.status_code, text in answer.json()["error"]["message"]) == (400, True)
+        for path in ("0" * 3000, "a\0b"):
+            answer = await served.post("/weights", {"path": path}, Authorization="Bearer control")
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "path")
+        for path, methods in (await served.http.get("/openapi.json")).json()["paths"].items():
+            for described in methods.values():
+                assert {"200", "401", "503"} <= described["responses"].keys(), path
         answer = await served.post("/weights", {"path": str(folder)}, Authorization="Bearer control")
         assert answer.json() == {"state": "running", "weights_epoch": 1}
         assert (await served.post("/v1/completions", body)).json()["choices"] == expected
