@@ -62,14 +62,19 @@ def newton_schulz(
     """
     a, b, c = coefficients
     # S is a product over the longer side, so that it is as small as can be.
-    tall = matrices.shape[-2] > matrices.shape[-1]
+    tall = was_tall = matrices.shape[-2] > matrices.shape[-1]
     x = normalized(matrices.to(dtype), eps)
     for step in range(steps):
         last = step == steps - 1
         by = factor if last else 1.0
         square = syrk(x.mT if tall else x, backend=backend)
-        polynomial = syrk(square, square, alpha=by * c, beta=by * b, diagonal=by * a, backend=backend)
-        x = torch.bmm(*((x, polynomial) if tall else (polynomial, x)), out=out if last else None)
+        # S is symmetric: it may be read as its transpose, which is how the kernel reads fastest.
+        polynomial = syrk(square.mT, square, alpha=by * c, beta=by * b, diagonal=by * a, backend=backend)
+        if last and not was_tall:
+            x = torch.bmm(polynomial, x.mT if tall else x, out=out)
+        else:  # wide matrices lie transposed from the first product to the last one, for the same reason
+            x = torch.bmm(x if tall else x.mT, polynomial, out=out if last else None)
+            tall = True
     return x
 
 

@@ -14,7 +14,7 @@ from megalight.imports import has
 from megalight.ops.syrk import triton_syrk
 from megalight.optim.muon import newton_schulz
 
-SHAPES = [(1, 16, 16), (2, 48, 40), (3, 33, 40), (2, 100, 52), (2, 80, 7), (2, 72, 64)]
+SHAPES = [(1, 16, 16), (2, 48, 40), (2, 48, 32), (3, 33, 40), (2, 100, 52), (2, 80, 7), (2, 72, 64)]
 SMALL: dict[str, Any] = {"ROWS": 16, "COLUMNS": 32, "DEPTH": 16, "GROUP": 2, "num_warps": 4, "num_stages": 3}
 TALL = SMALL | {"ROWS": 32, "COLUMNS": 16}
 SQUARE = SMALL | {"COLUMNS": 16}
