@@ -42,7 +42,7 @@ from benchmarks.peers.megalight import train
 from benchmarks.step import Step
 from megalight import checkpoint
 from megalight.imports import version
-from megalight.strategies.checkpoints.options import CheckpointOptions
+from megalight.strategies.checkpoints import CheckpointOptions
 
 SHAPE = "layers=22 hidden=2048 ffn=8192 heads=16 kv=8 mbs=2 micro=2"
 WARMUP = 3

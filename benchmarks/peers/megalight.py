@@ -38,7 +38,7 @@ from megalight.parallel.tensor.overlap.spec import TensorOptions
 from megalight.parallel.transform import ModelTransform, apply_transforms
 from megalight.plugins.precision import MegatronLowPrecision
 from megalight.strategies import AdvancedDataParallelOptions, DataParallelOptions, MegatronStrategy, PipelineOptions
-from megalight.strategies.checkpoints.options import CheckpointOptions
+from megalight.strategies.checkpoints import CheckpointOptions
 from megalight.types import PackedSequences, TokenBatch
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3, "fp8": 2e-2}

@@ -7,10 +7,9 @@ from megalight.callbacks.ema import EMA
 from megalight.callbacks.evaluation import Evaluation
 from megalight.callbacks.memory import ActivationOffload, GarbageCollection
 from megalight.callbacks.modelopt import AutoQuantize, ModelOptQuantization
-from megalight.callbacks.monitors import ExpertLoads, OptimizerMonitor
 from megalight.callbacks.ops import FusedOps, UseBackends
 from megalight.callbacks.profiling import NVTX, ProfilerWindow
-from megalight.callbacks.progress import StepProgress
+from megalight.callbacks.progress import ExpertLoads, OptimizerMonitor, StepProgress
 from megalight.callbacks.retention import Retention
 from megalight.callbacks.run_record import RunRecord, WholeModelSummary
 from megalight.callbacks.stopping import FinalCheckpoint, Preemption

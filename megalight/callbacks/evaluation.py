@@ -25,7 +25,7 @@ class Evaluation(pl.Callback):
     Random numbers of the training do not change.
 
     Args:
-        tasks: names of tasks and groups; see :class:`~megalight.evaluation.run.EvaluationOptions`.
+        tasks: names of tasks and groups; see :class:`~megalight.evaluation.lm.EvaluationOptions`.
         every_n_steps: optimizer steps between evaluations.
         num_fewshot: examples before each question; None: as each task says.
         limit: questions of each task; below 1, a part of them. None: all.
@@ -80,7 +80,7 @@ class Evaluation(pl.Callback):
         if stage != "fit":
             return
         require("lm_eval", "the callback Evaluation")
-        runs = importlib.import_module("megalight.evaluation.run")
+        runs = importlib.import_module("megalight.evaluation.lm")
         options = runs.EvaluationOptions(**self._options)
         runs.Tasks.having(options.tasks, options.include_path).names(options.tasks)
         if self._tokenizer_path is not None:
@@ -108,7 +108,7 @@ class Evaluation(pl.Callback):
             pl_module.log(f"eval/{name}", score, batch_size=1, rank_zero_only=False)
 
     def _scores(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, float]:
-        runs = importlib.import_module("megalight.evaluation.run")
+        runs = importlib.import_module("megalight.evaluation.lm")
         lm = importlib.import_module("megalight.evaluation.lm")
         assert self._tokenizer is not None
         found = InferenceModel(model_of(pl_module), trainer.strategy)

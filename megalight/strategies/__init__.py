@@ -7,7 +7,7 @@ from megalight.parallel.data_parallel import DataParallelOptions as DataParallel
 from megalight.parallel.layout import Layout as Layout
 from megalight.parallel.pipeline.schedules import PipelineOptions as PipelineOptions
 from megalight.strategies._lightning import silence
-from megalight.strategies.checkpoints.options import CheckpointOptions as CheckpointOptions
+from megalight.strategies.checkpoints import CheckpointOptions as CheckpointOptions
 from megalight.strategies.checkpoints.resuming import load_weights as load_weights
 from megalight.strategies.fsdp import MegatronFSDPStrategy as MegatronFSDPStrategy
 from megalight.strategies.megatron import MegatronStrategy as MegatronStrategy

@@ -32,8 +32,8 @@ from megalight.parallel.recompute import RecomputeOptions
 from megalight.parallel.step import StepRunner, run_passes
 from megalight.parallel.tensor.overlap.spec import TensorOptions
 from megalight.strategies import _lightning, launchers, micro_batches, refusals, setup, unsharded_optimizer
+from megalight.strategies.checkpoints import CheckpointOptions
 from megalight.strategies.checkpoints.hooks import FolderCheckpoints
-from megalight.strategies.checkpoints.options import CheckpointOptions
 from megalight.strategies.checkpoints.resuming import Resumed
 from megalight.strategies.launchers import join
 from megalight.strategies.step import Stepper, StepReport, clip_by_norm, clip_by_value, unscale

@@ -26,7 +26,7 @@ from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.shard import ShardSpec
 from megalight.plugins.precision import MegatronPrecision
-from megalight.strategies.checkpoints.options import CheckpointOptions
+from megalight.strategies.checkpoints import CheckpointOptions
 from megalight.strategies.micro_batches import MicroBatchSize
 from megalight.strategies.refusals import check_not_compiled
 from megalight.strategies.user_module import check_steps, layout_for, root_of

@@ -25,7 +25,7 @@ from megalight.parallel.coupling import contents, emptied, is_empty
 from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
-from megalight.strategies.checkpoints.options import CheckpointOptions
+from megalight.strategies.checkpoints import CheckpointOptions
 from megalight.strategies.megatron import MegatronStrategy
 from megalight.strategies.mesh_strategy import ModelPart
 from megalight.strategies.micro_batches import AUTO

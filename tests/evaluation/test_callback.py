@@ -77,8 +77,7 @@ def _fit(folders: tuple[Path, Path], config: Any, layout: dict[str, Any], option
 def test_scores_are_those_of_the_checkpoint(
     folders: tuple[Path, Path], tmp_path: Path, layout: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    from megalight.evaluation.lm import MegalightLM
-    from megalight.evaluation.run import EvaluationOptions, evaluate, scores
+    from megalight.evaluation.lm import EvaluationOptions, MegalightLM, evaluate, scores
 
     config = EXPERTS if "expert_parallel" in layout else PLAIN
     ranks = run(_fit, 2, folders, config, layout, options, tmp_path / "c.ckpt")
@@ -93,7 +92,7 @@ def test_scores_are_those_of_the_checkpoint(
 
 
 def test_mistakes_come_before_the_first_step(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    from megalight.evaluation import run as runs
+    from megalight.evaluation import lm as runs
 
     monkeypatch.setattr(runs, "_indexed", lambda folder, **_: runs.Tasks(include_path=folder, include_defaults=False))
     runner = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, barebones=False)

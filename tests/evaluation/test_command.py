@@ -59,7 +59,7 @@ def test_replicas_share_the_questions(folders: tuple[Path, Path], tmp_path: Path
 def test_mistakes(
     folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megalight.evaluation import run as runs
+    from megalight.evaluation import lm as runs
 
     monkeypatch.setattr(runs, "_indexed", lambda folder, **_: runs.Tasks(include_path=folder, include_defaults=False))
     for given, message in (

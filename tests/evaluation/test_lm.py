@@ -28,15 +28,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def options(folders: tuple[Path, Path], **given: Any) -> Any:
-    from megalight.evaluation.run import EvaluationOptions
+    from megalight.evaluation.lm import EvaluationOptions
 
     plain = {"tasks": NAMES, "include_path": folders[1], "log_samples": True, "bootstrap_iters": 0}
     return EvaluationOptions(**{**plain, **given})
 
 
 def ours(folders: tuple[Path, Path], mesh: Any = None, given: Any = None, **how: Any) -> dict[str, Any]:
-    from megalight.evaluation.lm import MegalightLM
-    from megalight.evaluation.run import evaluate
+    from megalight.evaluation.lm import MegalightLM, evaluate
 
     text = TextGenerator.from_checkpoint(folders[0], dtype=torch.float64, mesh=mesh)
     return evaluate(MegalightLM(text, **how), options(folders, **(given or {})))
@@ -46,7 +45,7 @@ def theirs(folders: tuple[Path, Path], given: Any = None) -> dict[str, Any]:
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    from megalight.evaluation.run import Tasks
+    from megalight.evaluation.lm import Tasks
 
     # Its cache of logits reads the wrong rows where two continuations of different lengths end in the same tokens.
     model = HFLM(str(folders[0]), device="cpu", dtype="float64", batch_size=4, logits_cache=False)
@@ -74,7 +73,7 @@ def responses(results: dict[str, Any], task: str) -> list[Any]:
 
 
 def check_same(found: dict[str, Any], expected: dict[str, Any], tasks: list[str]) -> None:
-    from megalight.evaluation.run import scores
+    from megalight.evaluation.lm import scores
 
     assert scores(found) == pytest.approx(scores(expected), rel=1e-6)
     for task in tasks:
@@ -145,7 +144,7 @@ def test_layouts_agree(folders: tuple[Path, Path], reference: dict[str, Any], de
 
 
 def test_mistakes(folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megalight.evaluation import run as runs
+    from megalight.evaluation import lm as runs
     from megalight.evaluation.lm import MegalightLM
 
     # The folder alone: to read the index of all tasks takes long.

@@ -30,9 +30,8 @@ from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.gpt import GPTConfig
 from megalight.nn.moe import MoEConfig
 from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy
-from megalight.strategies.checkpoints import hooks
+from megalight.strategies.checkpoints import CheckpointOptions, hooks
 from megalight.strategies.checkpoints.hooks import AsyncSaves
-from megalight.strategies.checkpoints.options import CheckpointOptions
 from tests.checkpoint import simple
 from tests.checkpoint.async_workers import fault, workers_of
 from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, Losses, WithData

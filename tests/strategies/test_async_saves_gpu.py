@@ -17,7 +17,7 @@ from megalight.checkpoint.view import Box, View
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.module import GPTModule
 from megalight.strategies import MegatronStrategy
-from megalight.strategies.checkpoints.options import CheckpointOptions
+from megalight.strategies.checkpoints import CheckpointOptions
 from megalight.types import TokenBatch
 
 pytestmark = pytest.mark.gpu

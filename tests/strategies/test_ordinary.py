@@ -16,7 +16,7 @@ from megalight.callbacks import CUDAGraph
 from megalight.errors import ConfigurationError
 from megalight.models.module import MegalightModule
 from megalight.strategies import DataParallelOptions, MegatronStrategy
-from megalight.strategies.checkpoints.options import CheckpointOptions
+from megalight.strategies.checkpoints import CheckpointOptions
 from tests.strategies.regression import Plain, batches, dealt, fit, samples, strategy, weights
 from tests.strategies.test_drop_in import close, lightnings_own
 from tests.support.environment import trainer

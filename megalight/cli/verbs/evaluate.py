@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the table of scores."""
     require("lm_eval", "megalight evaluate")
     if arguments.list_tasks:
-        from megalight.evaluation.run import Tasks
+        from megalight.evaluation.lm import Tasks
 
         print("\n".join(Tasks(include_path=arguments.include_path).all_tasks))
         return 0
@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     import torch  # after the checks: importing it takes seconds
 
-    from megalight.evaluation import run as runs
+    from megalight.evaluation import lm as runs
     from megalight.evaluation.lm import MegalightLM
     from megalight.inference import TextGenerator
 
