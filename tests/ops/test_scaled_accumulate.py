@@ -79,7 +79,7 @@ class Library:
         device: None, rows: int, columns: int, tokens: int, left: Any, right: Any, strides: tuple[int, ...], align: int
     ) -> Any:
         layouts = [(columns, tokens, strides[0], left), (rows, tokens, strides[1], right)]
-        return cublaslt._Plan({"align": align}, *layouts, (rows, columns, strides[2], torch.float32), None)  # type: ignore[arg-type]
+        return cublaslt._GemmPlan({"align": align}, *layouts, (rows, columns, strides[2], torch.float32), None)  # type: ignore[arg-type]
 
     @staticmethod
     def cublasLtMatmulDescSetAttribute(product: dict[Any, Any], attribute: int, value: Any, size: int) -> int:

@@ -88,7 +88,7 @@ def _handle(device: int) -> c_void_p:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _GemmPlan:
     """Descriptors and algorithm for products of one shape. They are never freed, because there are few shapes."""
 
     product: c_void_p
@@ -108,7 +108,7 @@ def _plan(
     right: torch.dtype,
     strides: tuple[int, int, int],
     align: int,
-) -> _Plan:
+) -> _GemmPlan:
     """Make a plan. cuBLAS is column-major: our row-major ``out [rows, columns]`` is its ``[columns, rows]``.
 
     ``strides`` are those between rows of the left factor, of the right one and of ``out``.
@@ -135,7 +135,7 @@ def _plan(
             f"cuBLASLt has no product [{rows}, {tokens}] x [{tokens}, {columns}] that adds to float32; choose another "
             "backend of scaled_accumulate."
         )
-    return _Plan(product, a, b, out, byref(found))
+    return _GemmPlan(product, a, b, out, byref(found))
 
 
 def _set(function: str, what: c_void_p, attribute: int, value: Any) -> None:

@@ -70,7 +70,7 @@ class LayerFormat:
 
 
 @dataclass(eq=False)
-class _Layer:
+class _SearchedLayer:
     """A layer on this rank.
 
     Attributes:
@@ -138,11 +138,11 @@ class FormatSearch:
         pieces = {piece.name: prod(piece.shape) for spec in held if spec is not None for piece in spec.pieces}
         return sum(pieces.values()) * (self.model.mesh.size("ep") if stacked else 1)
 
-    def _layer(self, module: Any, spec: ShardSpec) -> _Layer:
+    def _layer(self, module: Any, spec: ShardSpec) -> _SearchedLayer:
         mesh = self.model.mesh
         if isinstance(module, Experts):
             split = "etp" if mesh.size("etp") > 1 else None
-            return _Layer(module, None, mesh.rank("etp") == 0, [], ("etp", "ep", "edp"), split)
+            return _SearchedLayer(module, None, mesh.rank("etp") == 0, [], ("etp", "ep", "edp"), split)
         mine = row_weights(spec)
         partial_rows = list[tuple[slice, tuple[str, ...]]]()
         rows, counts = None, mesh.rank("tp") == 0
@@ -159,7 +159,7 @@ class FormatSearch:
             # ranks along `tp` have other tokens
             counts |= "tp" in spec.pieces[0].partial
         assert rows_are_split(spec) or not partial_rows
-        return _Layer(module, rows, counts, partial_rows, ("tp", "cp", "dp"), None)
+        return _SearchedLayer(module, rows, counts, partial_rows, ("tp", "cp", "dp"), None)
 
     @torch.no_grad()
     def calibrate(self, passes: Callable[[], object]) -> None:
@@ -247,7 +247,7 @@ class FormatSearch:
         for axes, scores in sorted(groups.items()):
             agree(scores, self.model.mesh, axes, _SUM)
 
-    def _try(self, layer: _Layer, module: Any, args: Any, kwargs: Any, output: Tensor) -> None:
+    def _try(self, layer: _SearchedLayer, module: Any, args: Any, kwargs: Any, output: Tensor) -> None:
         """Note what each format changes in an output, until its gradient comes."""
         # In a pass that is recomputed later, there is no graph yet.
         if not (torch.is_grad_enabled() and output.requires_grad):
@@ -266,7 +266,7 @@ class FormatSearch:
                     agree([change], self.model.mesh, (layer.sum_change,), _SUM)
         output.register_hook(partial(self._add, layer, changes))  # type: ignore[no-untyped-call]
 
-    def _add(self, layer: _Layer, changes: Mapping[str, Tensor], gradient: Tensor) -> None:
+    def _add(self, layer: _SearchedLayer, changes: Mapping[str, Tensor], gradient: Tensor) -> None:
         for rows, axes in layer.partial:
             term = gradient[..., rows].contiguous()
             agree([term], self.model.mesh, axes, _SUM)
