@@ -68,3 +68,15 @@ def test_one_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_transformers_has_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--model", folder(tmp_path / "own", model_type="own")]) == 2
     assert "no causal language model of that type" in capsys.readouterr().err
+
+
+def test_encoders_and_encoder_decoders(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 64, "d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 1, "num_heads": 4}
+    (name, *_), *rows = rows_of(folder(tmp_path / "t5", model_type="t5", **sizes))
+    assert name == "T5ForConditionalGeneration"
+    found = {row[0]: row[1:] for row in rows}
+    assert found["tensor_parallel=2"][0] == "yes"
+    assert "in a LightningModule around it" in found["own module"][1]
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    masked = folder(tmp_path / "bert", model_type="bert", architectures=["BertForMaskedLM"], **sizes)
+    assert next(iter(rows_of(masked)))[0] == "BertForMaskedLM"

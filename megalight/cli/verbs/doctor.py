@@ -515,7 +515,7 @@ def rows_of(path: str, degrees: Mapping[str, int] | None = None) -> Iterator[Row
         degrees: the one layout to try, by axis. None: those of :data:`LAYOUTS`.
 
     Raises:
-        ConfigurationError: ``transformers`` has no such causal language model.
+        ConfigurationError: ``transformers`` has no such model.
         CheckpointError: there is no such folder.
     """
     import torch
@@ -525,25 +525,29 @@ def rows_of(path: str, degrees: Mapping[str, int] | None = None) -> Iterator[Row
     from megalight.models.family import family_of_transformers
     from megalight.models.fused import FusedModule, fuse
     from megalight.models.hf import HFConfig, HFModel
+    from megalight.nn.transformers_attention import use_attention
 
-    config = HFConfig(dict(read_config(local(path))))
-    values = {**config.read.to_dict(), **config.values}
+    values = dict(read_config(local(path)))
     with torch.device("meta"):
-        model = HFModel(config)
-    count = sum(parameter.numel() for parameter in model.parameters())
-    yield type(model.net).__name__, "", f"{values['model_type']}, {count / 1e9:.3g} B parameters"
+        net = _not_causal(values)
+        if causal := net is None:
+            config = HFConfig(values)
+            net, values = HFModel(config).net, {**config.read.to_dict(), **config.values}
+    packs = use_attention(net) > 0
+    count = sum(parameter.numel() for parameter in net.parameters())
+    yield type(net).__name__, "", f"{values['model_type']}, {count / 1e9:.3g} B parameters"
     wanted = LAYOUTS if degrees is None else (arguments_of(degrees),)
     for options in wanted:
         label = ", ".join(f"{name}={value}" for name, value in options.items())
         # Of a plain module around the model: what `self.net = ...` gets.
-        yield label, *_tried(copy.deepcopy(model.net), options, count)
+        yield label, *_tried(copy.deepcopy(net), options, count)
     if degrees is not None:
         return
     yield "MegatronFSDPStrategy", "yes", "full sharding serves every model"
-    on = "runs our attention" if model.packs else "does not use the attention interface: it keeps its own attention"
-    yield "attention", "yes" if model.packs else "no", on
-    layers = fuse(model)
-    parts = sum(isinstance(module, FusedModule) for module in model.modules())
+    on = "runs our attention" if packs else "does not use the attention interface: it keeps its own attention"
+    yield "attention", "yes" if packs else "no", on
+    layers = fuse(net)
+    parts = sum(isinstance(module, FusedModule) for module in net.modules())
     yield "FusedOps", "yes" if parts else "no", f"{parts} modules, {layers} of them whole layers"
     try:
         family = family_of_transformers(values)
@@ -554,7 +558,26 @@ def rows_of(path: str, degrees: Mapping[str, int] | None = None) -> Iterator[Row
         family.weights.config(values)
         yield "own module", "yes", f"{family.module().__name__} has code of ours for it, and every layout"
     except MegalightError as error:
-        yield "own module", "no", str(error)
+        plain = "train it in a LightningModule around it, with the layouts above"
+        yield "own module", "no", str(error) if causal else plain
+
+
+def _not_causal(values: Mapping[str, Any]) -> Any:
+    """Return the model of a configuration that names another class than a causal language model; None: it does not."""
+    require("transformers", "models of transformers need it")
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    kind = str(values.get("model_type"))
+    causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    named = [*(values.get("architectures") or ())]
+    pairs = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    named += [pairs[kind]] if kind in pairs else []
+    found = getattr(transformers, str(named[0]), None) if named and causal not in named else None
+    if found is None or "quantization_config" in values:
+        return None
+    config = transformers.AutoConfig.for_model(kind, **{k: v for k, v in values.items() if k != "model_type"})
+    return found._from_config(config)
 
 
 def arguments_of(degrees: Mapping[str, int]) -> dict[str, int]:
