@@ -649,7 +649,7 @@ def norm_of(module: nn.Module | None) -> NormForm | None:
 # Decoders
 
 
-class _Layer(nn.Module):
+class _RecordedLayer(nn.Module):
     """Stands for a decoder layer, and records its mask."""
 
     def __init__(self, real: nn.Module) -> None:
@@ -677,7 +677,7 @@ def windows_of(decoder: Any) -> list[int | None] | None:
     layers = decoder._modules.get("layers")
     if not isinstance(layers, nn.ModuleList) or not hasattr(decoder, "config"):
         return None
-    stand_ins = nn.ModuleList(_Layer(layer) for layer in layers)
+    stand_ins = nn.ModuleList(_RecordedLayer(layer) for layer in layers)
     parts = {
         name: nn.Identity() if any(True for _ in child.parameters()) else shell(child)
         for name, child in decoder._modules.items()
