@@ -189,22 +189,23 @@ class OneEngine(ReplicatedLLM):
 
     Args:
         arguments: of this program. The engine's process measures the engine alone first, as ``own``.
-        tokenizer: of its texts.
+        vocabulary: number of tokens of its texts.
+        without_model: whether it is an engine without a model.
     """
 
-    def __init__(self, arguments: argparse.Namespace, tokenizer: Any, *, without_model: bool = False) -> None:
+    def __init__(self, arguments: argparse.Namespace, vocabulary: int, *, without_model: bool = False) -> None:
         self._folder = tempfile.TemporaryDirectory()
         endpoint = f"ipc://{self._folder.name}/socket"
-        self._children = []
-        told = []
+        self._children, pipes = [], []
         for function in ("megalight.serving.coordinator:coordinate", "benchmarks.serving:be_engine"):
             read, write = os.pipe()
             settings = {**vars(arguments), "result": "", "fake": without_model, "endpoint": endpoint, "ready": write}
             environment = {"PYTHONPATH": os.pathsep.join(sys.path)}
             self._children.append(start_process(function, settings, environment, passed=[write]))
             os.close(write)
-            told.append(json.loads(os.fdopen(read).readline()))
-        self.own: Row = told[1]
+            pipes.append(os.fdopen(read))
+        tokenizer = words_of(vocabulary)  # while they start
+        _, self.own = [json.loads(pipe.readline()) for pipe in pipes]
         AsyncClient.__init__(self, ModelText(tokenizer=tokenizer, vocab_size=1 << 20, **self.own.pop("text")))
         self._client, self._closed = InferenceClient(endpoint), False
         self._replicas: Any = self
@@ -232,14 +233,16 @@ def be_engine() -> None:
     else:
         start = time.monotonic()
         model = model_of(arguments.tiny, arguments.layers)
+        print(f"the model is there after {time.monotonic() - start:.1f} s", flush=True)
         served = ServedModel.of(model, words_of(model.config.vocab_size), frozenset(), options=options)
         text = {"max_sequence_length": served.max_sequence_length, "num_blocks": served.num_blocks}
         loop = served.loop
-        found = {"ready seconds": time.monotonic() - start}
+        found = {"ready seconds": time.monotonic() - start, "own": {}}
+        print(f"the engine is ready after {found['ready seconds']:.1f} s", flush=True)
         own(loop.engine, prompts(4, model.config.vocab_size, 9), 8)
-        found["own"] = {
-            each: own(loop.engine, prompts(each, model.config.vocab_size), arguments.tokens) for each in streams
-        }
+        for each in streams:
+            found["own"][each] = own(loop.engine, prompts(each, model.config.vocab_size), arguments.tokens)
+            tell(each, "own", found["own"][each])
     freeze_objects()
     say(settings, text=text, **found)
     asyncio.run(EngineWorker(loop, settings["endpoint"], name="0").run())
@@ -248,14 +251,13 @@ def be_engine() -> None:
 def http(arguments: argparse.Namespace) -> Row:
     """Measure the engine, and then the server around it."""
     vocabulary = 512 if arguments.tiny else WORDS
-    llm = OneEngine(arguments, words_of(vocabulary))
+    llm = OneEngine(arguments, vocabulary)
     rows: Row = {"ready seconds": llm.own["ready seconds"], "streams": {}}
 
     def measure(port: int) -> None:
         load(port, bodies_of(prompts(4, vocabulary, 8), 8))
         for streams in arguments.streams:
             row = rows["streams"][streams] = {"own": llm.own["own"][str(streams)]}
-            tell(streams, "own", row["own"])
             before = time.process_time()
             row["http"] = load(port, bodies_of(prompts(streams, vocabulary, 2), arguments.tokens))
             row["http"]["server us/token"] = (time.process_time() - before) / row["http"]["tokens"] * 1e6
@@ -277,7 +279,7 @@ def fake(arguments: argparse.Namespace) -> Row:
     model.__dict__["loop"] = EngineLoop(engine, tokenizer)  # type: ignore[arg-type]
     rows: Row = {}
     for where in ("thread", "process"):
-        llm = AsyncLLM.of(model) if where == "thread" else OneEngine(arguments, tokenizer, without_model=True)
+        llm = AsyncLLM.of(model) if where == "thread" else OneEngine(arguments, 2048, without_model=True)
         rows[where] = {}
 
         def measure(port: int, where: str = where) -> None:
