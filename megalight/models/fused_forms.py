@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import permutations
@@ -43,9 +43,15 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tens
 
 
 def shell(
-    module: nn.Module, modules: Mapping[str, nn.Module] | None = None, dtype: torch.dtype = torch.float64, seed: int = 3
+    module: nn.Module,
+    modules: Mapping[str, nn.Module] | None = None,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 3,
+    without: Collection[str] = (),
 ) -> Any:
     """Return a copy of a module in training mode, without hooks, with random parameters and other modules inside.
+
+    ``without``: names of parameters that the caller draws itself, as they are large.
 
     Raises:
         NoForm: it draws dropout, or its ``forward`` was replaced.
@@ -60,7 +66,9 @@ def shell(
     found.__dict__["_modules"] = {**module._modules, **(modules or {})}
     found.__dict__["_buffers"] = {name: _on_cpu(each) for name, each in module._buffers.items()}
     found.__dict__["_parameters"] = {
-        name: None if each is None else nn.Parameter(0.5 * draw(*each.shape, seed=seed + number, dtype=dtype))
+        name: None
+        if each is None or name in without
+        else nn.Parameter(0.5 * draw(*each.shape, seed=seed + number, dtype=dtype))
         for number, (name, each) in enumerate(module._parameters.items())
     }
     return found
@@ -235,7 +243,7 @@ def experts_form(module: Any) -> ExpertsForm | None:
     if {*module._parameters} != names:
         return None
     count, few = module.num_experts, 3
-    one = shell(module)
+    one = shell(module, without=names)
     inner = module._parameters["down_proj"].shape[1 if module.is_transposed else 2]
     shapes = {"gate_up_proj": (2 * inner, 4), "down_proj": (4, inner)}
     for seed, (name, (rows, columns)) in enumerate(shapes.items()):
