@@ -131,7 +131,7 @@ def gpu_path() -> Iterator[None]:
             (torch, "addmm", half_to_fp32),
             (torch, "baddbmm", half_to_fp32),
             (cublaslt, "_library", lambda: Library()),
-            (cublaslt, "_plan", lambda *args: cublaslt._Plan(*[cublaslt.c_void_p()] * 4, cublaslt.c_int())),
+            (cublaslt, "_plan", lambda *args: cublaslt._GemmPlan(*[cublaslt.c_void_p()] * 4, cublaslt.c_int())),
             (cublaslt, "_handle", lambda device: cublaslt.c_void_p()),
             (HostCounts, "wait", equal_counts),
         ):

@@ -249,8 +249,10 @@ SP = {"tensor_parallel": 2, "sequence_parallel": True}
 ALL_GATHER = ContextOptions("all_gather")
 CHOSEN = [
     ("llava", "mixed", 1, {"micro_batch_size": 1}),
+    ("plain", "mixed", 2, {**SP, "micro_batch_size": 2}),
     ("aligned", "mixed", 4, {**SP, "micro_batch_size": 1}),
     ("tower_adapters", "mixed", 2, {**SP, "micro_batch_size": 2}),
+    ("language_adapters", "mixed", 2, {**SP, "micro_batch_size": 1}),
     (
         "qwen",
         "mixed",
@@ -264,19 +266,17 @@ CHOSEN = [
     # The head is a stage by itself, or the last layer is with it; shares of tokens do not skip.
     ("deep_rows", "mixed", 2, {"pipeline_parallel": 2, "pipeline_layout": "Etttt|L", "micro_batch_size": 1}),
     ("experts_rows", "mixed", 2, {**SP, "expert_parallel": 2, "micro_batch_size": 2}),
+    ("rates", "mixed", 2, {**SP, "micro_batch_size": 2}),
     ("llava_rows", "mixed", 2, {"sharded": True, "micro_batch_size": 1}),
     ("llava_rows", "mixed", 2, {"context_parallel": 2, "micro_batch_size": 2}),
     ("deep_rows", "mixed", 2, {"pipeline_parallel": 2, "virtual_pipeline": 2, "micro_batch_size": 1}),
     ("deep_rows", "mixed", 2, {"recompute": RecomputeOptions(granularity="full", num_layers=2), "micro_batch_size": 1}),
     ("intern", "many", 2, {"context_parallel": 2, "micro_batch_size": 2}),
     ("qwen3", "huge", 2, {**SP, "micro_batch_size": 2}),
+    ("registers", "mixed", 2, {**SP, "micro_batch_size": 2}),
     ("qwen", "one", 2, {"context_parallel": 2, "context": ALL_GATHER, "micro_batch_size": 1}),
 ]
 FULL = [
-    ("registers", "mixed", 2, {**SP, "micro_batch_size": 2}),
-    ("rates", "mixed", 2, {**SP, "micro_batch_size": 2}),
-    ("language_adapters", "mixed", 2, {**SP, "micro_batch_size": 1}),
-    ("plain", "mixed", 2, {**SP, "micro_batch_size": 2}),
     # The tower is a stage by itself, before all layers.
     ("deep_qwen", "mixed", 2, {"pipeline_parallel": 2, "pipeline_layout": "E|ttttL", "micro_batch_size": 1}),
     ("llava", "one", 2, {"micro_batch_size": 2}),

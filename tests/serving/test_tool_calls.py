@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,12 +101,13 @@ def test_forms_follow_from_templates() -> None:
 def say(served: Served, text: str, reason: Any = "end") -> None:
     """Let the model say something, three characters a step."""
 
-    async def submit(request: EngineRequest) -> AsyncIterator[EngineOutput]:
+    async def subscribe(requests: Sequence[EngineRequest]) -> AsyncIterator[list[EngineOutput]]:
+        [request] = requests
         for place in range(0, len(text), 3):
-            yield EngineOutput(id=request.id, text=text[place : place + 3], tokens=[1])
-        yield EngineOutput(id=request.id, tokens=[2], reason=reason)
+            yield [EngineOutput(id=request.id, text=text[place : place + 3], tokens=[1])]
+        yield [EngineOutput(id=request.id, tokens=[2], reason=reason)]
 
-    served.llm.submit = submit  # type: ignore[method-assign]
+    served.llm.subscribe = subscribe  # type: ignore[assignment,method-assign]
 
 
 def template(served: Served, more: str) -> None:

@@ -127,7 +127,7 @@ def _split() -> dict[str, Any]:
     )
     return {
         "seen": torch.cat(module.seen).tolist(),
-        "weights": [value.reshape(-1).tolist() for value in whole.values()],
+        "weights": [whole[spec.pieces[0].name].reshape(-1).tolist() for spec in how.specs.values()],
         "mean": float(runner.callback_metrics["mean"]),
     }
 

@@ -62,9 +62,9 @@ DISJOINT_LAYOUTS = [
     # Model, images of rows, ranks, layout of the tower, layout of the language model.
     ("qwen", "mixed", 4, Layout(ranks=2, **CP), CP),
     ("deep_qwen", "mixed", 4, Layout(ranks=2), {**VPP, **SHARDED}),
+    ("experts", "mixed", 4, Layout(ranks=2), {"expert_parallel": 2, **SHARDED}),
 ]
 FULL_DISJOINT = [
-    ("experts", "mixed", 4, Layout(ranks=2), {"expert_parallel": 2, **SHARDED}),
     ("qwen", "mixed", 3, Layout(ranks=2), GRADS),
     ("naflex", "one", 3, Layout(ranks=2, **CP, recompute=RecomputeOptions(granularity="full")), {}),
     ("qwen3", "mixed", 4, Layout(ranks=2, recompute=RecomputeOptions(granularity="full")), SHARDED),
@@ -128,11 +128,11 @@ FULL_DISJOINT = [
 ]
 COLOCATED_LAYOUTS = [
     ("both_adapters", "mixed", 2, Layout(**TP), {}),
+    # Replicas of the tower are on both stages, which shard other layers; here one of them has none.
+    ("deep", "mixed", 4, Layout(), {**PP, "pipeline_layout": "E|ttttL", **SHARDED}),
     ("frozen", "mixed", 2, Layout(), {**SP, **SHARDED}),
 ]
 FULL_COLOCATED = [
-    # Replicas of the tower are on both stages, which shard other layers; here one of them has none.
-    ("deep", "mixed", 4, Layout(), {**PP, "pipeline_layout": "E|ttttL", **SHARDED}),
     (
         "qwen",
         "mixed",

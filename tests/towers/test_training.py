@@ -147,18 +147,18 @@ FULL_DISJOINT = [
     ("qwen", "mixed", 8, Layout(ranks=4, **SP), SP),
 ]
 COLOCATED = [
+    ("deep", "mixed", 4, Layout(**CP), {**SP, **PP, **UNITS}),
     ("deep_qwen", "mixed", 4, Layout(**SP), {**VPP, **SHARDED}),
     ("llava", "none", 2, Layout(), {**PP, **GRADS}),
     ("experts", "mixed", 2, Layout(**SP), {"expert_parallel": 2}),
     ("qwen3", "mixed", 4, Layout(**SP), CP),
     ("llava_rows", "mixed", 2, Layout(), TP),
     ("tiles", "mixed", 2, Layout(), SP),
+    ("experts", "mixed", 4, Layout(), {**SP, "expert_parallel": 2, "expert_tensor_parallel": 2}),
     ("deep", "mixed", 4, Layout(), {**PP, **SHARDED, "pipeline": PipelineOptions(schedule="zero_bubble")}),
     ("qwen", "mixed", 4, Layout(**CP), UNITS),
 ]
 FULL_COLOCATED = [
-    ("experts", "mixed", 4, Layout(), {**SP, "expert_parallel": 2, "expert_tensor_parallel": 2}),
-    ("deep", "mixed", 4, Layout(**CP), {**SP, **PP, **UNITS}),
     ("qwen", "mixed", 2, Layout(), SP),
     ("llava", "mixed", 2, Layout(**SP), {}),
     ("qwen", "mixed", 4, Layout(), SP),
