@@ -222,7 +222,7 @@ LOADS: dict[str, dict[str, Any]] = {
     "requests": {"requests": 6000, "at_once": 192, "tokens": 4, "prompt": 256},
     "half load": {"requests": 1200, "at_once": 600, "tokens": 64, "prompt": 256, "per_second": 240.0},
 }
-"""As fast as it goes: long and short answers. And 15,360 tokens in a second, half of the aim, which arrive in steps of 20 ms."""
+"""As fast as it goes: long and short answers. And 15,360 tokens in a second, in steps of 20 ms: half of the aim."""
 
 
 def main() -> None:
