@@ -16,6 +16,8 @@ from megalight.ops.sample_tokens import SamplingRows, sample_tokens
 LARGEST_SEED = 2**63 - 1
 ALL = 2**62
 """The top-k of a row that keeps all tokens."""
+HUGE = 1e30
+"""The largest bias or penalty: logits, which may be float32, stay finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +58,9 @@ class SamplingParams:
             "temperature": (0 <= self._number("temperature") < math.inf, "finite number, at least 0 (0 is greedy)"),
             "top_p": (self.top_p is None or 0 < self._number("top_p") <= 1, "number above 0 and at most 1"),
             "min_p": (0 <= self._number("min_p") <= 1, "number from 0 to 1"),
-            "repetition_penalty": (0 < self._number("repetition_penalty") < math.inf, "finite number above 0"),
-            "presence_penalty": (math.isfinite(self._number("presence_penalty")), "finite number"),
-            "frequency_penalty": (math.isfinite(self._number("frequency_penalty")), "finite number"),
+            "repetition_penalty": (1 / HUGE <= self._number("repetition_penalty") <= HUGE, "number from 1e-30 to 1e30"),
+            "presence_penalty": (abs(self._number("presence_penalty")) <= HUGE, "number from -1e30 to 1e30"),
+            "frequency_penalty": (abs(self._number("frequency_penalty")) <= HUGE, "number from -1e30 to 1e30"),
         }
         for name, (holds, what) in ranges.items():
             if not holds:
@@ -74,8 +76,10 @@ class SamplingParams:
             integer("token id of logit_bias", token, 0): as_float(value) for token, value in self.logit_bias.items()
         }
         for (token, value), given in zip(bias.items(), self.logit_bias.values(), strict=True):
-            if isinstance(given, bool) or not value < math.inf:
-                raise ConfigurationError(f"logit_bias[{token}] is {given!r}; it must be a finite number or -inf.")
+            if isinstance(given, bool) or not (abs(value) <= HUGE or value == -math.inf):
+                raise ConfigurationError(
+                    f"logit_bias[{token}] is {given!r}; it must be a number from -1e30 to 1e30, or -inf."
+                )
         object.__setattr__(self, "logit_bias", bias)
 
     def _number(self, name: str) -> float:

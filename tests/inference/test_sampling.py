@@ -69,8 +69,8 @@ def test_scalars_of_numpy_and_torch_are_numbers():
         *[{"top_k": value} for value in (0, 1.5, True, "3")],
         *[{"top_p": value} for value in (0.0, 1.1, float("nan"), True, "0.5")],
         *[{"min_p": value} for value in (-0.1, 1.1, float("nan"), True, None)],
-        *[{"repetition_penalty": value} for value in (0, -1.0, float("inf"), "1", None)],
-        *[{"presence_penalty": value} for value in (float("inf"), float("nan"), True, None)],
+        *[{"repetition_penalty": value} for value in (0, -1.0, 1e308, float("inf"), "1", None)],
+        *[{"presence_penalty": value} for value in (1e308, float("inf"), float("nan"), True, None)],
         *[{"frequency_penalty": value} for value in (-float("inf"), "2", None)],
         *[{"min_new_tokens": value} for value in (-1, 1.5, True, None)],
     ],
@@ -87,8 +87,8 @@ def test_values_out_of_range_are_refused(bad):
         ({-1: 0.0}, "token id of logit_bias is -1; it must be at least 0"),
         ({"a": 0.0}, "token id of logit_bias is 'a'; it must be an integer"),
         *[
-            ({3: value}, r"logit_bias\[3\] is .*; it must be a finite number or -inf")
-            for value in (torch.inf, "1", True)
+            ({3: value}, r"logit_bias\[3\] is .*; it must be a number from -1e30 to 1e30, or -inf")
+            for value in (1e308, torch.inf, "1", True)
         ],
     ],
 )
