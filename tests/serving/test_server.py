@@ -313,7 +313,7 @@ BAD: list[tuple[dict[str, Any] | bytes, str, str | None]] = [
     ({"model": "small", "prompt": "a", "stream_options": {"include_usage": True}}, "set stream", "stream_options"),
     ({"model": "small", "prompt": "a", "logprobs": 99}, "less than or equal to 20", "logprobs"),
     ({"model": "small", "prompt": "a", "min_p": 2}, "from 0 to 1", "min_p"),
-    ({"model": "small", "prompt": "a", "repetition_penalty": 0}, "above 0", "repetition_penalty"),
+    ({"model": "small", "prompt": "a", "repetition_penalty": 0}, "from 1e-30", "repetition_penalty"),
     ({"model": "small", "prompt": "a", "logit_bias": {"x": 1}}, "no token id", "logit_bias"),
     ({"model": "small", "prompt": "a", "logit_bias": {"99999": 1}}, "99999", "logit_bias"),
     ({"model": "small", "prompt": "a", "min_tokens": 99}, "min_tokens is 99", "min_tokens"),
