@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from tests.support.workers import run
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")
 
 SAVED = 2
-MUON = MuonConfig(lr=0.02, weight_decay=0.1)
+MUON = MuonConfig(lr=0.02, weight_decay=0.1, ns_dtype="float32")
 CONFIG = AdamConfig(lr=0.0, weight_decay=0.0, muon=MUON)  # Adam changes nothing, as nothing in the file does
 
 
@@ -45,7 +46,9 @@ class Named(OfTorch):
 
 def _trained(kind: type[OfTorch], steps: int, path: str) -> dict[str, Any]:
     module = kind(BASE, seed=SEED)
-    under_lightning(module, steps, path)
+    # torch's Newton-Schulz casts to bfloat16, which turns the least singular vectors of square matrices.
+    with patch.object(torch.Tensor, "bfloat16", torch.Tensor.float):
+        under_lightning(module, steps, path)
     assert isinstance(module.model, nn.Module)
     return whole(module.model)
 
@@ -69,8 +72,7 @@ def test_its_momentum_goes_on(kind: type[OfTorch], options: dict[str, Any], tmp_
         if name.endswith(("proj.weight", "down.weight")):
             expected = after[name] - before[name]
             error = np.linalg.norm(found[name] - after[name]) / np.linalg.norm(expected)
-            # Without momentum it is 0.85 and more. In square matrices, bfloat16 turns the least singular vectors.
-            assert error < (0.05 if "down" in name else 0.25), f"{name}: {error:.3f} of the step"
+            assert error < 1e-4, f"{name}: {error:.6f} of the step"
         elif "embed" in name or "head" in name:
             np.testing.assert_array_equal(found[name], before[name])
 
