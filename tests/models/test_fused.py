@@ -304,7 +304,7 @@ def test_tables_of_angles_keep_the_dtype_that_foreign_attention_needs() -> None:
     for layer in model.model.layers:
         layer.self_attn.forward = layer.self_attn.forward
     ids = torch.randint(3, 50, (2, 9))
-    expected = model(ids).logits
+    exact, plain = copy.deepcopy(model).double()(ids).logits, model(ids).logits
     fuse(model)
     assert not any(isinstance(module, fused_ops.FusedRotary) for module in model.modules())
-    torch.testing.assert_close(model(ids).logits, expected, atol=0.2, rtol=0.05)
+    assert (model(ids).logits - exact).norm() < 1.2 * (plain - exact).norm()  # both are rounded to bfloat16
