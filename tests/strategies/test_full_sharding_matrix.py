@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from tests.strategies.training import (
     by_hand,
     fit,
 )
+from tests.support.cover import pairwise
 from tests.support.options import data_parallel
 from tests.support.workers import run
 
@@ -65,7 +66,7 @@ LAYOUTS: dict[str, tuple[int, GPTConfig, dict[str, Any]]] = {
 FLAT = ("replicate", "replicate_optimizer", "reduce_each_micro_batch")
 """Options of data parallelism among these."""
 
-COVER = {
+COVER = [
     ("dp2", "no_shard", 1.0),
     ("hsdp", "optim", 1.0),
     ("tp", "optim_grads", 1.0),
@@ -77,18 +78,18 @@ COVER = {
     ("cp", "optim_grads_params", 1.0),
     ("recompute", "optim_grads_params", 0.5),
     ("accumulation", "optim_grads_params", 1.0),
-}
+]
 """Each level, each layout that sums over several axes, and each share, in a few runs."""
 
 
-def _rows() -> Iterator[Any]:
-    for layout, (_, _, options) in LAYOUTS.items():
-        for level in LEVELS:
-            if level == "no_shard" and "replicate" in options:
-                continue  # refused: it has no shards to replicate
-            for share in SHARES:
-                row = layout, level, share
-                yield pytest.param(*row, marks=() if row in COVER else pytest.mark.full)
+ROWS = pairwise(
+    (
+        (layout, level, share)
+        for (layout, (_, _, options)), level, share in itertools.product(LAYOUTS.items(), LEVELS, SHARES)
+        if level != "no_shard" or "replicate" not in options  # refused: it has no shards to replicate
+    ),
+    COVER,
+)
 
 
 @functools.cache
@@ -109,7 +110,9 @@ def _trained(layout: str, level: str, share: float, **more: Any) -> dict[str, An
     return {**found, "gradients": gradients.first}
 
 
-@pytest.mark.parametrize(("layout", "level", "share"), list(_rows()))
+@pytest.mark.parametrize(
+    ("layout", "level", "share"), [pytest.param(*row, marks=[pytest.mark.full] * (row not in COVER)) for row in ROWS]
+)
 def test_equals_one_device(layout: str, level: str, share: float) -> None:
     world, config, _ = LAYOUTS[layout]
     expected = _expected(config, 1 if config is MOE else None)

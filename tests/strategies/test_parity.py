@@ -14,16 +14,16 @@ import torch
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.types import TokenBatch
 from tests.strategies.training import CONFIGS, assert_same_run, by_hand, fit, global_batch
+from tests.support.cover import pairwise
 from tests.support.workers import run
 
-LAYOUTS = [
-    {"tensor_parallel": tp, "sequence_parallel": sp, "data": dp, "level": level}
-    for tp, sp, dp, level in itertools.product((1, 2, 4), (False, True), (1, 2), ("no_shard", "optim"))
-    if not (sp and tp == 1)
-]
-ROWS = [(name, layout) for name in CONFIGS for layout in LAYOUTS]
 COVER = [("gpt2", 1, False, 1, "no_shard")]
-"""The table of layouts has all pairs of the others (:mod:`tests.test_cover`)."""
+"""The table of layouts has all pairs of the others (:mod:`tests.support.test_cover`)."""
+ROWS = pairwise(
+    row
+    for row in itertools.product(CONFIGS, (1, 2, 4), (False, True), (1, 2), ("no_shard", "optim"))
+    if row[1] > 1 or not row[2]
+)
 
 
 @functools.cache
@@ -71,16 +71,7 @@ def test_float32_differs_by_rounding_alone(row: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "row",
-    [
-        row
-        for name, layout in ROWS
-        if (row := (name, layout["tensor_parallel"], layout["sequence_parallel"], layout["data"], layout["level"]))
-        not in COVER
-    ],
-    ids=ident,
-)
+@pytest.mark.parametrize("row", [row for row in ROWS if row not in COVER], ids=ident)
 def test_every_layout_trains_the_same_model(row: tuple[Any, ...]) -> None:
     check(*row)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -17,22 +18,22 @@ from tests.strategies.test_full_sharding import _trained as _whole
 from tests.strategies.test_full_sharding_matrix import LAYOUTS, MOE, _expected, _trained
 from tests.strategies.test_pushed_gathers import _counted, check_beside
 from tests.strategies.training import assert_same_gradients, assert_same_run
+from tests.support.cover import pairwise
 from tests.support.workers import run
 
-COVER = {
+COVER = [
     ("dp2", "optim", 0.0),
     ("dp2", "optim", 0.5),
     ("hsdp over both", "optim", 0.0),
     ("ep edp", "optim", 0.0),
     ("dp2", "optim_grads", 0.0),
-}
-ROWS = [
-    pytest.param(layout, level, share, marks=() if (layout, level, share) in COVER else pytest.mark.full)
+]
+DIVIDED = [
+    layout
     for layout, (world, _, _) in LAYOUTS.items()
-    for level in ("optim", "optim_grads")
-    for share in (0.0, 0.5)
     if world < 8 and layout not in ("ep", "tp", "replicas alone", "tp ep")  # a single rank has whole shards there
 ]
+ROWS = pairwise(itertools.product(DIVIDED, ("optim", "optim_grads"), (0.0, 0.5)), COVER)
 
 
 def _pushed(layout: str, level: str, share: float) -> dict[str, Any]:
@@ -52,7 +53,9 @@ def _pushed(layout: str, level: str, share: float) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("layout", "level", "share"), ROWS)
+@pytest.mark.parametrize(
+    ("layout", "level", "share"), [pytest.param(*row, marks=[pytest.mark.full] * (row not in COVER)) for row in ROWS]
+)
 def test_equals_one_device(layout: str, level: str, share: float) -> None:
     world, config, _ = LAYOUTS[layout]
     expected = _expected(config, 1 if config is MOE else None)

@@ -1,4 +1,4 @@
-"""Pairwise covers: the rows of tables that run by default have every pair of features that any row has."""
+"""Pairwise covers: a few rows of a product, and the rows of tables that run by default, have every pair there is."""
 
 from __future__ import annotations
 
@@ -10,6 +10,17 @@ from typing import Any
 import pytest
 
 Pair = frozenset[str]
+
+
+def pairwise(rows: Iterable[tuple[Any, ...]], first: Iterable[tuple[Any, ...]] = ()) -> list[tuple[Any, ...]]:
+    """Return ``first``, and of ``rows`` the few that add every further pair of values: each time who adds the most."""
+    chosen = list(first)
+    pairs = {row: set(itertools.combinations(enumerate(row), 2)) for row in [*chosen, *rows]}
+    left = set().union(*pairs.values()).difference(*(pairs[row] for row in chosen))
+    while left:
+        chosen.append(max(pairs, key=lambda row: len(pairs[row] & left)))
+        left -= pairs[chosen[-1]]
+    return chosen
 
 
 @dataclass(frozen=True)
