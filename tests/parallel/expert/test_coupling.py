@@ -31,8 +31,7 @@ class Task:
     """Next tokens; an auxiliary loss and a metric that every micro-batch brings."""
 
     def forward_step(self, model: nn.Module, batch: Any, carry: Carry | None = None) -> Carry:
-        ids, labels, lengths = batch
-        sequences = PackedSequences.of_lengths(lengths)
+        ids, labels, sequences = batch
         output = model(ids, sequences, labels, hidden=None if carry is None else carry["hidden"])
         return {"hidden": output.hidden} if output.losses is None else {"losses": output.losses}
 
@@ -44,6 +43,17 @@ class Task:
     def loss_tokens(self, batch: Any) -> Tensor:
         return torch.tensor(float(len(batch[0])))
 
+    def context_share(self, batch: Any, rank: int, size: int) -> Any:
+        """Return a share of sequences whose lengths need no padding."""
+        ids, labels, sequences = batch
+        share, places = sequences.zigzag(rank, size)
+        return ids[places], labels[places], share
+
+
+def micro_batch(lengths: list[int], draws: torch.Generator) -> Any:
+    """Return tokens, labels and sequences."""
+    return (*torch.randint(0, 101, (2, sum(lengths)), generator=draws), PackedSequences.of_lengths(lengths))
+
 
 SHARES = [[[4, 4], [8]], [[2, 2, 4]], [[8], [4, 4], [6, 2]], [[3, 5]]]
 """Lengths of the sequences of each micro-batch, by data-parallel rank."""
@@ -51,7 +61,7 @@ SHARES = [[[4, 4], [8]], [[2, 2, 4]], [[8], [4, 4], [6, 2]], [[3, 5]]]
 
 def micro_batches(replica: int) -> list[Any]:
     draws = torch.Generator().manual_seed(replica)
-    return [(*torch.randint(0, 101, (2, sum(lengths)), generator=draws), lengths) for lengths in SHARES[replica]]
+    return [micro_batch(lengths, draws) for lengths in SHARES[replica]]
 
 
 def expected(replicas: int) -> dict[str, Any]:

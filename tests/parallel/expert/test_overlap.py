@@ -30,7 +30,7 @@ from megalight.parallel.recompute import RecomputeOptions
 from megalight.parallel.run_engine import engine_over
 from megalight.parallel.step import StepDriver
 from tests.parallel.expert.model import CONFIG, build
-from tests.parallel.expert.test_coupling import Task
+from tests.parallel.expert.test_coupling import Task, micro_batch
 from tests.parallel.gathering import gather_canonical, relative_error
 from tests.parallel.test_apply import canonical
 from tests.support.workers import run
@@ -46,8 +46,7 @@ BESIDE = ExpertOptions(shared_expert_overlap=True)
 
 def micro_batches(replica: int, count: int) -> list[Any]:
     draws = torch.Generator().manual_seed(replica)
-    lengths = [[4 + i % 2 * 2, 4] for i in range(count)]
-    return [(*torch.randint(0, 101, (2, sum(each)), generator=draws), each) for each in lengths]
+    return [micro_batch([4 + i % 2 * 4, 4], draws) for i in range(count)]
 
 
 @functools.cache
