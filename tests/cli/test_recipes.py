@@ -21,6 +21,7 @@ from megalight.parallel.data_parallel import DataParallelOptions
 from megalight.parallel.estimate import estimate
 from megalight.parallel.recompute import RecomputeOptions
 from megalight.strategies.user_module import layout_for
+from tests.support.cover import pairwise
 
 RECIPES = recipes()
 
@@ -109,9 +110,16 @@ NAMED = [
 ]
 
 
-@pytest.mark.parametrize(
-    "name", [*NAMED, *(pytest.param(name, marks=pytest.mark.full) for name in RECIPES if name not in NAMED)]
-)
+def parts(name):
+    preset, _, rest = name.partition("-")
+    return preset, *rest.rsplit("-", 1)
+
+
+COVER = ["-".join(row) for row in pairwise(map(parts, RECIPES), map(parts, NAMED))]
+"""Each preset with each job and each number of GPUs, and each job with each of these."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (name not in NAMED)) for name in COVER])
 def test_a_recipe_is_a_configuration_by_its_name_and_as_a_file(name, tmp_path, capsys):
     assert main(["recipes", name]) == 0
     path = tmp_path / "mine.yaml"
