@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
+from megalight.parallel.peers.memory import peak_allocated
 from megalight.types import TokenBatch
 
 
@@ -300,8 +301,8 @@ def peak_of(device: torch.device) -> float | None:
 
 
 def memory_gib(device: torch.device) -> float:
-    """Return the highest memory use so far in GiB: allocated on a GPU, resident in this process on a CPU."""
+    """Return the highest memory use so far in GiB: allocated on a GPU (symmetric memory too), resident in this process on a CPU."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
+        return peak_allocated(device) / 2**30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**30 if sys.platform == "darwin" else 2**20)  # macOS reports bytes, Linux KiB

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from megalight.errors import ConfigurationError
 from megalight.parallel.degrees import check_measured
 from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.peers.memory import allocated, held, peak_allocated
 
 AUTO: Literal["auto"] = "auto"
 SHARE = 0.9
@@ -58,7 +59,7 @@ class Memory(Protocol):
 
 
 class DeviceMemory:
-    """Measures a GPU by torch's allocator, which counts on the host, so that nothing waits for the device.
+    """Measures a GPU by counts of the host, so that nothing waits for the device.
 
     Raises:
         ConfigurationError: the device is a CPU.
@@ -73,14 +74,15 @@ class DeviceMemory:
         """Begin to measure. Ending it is a collective over all ranks, which then go on with equal figures."""
         # Peaks of earlier steps, and of the search itself, must not count.
         torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device)
+        before = allocated(self.device)
 
         def end() -> Usage:
             free, total = torch.cuda.mem_get_info(self.device)
             allowed = total * torch.cuda.get_per_process_memory_fraction(self.device)
-            room = min(free + torch.cuda.memory_reserved(self.device), allowed)  # without what other processes hold
+            # Without what other processes hold. Symmetric memory is in `before` and in the peak, and so in the room.
+            room = min(free + torch.cuda.memory_reserved(self.device), allowed) + held()
             # Negated, so that one MAX gives the most memory in use and the smallest limit.
-            figures = [samples, before, torch.cuda.max_memory_allocated(self.device), -SHARE * room]
+            figures = [samples, before, peak_allocated(self.device), -SHARE * room]
             worst = torch.tensor(figures, dtype=torch.float64, device=self.device)
             if self.mesh.world_size > 1:
                 dist.all_reduce(worst, op=dist.ReduceOp.MAX)

@@ -11,6 +11,7 @@ import torch
 
 from megalight import checkpoint
 from megalight.errors import ConfigurationError
+from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.step import run_passes
 from megalight.plugins.precision import MegatronPrecision
 from megalight.strategies import micro_batches
@@ -152,6 +153,26 @@ def test_a_saved_number_is_taken_if_it_fits(room, held, size, caplog):
     assert resumed.found == (size == 8)
     assert ("searched anew" in caplog.text) == (size == 1)
     assert (resumed.result is None) == (size == 1)
+
+
+def test_symmetric_memory_takes_room_from_the_allocator(monkeypatch):
+    """1000 bytes, 50 of another process: 600 are the allocator's, of which 200 are free, and 300 are shared with peers."""
+    figures: dict[str, Any] = {
+        "reset_peak_memory_stats": None,
+        "memory_allocated": 400,
+        "max_memory_allocated": 550,
+        "memory_reserved": 600,
+        "mem_get_info": (50, 1000),
+        "get_per_process_memory_fraction": 1.0,
+    }
+    for name, value in figures.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    monkeypatch.setattr(micro_batches, "check_measured", lambda kind: None)
+    held = [200, 300, 300]  # it grows in the step
+    monkeypatch.setattr("megalight.parallel.peers.memory.held", lambda: held.pop(0))
+    monkeypatch.setattr(micro_batches, "held", lambda: held.pop(0))
+    end = micro_batches.DeviceMemory(torch.device("cpu"), ParallelMesh()).measure(4)
+    assert end() == Usage(4, before=600, peak=850, limit=int(0.9 * 950))
 
 
 def test_a_given_number_stays():

@@ -139,6 +139,16 @@ def held() -> int:
     return sum(memory.nbytes for memory in _MADE)
 
 
+def allocated(device: torch.device) -> int:
+    """Return the bytes in use on a GPU: those of torch's allocator, and symmetric memory."""
+    return torch.cuda.memory_allocated(device) + held()
+
+
+def peak_allocated(device: torch.device) -> int:
+    """Return the most bytes in use on a GPU since torch's peak was reset. Symmetric memory grows and never shrinks."""
+    return torch.cuda.max_memory_allocated(device) + held()
+
+
 class PeerMemory:
     """Slots of symmetric memory that grow; all ranks request equal sizes in the same order.
 

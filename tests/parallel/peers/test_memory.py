@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megalight.callbacks.meter import memory_gib
 from megalight.errors import MegalightError
 from megalight.parallel.graphs.fingerprint import Inspection
 from megalight.parallel.mesh import shared_group
@@ -85,11 +86,16 @@ def test_operations_are_laid_out_as_the_driver_reads_them() -> None:
 
 def test_symmetric_memory_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """For peaks of memory: torch's allocator does not know it."""
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 300)
+    gpu = torch.device("cuda", 0)
     group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
     before = memory.held()
     made = memory.PeerMemory(group, exact=True)
     made._kept += [torch.zeros(1000, dtype=torch.uint8), torch.zeros(24, dtype=torch.uint8)]
     assert memory.held() == before + 1024
+    assert memory.allocated(gpu) == before + 1124
+    assert memory.peak_allocated(gpu) == memory_gib(gpu) * 2**30 == before + 1324
     del made
     gc.collect()
     assert memory.held() == before
