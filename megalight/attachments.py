@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import nn
+
 
 class Attachment:
     """A value that an object of another class carries for us.
@@ -55,6 +57,13 @@ UNIT_HOOKS = Attachment("unit_hooks")
 """Of a unit's module: the hooks of an engine, which the next engine over the module removes."""
 GATHER_HOOK = Attachment("gathering")
 """Of a module: the hook that waits for its parameters. It reads no tensor, so fusions and recompute may ignore it."""
+FUSED_FORM = Attachment("fused_form")
+"""Of a module of ``transformers`` that runs fused ops: what it computes. It has no constructor that could take it."""
+
+
+def keep_apart(owner: nn.Module, **modules: Any) -> None:
+    """Let a module have others as attributes, and not as children: what stands for a layer must not own it, too."""
+    owner.__dict__.update(modules)
 
 
 def shadow_of(module: Any, children: dict[str, Any], **more: Any) -> Any:
@@ -69,6 +78,12 @@ def shadow_of(module: Any, children: dict[str, Any], **more: Any) -> Any:
     shadow = object.__new__(type(module))
     shadow.__dict__ = {**module.__dict__, "_modules": children, **more}
     return shadow
+
+
+def restore(owner: object, *methods: str) -> None:
+    """Let an object have methods of its class again: what lies in the instance hides them."""
+    for name in methods:
+        owner.__dict__.pop(name, None)
 
 
 @contextmanager

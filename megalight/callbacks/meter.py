@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
+from megalight.attachments import restore
 from megalight.parallel.peers.memory import peak_allocated
 from megalight.types import TokenBatch
 
@@ -201,8 +202,7 @@ class DataWait:
 
     def stop(self) -> None:
         """Stop measuring."""
-        for name in ("_on_before_fetch", "_on_after_fetch"):
-            vars(self._loop).pop(name, None)
+        restore(self._loop, "_on_before_fetch", "_on_after_fetch")
 
 
 def current_loss(trainer: pl.Trainer, outputs: Any) -> Tensor | None:
@@ -301,7 +301,7 @@ def peak_of(device: torch.device) -> float | None:
 
 
 def memory_gib(device: torch.device) -> float:
-    """Return the highest memory use so far in GiB: allocated on a GPU (symmetric memory too), resident in this process on a CPU."""
+    """Return the highest memory use so far in GiB: in use by torch on a GPU, resident in this process on a CPU."""
     if device.type == "cuda":
         return peak_allocated(device) / 2**30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from megalight.attachments import FUSED_FORM
 from megalight.errors import ConfigurationError
 from megalight.models import fused_forms as forms
 from megalight.nn.transformers_attention import CALL, CAUSAL, NAME, use_attention
@@ -521,7 +522,7 @@ def _fuse_model(model: Any) -> None:
 def _change(module: nn.Module, part: Any, form: Any) -> None:
     theirs: Any = type(module)
     module.__class__ = _fused(part, theirs)
-    vars(module)["fused_form"] = form
+    FUSED_FORM.set(module, form)
 
 
 def unfuse(model: nn.Module) -> None:
@@ -530,7 +531,7 @@ def unfuse(model: nn.Module) -> None:
         if isinstance(module, FusedLinear):
             module.__class__ = nn.Linear  # type: ignore[assignment]
         elif isinstance(module, FusedModule):
-            form = vars(module).pop("fused_form")
+            form = FUSED_FORM.pop(module)
             if isinstance(module, Decoder):
                 module.config._attn_implementation_internal = form
             module.__class__ = type(module).of_transformers()

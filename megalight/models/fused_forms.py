@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from megalight.attachments import FUSED_FORM, keep_apart, shadow_of
 from megalight.nn.transformers_attention import NAME, LazyMask
 from megalight.ops.activation import REFERENCE_KINDS, reference_gated_pair, weighted
 from megalight.ops.norm import reference_layer_norm, reference_rms_norm
@@ -58,20 +59,21 @@ def shell(
     """
     if "forward" in vars(module) or any(isinstance(each, nn.Dropout) and each.p for each in module.children()):
         raise NoForm
-    found = copy.copy(module)
-    for name, value in vars(module).items():
-        if name.endswith("_hooks") and isinstance(value, OrderedDict):
-            found.__dict__[name] = OrderedDict()
-    found.__dict__["training"] = True
-    found.__dict__["_modules"] = {**module._modules, **(modules or {})}
-    found.__dict__["_buffers"] = {name: _on_cpu(each) for name, each in module._buffers.items()}
-    found.__dict__["_parameters"] = {
+    hooks = {name for name, value in vars(module).items() if name.endswith("_hooks") and isinstance(value, OrderedDict)}
+    parameters = {
         name: None
         if each is None or name in without
         else nn.Parameter(0.5 * draw(*each.shape, seed=seed + number, dtype=dtype))
         for number, (name, each) in enumerate(module._parameters.items())
     }
-    return found
+    return shadow_of(
+        module,
+        {**module._modules, **(modules or {})},
+        training=True,
+        _buffers={name: _on_cpu(each) for name, each in module._buffers.items()},
+        _parameters=parameters,
+        **{name: OrderedDict() for name in hooks},
+    )
 
 
 def _on_cpu(buffer: Tensor | None) -> Tensor | None:
@@ -251,8 +253,8 @@ def experts_form(module: Any) -> ExpertsForm | None:
         one._parameters[name] = nn.Parameter(draw(count if count < few else few, *shape, seed=seed) * 2)
         if module.has_bias:
             one._parameters[f"{name}_bias"] = nn.Parameter(draw(min(count, few), rows, seed=seed + 7))
-    one.__dict__["num_experts"] = min(count, few)
-    one.__dict__["config"] = copy.copy(module.config)
+    one.num_experts = min(count, few)
+    one.config = copy.copy(module.config)
     one.config._experts_implementation = "eager"
     x, probs = 2 * draw(5, 4, seed=11), draw(5, 2, seed=12).softmax(-1)
     chosen = torch.stack([torch.arange(5), torch.arange(5) + 1], 1) % min(count, few)
@@ -346,7 +348,7 @@ def attention_form(module: Any) -> AttentionForm | None:
     query, keys = _heads(module, layers, size)
     parts[output] = linear(query * size, 4, _has_bias(children[output]), 7)
     one = shell(module, parts)
-    one.__dict__["config"] = copy.copy(module.config)
+    one.config = copy.copy(module.config)
     one.config._attn_implementation_internal = PROBE
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
@@ -650,7 +652,7 @@ def layer_reference(form: LayerForm, parts: Mapping[str, Any], x: Tensor) -> Ten
 
 def norm_of(module: nn.Module | None) -> NormForm | None:
     """Return the form that a norm was given."""
-    found = vars(module).get("fused_form") if module is not None else None
+    found = FUSED_FORM.get(module) if module is not None else None
     return found if isinstance(found, NormForm) else None
 
 
@@ -662,7 +664,7 @@ class _RecordedLayer(nn.Module):
 
     def __init__(self, real: nn.Module) -> None:
         super().__init__()
-        self.__dict__["real"] = real
+        keep_apart(self, real=real)
         self.mask: Any = None
 
     def __getattr__(self, name: str) -> Any:
@@ -692,7 +694,7 @@ def windows_of(decoder: Any) -> list[int | None] | None:
         if child is not None and name != "layers"
     }
     one = shell(decoder, {**parts, "layers": stand_ins})
-    one.__dict__["config"] = copy.copy(decoder.config)
+    one.config = copy.copy(decoder.config)
     one.config._attn_implementation_internal = NAME
     one(inputs_embeds=draw(1, 4, decoder.config.hidden_size, dtype=torch.float32), use_cache=False)
     found: list[int | None] = []

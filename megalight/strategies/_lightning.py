@@ -34,6 +34,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import SyncBatchNorm
 
+from megalight.attachments import overridden, restore
+
 logger = logging.getLogger(__name__)
 
 __all__ = [
@@ -209,8 +211,7 @@ def skip_backward(trainer: pl.Trainer, skip: bool) -> None:
 
 def link_by(callback: Any, link: Callable[[pl.Trainer, str, str], None] | None) -> None:
     """Let a ModelCheckpoint make its links with ``link``; None: with its own method again."""
-    # The instance's attribute hides the method of the class, so that removing it restores the method.
-    callback.__dict__.pop("_link_checkpoint", None)
+    restore(callback, "_link_checkpoint")
     if link is not None:
         callback._link_checkpoint = link
 
@@ -218,16 +219,10 @@ def link_by(callback: Any, link: Callable[[pl.Trainer, str, str], None] | None) 
 @contextmanager
 def finding_last_by(callback: Any, replace: Callable[[Any], Any]) -> Iterator[None]:
     """Let a ModelCheckpoint replace each path that it finds for ``ckpt_path="last"``, and then find as before."""
-    # As this instance finds them: somebody may have given it a way of its own.
-    name, find, held = "_find_last_checkpoints", callback._find_last_checkpoints, vars(callback)
-    own = {name: held[name]} if name in held else {}
-    # No lambda: spawned ranks get their callbacks by pickle.
-    callback._find_last_checkpoints = partial(_replaced, find, replace)
-    try:
+    # As this instance finds them: somebody may have given it a way of its own. No lambda: spawned ranks get their
+    # callbacks by pickle.
+    with overridden(callback, _find_last_checkpoints=partial(_replaced, callback._find_last_checkpoints, replace)):
         yield
-    finally:
-        held.pop(name)
-        held.update(own)
 
 
 def _replaced(find: Callable[[pl.Trainer], set[str]], replace: Callable[[Any], Any], trainer: pl.Trainer) -> set[Any]:
@@ -253,8 +248,7 @@ def summarize(
 def summarize_as_before(trainer: pl.Trainer) -> None:
     """Take back :func:`summarize`."""
     for callback in _summaries(trainer):
-        for name in ("_summary", "summarize"):
-            callback.__dict__.pop(name, None)
+        restore(callback, "_summary", "summarize")
 
 
 def _summaries(trainer: pl.Trainer) -> list[ModelSummary]:
@@ -270,7 +264,7 @@ def count_no_epochs(trainer: pl.Trainer, on: bool) -> None:
     """Let Lightning's bar for rich terminals say ``Epoch 0`` where steps end the run; it says ``Epoch 0/-2``."""
     bar, name = trainer.progress_bar_callback, "_get_train_description"
     if isinstance(bar, RichProgressBar):
-        bar.__dict__.pop(name, None)
+        restore(bar, name)
         own = type(bar)._get_train_description is not RichProgressBar._get_train_description
         if on and trainer.max_epochs == -1 and not own:
             setattr(bar, name, partial(_epoch, bar))
@@ -388,8 +382,7 @@ class SigtermAgreement:
     def uninstall(self) -> None:
         """Restore Lightning's own methods."""
         for owner in (self.trainer._signal_connector, self.trainer.fit_loop.epoch_loop):
-            for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn", "_broadcast_sigterm_tensor"):
-                owner.__dict__.pop(name, None)
+            restore(owner, "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn", "_broadcast_sigterm_tensor")
 
     def at_step(self) -> None:
         """Before the first batch of an optimizer step: save and requeue the job if SLURM has announced its end."""

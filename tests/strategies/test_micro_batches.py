@@ -156,7 +156,7 @@ def test_a_saved_number_is_taken_if_it_fits(room, held, size, caplog):
 
 
 def test_symmetric_memory_takes_room_from_the_allocator(monkeypatch):
-    """1000 bytes, 50 of another process: 600 are the allocator's, of which 200 are free, and 300 are shared with peers."""
+    """Of 1000 bytes, another process has 50, the allocator 600, peers share 300, and 50 are free."""
     figures: dict[str, Any] = {
         "reset_peak_memory_stats": None,
         "memory_allocated": 400,

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from megalight.attachments import restore
 from megalight.errors import MegalightError
 from megalight.ops.common import once_differentiable
 from megalight.ops.parameter import cast_of
@@ -477,7 +478,7 @@ class ModuleGraphs:
         self._external.clear()
         for lane in self._lanes:
             for _, module in lane.modules:
-                module.__dict__.pop("forward", None)
+                restore(module, "forward")
 
     # ------------------------------------------------------------------ a call
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalight.attachments import STAGE, overridden, shadow_of
+from megalight.attachments import STAGE, keep_apart, overridden, shadow_of
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.parallel.layers import layers_of
 from megalight.parallel.mesh import ParallelMesh
@@ -504,13 +504,12 @@ class _Entry(nn.Module):
     def __init__(self, run: DeclaredStage, index: int, layer: nn.Module) -> None:
         super().__init__()
         here = index in run.stage.layers
-        # Not as a child: the entry is no part of the model.
-        self.__dict__["layer"] = layer if here else shadow_of(layer, {}, _parameters={}, _buffers={})
-        self.__dict__["stage"] = run
+        keep_apart(self, layer=layer if here else shadow_of(layer, {}, _parameters={}, _buffers={}))
+        self.run = run
         self.index = index
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["stage"].run_layer(self.index, self.__dict__["layer"], args, kwargs)
+        return self.run.run_layer(self.index, self.layer, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["layer"], name)
@@ -521,13 +520,11 @@ class _Away(nn.Module):
 
     def __init__(self, run: DeclaredStage, name: str) -> None:
         super().__init__()
-        self.__dict__["stage"] = run
+        self.run = run
         self.name = name
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"{self.__dict__['name']} has no {name} here: {self.__dict__['stage'].stage} does not hold it. {INSTEAD}."
-        )
+        raise AttributeError(f"{self.name} has no {name} here: {self.run.stage} does not hold it. {INSTEAD}.")
 
 
 class _Zeros(_Away):
@@ -538,5 +535,5 @@ class _Zeros(_Away):
         self.embedding_dim = run.root.get_submodule(name).get_parameter("weight").shape[1]
 
     def forward(self, tokens: Tensor) -> Tensor:
-        received = self.__dict__["stage"].received
+        received: Any = self.run.received
         return torch.zeros(*tokens.shape, self.embedding_dim, dtype=received.dtype, device=received.device)

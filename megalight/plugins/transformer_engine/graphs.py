@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megalight.attachments import restore
 from megalight.ops.common import once_differentiable
 from megalight.ops.parameter import cast_of
 from megalight.parallel.graphs.modules import Named, Parts
@@ -135,8 +136,7 @@ class TransformerEngineGraphs:
         for lane in self._lanes:
             lane.samples, lane.graphed = [], []
             for _, module in lane.modules:
-                # The class's forward shows again once the instance has none.
-                module.__dict__.pop("forward", None)
+                restore(module, "forward")
                 for parameter in module.parameters():
                     if (cast := cast_of(parameter)) is not None:
                         cast.release()
