@@ -1,21 +1,20 @@
-"""Every option, from the signatures against which commands are checked: help pages and the JSON schema.
-
-They are made from the source of the classes, so they take no seconds and cannot be out of date.
-"""
+"""Every option, from the signatures of the classes: the page of all options, and the JSON schema."""
 
 from __future__ import annotations
 
-import ast
+import dataclasses
+import importlib
+import inspect
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+import types
+import typing
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from megalight.cli import signatures
-from megalight.cli.config_args import each_option
-from megalight.cli.signatures import SCALARS, Annotation, ClassSource, SourceArgument, find_class, find_module
-from megalight.cli.unknown_keys import START, STRATEGY, Classes, named_classes
+from megalight.cli.config_args import DEFAULTS, SECTIONS, STRATEGY, ConfigArgs, find_class, members
+from megalight.cli.lightning import prepare
 from megalight.cli.verbs import TRAINER_VERBS
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -37,7 +36,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "megalight.rl.data.PromptDataModule",
     ),
     STRATEGY: (
-        START[STRATEGY],
+        DEFAULTS[STRATEGY],
         "megalight.strategies.MegatronFSDPStrategy",
         "megalight.strategies.MegatronTowersStrategy",
     ),
@@ -55,53 +54,111 @@ ROOT: dict[str, dict[str, Any]] = {
 }
 
 
+SCALARS = {int: "int", float: "float", bool: "bool", str: "str"}
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What an argument accepts.
+
+    Attributes:
+        scalars: the plain types, a subset of int, float, bool and str.
+        choices: the values of a ``Literal``.
+        cls: the class, if there is exactly one.
+        complete: nothing else is accepted, except None if ``optional``.
+        optional: None is accepted.
+    """
+
+    scalars: tuple[type, ...] = ()
+    choices: tuple[Any, ...] = ()
+    cls: type | None = None
+    complete: bool = True
+    optional: bool = False
+
+    @classmethod
+    def of(cls, annotation: Any) -> Accepted:
+        """Return what an annotation accepts."""
+        union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+        parts = typing.get_args(annotation) if union else (annotation,)
+        scalars = tuple(part for part in parts if part in SCALARS)
+        literals = [part for part in parts if typing.get_origin(part) is Literal]
+        classes = [part for part in parts if isinstance(part, type) and part not in (*SCALARS, types.NoneType)]
+        # Builtin containers, and kinds of numbers and texts such as jsonargparse's, have rules of their own.
+        known = [each for each in classes if each.__module__ != "builtins" and not issubclass(each, (*SCALARS,))]
+        return Accepted(
+            scalars,
+            tuple(value for part in literals for value in typing.get_args(part)),
+            known[0] if len(known) == 1 else None,
+            len(known) < 2 and len(scalars) + len(literals) + len(known) + (types.NoneType in parts) == len(parts),
+            types.NoneType in parts,
+        )
+
+
 @dataclass(frozen=True)
 class Option:
     """One key of the configuration.
 
     Attributes:
         key: the dotted key.
-        accepted: what it accepts, as far as the source says.
-        written: its annotation and its default, as they are written.
+        annotation: what its argument accepts.
+        default: its default, as text; empty if there is none, or if a function makes it.
         description: what the docstring says about it; may be empty.
     """
 
     key: str
-    accepted: Annotation
-    written: SourceArgument
+    annotation: Any
+    default: str
     description: str
+
+    @property
+    def accepted(self) -> Accepted:
+        """What it accepts."""
+        return Accepted.of(self.annotation)
 
     @property
     def kind(self) -> str:
         """What may stand after ``=``, short: ``int``, ``auto|off``, ``int|auto|null``; else the annotation."""
-        if not self.accepted.complete or self.accepted.source is not None:
-            return self.written.annotation
-        scalars = [name for name, kind in SCALARS.items() if kind in self.accepted.scalars]
-        words = [*scalars, *map(str, self.accepted.choices), *["null"] * self.accepted.optional]
-        return "|".join(dict.fromkeys(words))
+        accepted = self.accepted
+        if not accepted.complete or accepted.cls is not None:
+            name = self.annotation.__name__ if isinstance(self.annotation, type) else str(self.annotation)
+            return re.sub(r"[\w.]*\.(?=\w)", "", name).replace("NoneType", "None")
+        words = [*(SCALARS[kind] for kind in accepted.scalars), *map(str, accepted.choices)]
+        return "|".join(dict.fromkeys([*words, *["null"] * accepted.optional]))
 
 
-def options(prefix: str, source: ClassSource, above: tuple[ClassSource, ...] = ()) -> Iterator[Option]:
+def options(prefix: str, cls: type, above: tuple[type, ...] = ()) -> Iterator[Option]:
     """Yield the options of a class, each followed by those of the dataclass that it takes.
 
     Other classes are chosen by their path, and which one is not known here.
 
     Args:
         prefix: the key that the class fills.
-        source: the class.
+        cls: the class.
         above: classes that hold this one. A class may have one of its own kind in it: of that one the key is enough.
     """
-    said, written = descriptions(source), signatures.written(source)
-    for name, accepted in (signatures.members(source) or {}).items():
-        key = f"{prefix}.{name}"
-        yield Option(key, accepted, written.get(name, SourceArgument()), said.get(name, ""))
-        inner = accepted.source
-        if inner is not None and inner.is_dataclass and inner not in (*above, source):
-            yield from options(key, inner, (*above, source))
+    said, written = descriptions(cls), defaults(cls)
+    for name, annotation in members(cls).items():
+        option = Option(f"{prefix}.{name}", annotation, written.get(name, ""), said.get(name, ""))
+        yield option
+        inner = option.accepted.cls
+        if dataclasses.is_dataclass(inner) and inner not in (*above, cls):
+            yield from options(option.key, inner, (*above, cls))
+
+
+def defaults(cls: type) -> dict[str, str]:
+    """Return argument -> its default value as text. Nearer classes win; objects have none."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if "__init__" in vars(base):
+            parameters = inspect.signature(vars(base)["__init__"]).parameters
+            values = {name: parameter.default for name, parameter in parameters.items()}
+            plain = (bool, int, float, str, list, tuple, types.NoneType)
+            found |= {name: str(value) for name, value in values.items() if isinstance(value, plain)}
+    return found
 
 
 WIDTH = 110
-DEFAULTS = {**START, "model": CHOICES["model"][0], "data": CHOICES["data"][0]}
+SHOWN = {**DEFAULTS, "model": CHOICES["model"][0], "data": CHOICES["data"][0]}
 """Classes whose options are shown where the command names no other."""
 
 OTHER_DEFAULTS = {STRATEGY: "megatron"}
@@ -125,9 +182,8 @@ def page(verb: str, words: Sequence[str]) -> str:
         verb: ``fit``, ``validate``, ``test`` or ``predict``.
         words: the other words of the command. Options of the classes that they name are shown.
     """
-    classes: Classes = {key: find_class(path) for key, path in DEFAULTS.items()}
-    for part in each_option(words):
-        classes |= named_classes(part, classes)
+    prepare()
+    given = ConfigArgs.read(words)
     lines = [
         f"usage: megalight {verb} -c FILE [-c FILE ...] [--KEY=VALUE ...]",
         "",
@@ -139,53 +195,29 @@ def page(verb: str, words: Sequence[str]) -> str:
     for key, meaning in CONFIGURATION.items():
         if verb in ONLY.get(key, (verb,)):
             lines += _entry(f"--{key}", meaning)
-    for key in ("trainer", STRATEGY, "model", "data"):
-        lines += _section(verb, key, classes[key])
+    for key in SECTIONS:
+        lines += _section(key, given.class_at(key) if key in given.values else find_class(SHOWN[key]))
     for key in CHOICES:
-        lines += _choices(verb, key)
+        lines += ["", f"classes for {key} (their options: megalight {verb} --{key}.help NAME):"]
+        for cls in proposed(key).values():
+            lines += _entry(cls.__name__, summary(cls))
     lines += ["", "docs/commands.md explains; megalight schema prints the same for editors."]
     return "\n".join(lines)
 
 
-def page_of_class(verb: str, words: Sequence[str]) -> str | None:
-    """Return the options of the class that ``--KEY.help NAME`` or ``--KEY.help=NAME`` asks for, if any word does.
-
-    Without a name, they are those of the default. None also where the source does not say: the parser must answer.
-    """
-    for index, word in enumerate(words):
-        key, equals, name = word.removeprefix("--").partition("=")
-        key = key.removesuffix(".help")
-        if not word.startswith("--") or f"--{key}.help{equals}{name}" != word or key not in CHOICES:
-            continue
-        following = words[index + 1] if index + 1 < len(words) else ""
-        asked = name if equals else "" if following.startswith("-") else following
-        source = named_classes({key: asked}, {}).get(key) if asked else find_class(DEFAULTS.get(key, ""))
-        if source is not None and signatures.members(source) is not None:
-            return "\n".join([*_section(verb, key, source)][1:])
-    return None
-
-
-def _section(verb: str, key: str, source: ClassSource | None) -> Iterator[str]:
+def _section(key: str, cls: type | None) -> Iterator[str]:
     """Yield the options of one class."""
     yield ""
-    if source is None or signatures.members(source) is None:
-        yield f"{key}: the source of its class does not list the options. Type: megalight {verb} --{key}.help CLASS"
+    if cls is None:
+        yield f"{key}: there is no such class."
         return
-    yield f"{key}: {source.name}. {plain(source.summary)}"
-    for option in options(key, source):
-        default = OTHER_DEFAULTS.get(option.key, option.written.default)
+    yield f"{key}: {cls.__name__}. {summary(cls)}"
+    for option in options(key, cls):
+        default = OTHER_DEFAULTS.get(option.key, option.default)
         said = option.description
         # Lightning's descriptions end with it.
         told = default in ("", "None") or "Default:" in said
         yield from _entry(f"--{option.key}={option.kind}", said if told else f"{said} (default: {default})".strip())
-
-
-def _choices(verb: str, key: str) -> Iterator[str]:
-    """Yield the classes that a key may name."""
-    yield ""
-    yield f"classes for {key} (their options: megalight {verb} --{key}.help NAME):"
-    for source in proposed(CHOICES[key]).values():
-        yield from _entry(source.name, plain(source.summary))
 
 
 def _entry(head: str, text: str) -> list[str]:
@@ -205,7 +237,8 @@ class Schema:
 
     def build(self) -> dict[str, Any]:
         """Return the schema of a whole file."""
-        trainer = find_class(START["trainer"])
+        prepare()
+        trainer = find_class(DEFAULTS["trainer"])
         assert trainer is not None
         self._define(trainer)
         options = self.definitions[_name(trainer)]["properties"]
@@ -234,18 +267,18 @@ class Schema:
 
     def _classes(self, key: str, *, needs_class: bool = True) -> dict[str, Any]:
         """Return the schema of ``class_path`` and ``init_args``. Arguments of classes of the user are not checked."""
-        rules = []
-        for path, source in proposed(CHOICES[key]).items():
-            self._define(source)
-            names = list(dict.fromkeys([path, f"{source.module.name}.{source.name}", source.name]))
+        rules, classes = [], proposed(key)
+        for path, cls in classes.items():
+            self._define(cls)
+            names = list(dict.fromkeys([path, _name(cls), cls.__name__]))
             condition: dict[str, Any] = {"properties": {"class_path": {"enum": names}}}
-            if needs_class or path != CHOICES[key][0]:  # else it is the default
+            if needs_class or cls is not find_class(CHOICES[key][0]):  # else it is the default
                 condition["required"] = ["class_path"]
-            rules.append({"if": condition, "then": {"properties": {"init_args": {"$ref": f"#/$defs/{_name(source)}"}}}})
+            rules.append({"if": condition, "then": {"properties": {"init_args": {"$ref": f"#/$defs/{_name(cls)}"}}}})
         return {
             "type": "object",
             "properties": {
-                "class_path": {"type": "string", "examples": list(proposed(CHOICES[key]))},
+                "class_path": {"type": "string", "examples": [*classes]},
                 "init_args": {"type": "object"},
                 "dict_kwargs": {"type": "object"},
             },
@@ -254,51 +287,64 @@ class Schema:
             "allOf": rules,
         }
 
-    def _define(self, source: ClassSource) -> None:
+    def _define(self, cls: type) -> None:
         """Add the definition of a class: its arguments, with what its docstring says about them."""
-        name = _name(source)
+        name = _name(cls)
         if name in self.definitions:
             return
-        arguments = signatures.members(source)
-        definition: dict[str, Any] = {"type": "object", "description": plain(source.summary)}
+        definition: dict[str, Any] = {"type": "object", "description": summary(cls)}
         # Entered before its arguments are read: a class may hold itself.
         self.definitions[name] = definition
-        # Without readable arguments the definition accepts all.
-        if arguments is None:
-            return
-        said = descriptions(source)
+        said = descriptions(cls)
         definition["properties"] = {
             argument: {**self._accepted(annotation), **({"description": said[argument]} if argument in said else {})}
-            for argument, annotation in arguments.items()
+            for argument, annotation in members(cls).items()
         }
         definition["patternProperties"] = {r"\+$": True}  # ``plugins+`` appends to a list
-        definition["additionalProperties"] = False
+        definition["additionalProperties"] = _takes_more(cls)
 
-    def _accepted(self, annotation: Annotation) -> dict[str, Any]:
-        # What cannot be read accepts anything: an editor must not mark a right value.
-        if not annotation.complete:
+    def _accepted(self, annotation: Any) -> dict[str, Any]:
+        accepted = Accepted.of(annotation)
+        # Of what is not plain anything is accepted: an editor must not mark a right value.
+        if not accepted.complete:
             return {}
         options: list[dict[str, Any]] = []
-        types = [NAMES[kind] for kind in NAMES if kind in annotation.scalars] + ["null"] * annotation.optional
-        options += [{"type": types}] if types else []
-        options += [{"enum": list(annotation.choices)}] if annotation.choices else []
-        if annotation.source is not None and annotation.source.is_dataclass:
-            self._define(annotation.source)
-            options.append({"$ref": f"#/$defs/{_name(annotation.source)}"})
-        elif annotation.source is not None:
+        kinds = [NAMES[kind] for kind in NAMES if kind in accepted.scalars] + ["null"] * accepted.optional
+        options += [{"type": kinds}] if kinds else []
+        options += [{"enum": list(accepted.choices)}] if accepted.choices else []
+        if dataclasses.is_dataclass(accepted.cls):
+            self._define(accepted.cls)
+            options.append({"$ref": f"#/$defs/{_name(accepted.cls)}"})
+        elif accepted.cls is not None:
             options.append({"type": ["object", "string"]})
         return options[0] if len(options) == 1 else {"anyOf": options}
 
 
-def descriptions(source: ClassSource) -> dict[str, str]:
-    """Return argument -> what the docstring of the class, or of a base class, says about it."""
+def _takes_more(cls: type) -> bool:
+    """Whether a class takes arguments that no signature names."""
+    inits = [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base) and base is not object]
+    kinds = ({each.kind for each in inspect.signature(init).parameters.values()} for init in inits)
+    return all(inspect.Parameter.VAR_KEYWORD in each for each in kinds)
+
+
+ENTRY = re.compile(r"^    (\w+(?:, \w+)*): ?(.*(?:\n {8}.*)*)", re.MULTILINE)
+"""Arguments in a docstring, and what is said about them."""
+
+
+def descriptions(cls: type) -> dict[str, str]:
+    """Return argument -> what the docstring of the class, of its constructor, or of a base class says about it."""
     found: dict[str, str] = {}
     # Base classes first: what a class says itself wins.
-    for base in source.bases():
-        found |= {} if base is None else descriptions(base)
-    for match in re.finditer(r"^    (\w+(?:, \w+)*): ?(.*(?:\n {8}.*)*)", source.doc, re.MULTILINE):
-        found |= dict.fromkeys(match[1].split(", "), plain(match[2]))
+    for base in reversed(cls.__mro__):
+        for text in (base.__doc__, vars(base)["__init__"].__doc__ if "__init__" in vars(base) else None):
+            for match in ENTRY.finditer(inspect.cleandoc(text or "")):
+                found |= dict.fromkeys(match[1].split(", "), plain(match[2]))
     return found
+
+
+def summary(cls: type) -> str:
+    """Return the first paragraph of a class's docstring."""
+    return plain(inspect.cleandoc(cls.__doc__ or "").partition("\n\n")[0])
 
 
 def plain(text: str) -> str:
@@ -307,27 +353,23 @@ def plain(text: str) -> str:
     return text.replace("``", "")
 
 
-def proposed(paths: tuple[str, ...]) -> Mapping[str, ClassSource]:
-    """Return import path -> class, for classes and for what modules export."""
-    found: dict[str, ClassSource] = {}
-    for path in paths:
-        module = find_module(path)
-        # A package exports what it imports; what another module imports is not its own.
-        exports = (
-            {}
-            if module is None
-            else {
-                name: node
-                for name, node in module.names.items()
-                if module.path.name == "__init__.py" or isinstance(node, ast.ClassDef)
-            }
-        )
-        # Only names in capitals are classes; modules export functions as well.
-        names = [path] if module is None else [f"{path}.{name}" for name in exports if name[0].isupper()]
-        sources = {name: source for name in names if (source := find_class(name)) is not None}
-        found |= dict(sorted(sources.items()))
+def proposed(key: str) -> dict[str, type]:
+    """Return import path -> class, for the classes that are proposed for a key, and for what the modules export."""
+    found: dict[str, type] = {}
+    for path in CHOICES[key]:
+        cls = find_class(path)
+        if cls is not None:
+            found[path] = cls
+            continue
+        module = importlib.import_module(path)
+        names = getattr(module, "__all__", None) or [
+            name for name, value in vars(module).items() if getattr(value, "__module__", "") == path
+        ]
+        # Only names in capitals are of classes that a user may name.
+        exported = ((name, getattr(module, name)) for name in sorted(names) if name[0].isupper())
+        found |= {f"{path}.{name}": each for name, each in exported if isinstance(each, type)}
     return found
 
 
-def _name(source: ClassSource) -> str:
-    return f"{source.module.name}.{source.name}"
+def _name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__name__}"

@@ -24,6 +24,13 @@ if TYPE_CHECKING:
     from yaml import MarkedYAMLError
 
 
+STRATEGY = "trainer.strategy"
+DEFAULTS = {"trainer": "megalight.cli.trainer.MegalightTrainer", STRATEGY: "megalight.strategies.MegatronStrategy"}
+"""Classes that nobody needs to name."""
+SECTIONS = (*DEFAULTS, "model", "data")
+"""Keys of the configuration that a class fills."""
+
+
 def find_class(name: str) -> type | None:
     """Return the class of an import path or, for a bare name, the imported Lightning subclass with this name."""
     if "." in name:
@@ -35,6 +42,15 @@ def find_class(name: str) -> type | None:
         return found if isinstance(found, type) else None
     known = (cls for base in _bases() for cls in subclasses(base))
     return next((cls for cls in known if cls.__name__ == name), None)
+
+
+def registered_strategy(name: Any) -> type | None:
+    """Return our strategy that is registered under a name; None if it is none of ours."""
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    known = isinstance(name, str) and name.lower() in StrategyRegistry
+    kind = StrategyRegistry[name.lower()]["strategy"] if known else None  # its method `get` would make a strategy
+    return kind if isinstance(kind, type) and kind.__module__.startswith("megalight.") else None
 
 
 def subclasses(base: type) -> Iterator[type]:
@@ -65,6 +81,15 @@ def members(cls: type) -> dict[str, Any]:
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             break
     return found
+
+
+def keys_below(key: str, cls: type, above: tuple[type, ...] = ()) -> Iterator[str]:
+    """Yield the keys that a class takes, with those of the dataclasses in it: no class is named for these."""
+    for name, annotation in members(cls).items():
+        yield f"{key}.{name}"
+        inner = class_in(annotation)
+        if dataclasses.is_dataclass(inner) and inner not in (*above, cls):  # one may hold its own kind
+            yield from keys_below(f"{key}.{name}", inner, (*above, cls))
 
 
 def class_in(annotation: Any) -> type | None:
@@ -98,7 +123,7 @@ def named_recipes_as_text(words: Sequence[str]) -> list[str]:
     Raises:
         ConfigurationError: a name has the form of one and there is none.
     """
-    from megalight.cli.verbs.recipes import NAME, check_name
+    from megalight.cli.verbs.recipes import NAME
 
     found = list(words)
     for index, word in enumerate(found):
@@ -107,7 +132,6 @@ def named_recipes_as_text(words: Sequence[str]) -> list[str]:
             continue
         place, name = (index, value) if equals else (index + 1, found[index + 1])
         if NAME.fullmatch(name) and not Path(name).exists():
-            check_name(name)  # before torch is imported, which the recipes need
             from megalight.cli.named_recipes import named
 
             text = yaml.safe_dump(named(name).configuration, sort_keys=False)
@@ -260,11 +284,22 @@ class ConfigArgs:
         # The longest prefix wins: the innermost class knows its own arguments.
         parts = key.split(".")
         for end in range(len(parts) - 1, 0, -1):
-            prefix = ".".join(parts[:end])
-            name = self.values.get(prefix, self.last_of(prefix))
-            if isinstance(name, str) and (found := find_class(name)):
+            if found := self.class_at(prefix := ".".join(parts[:end])):
                 return prefix, found
         return "", None
+
+    def class_at(self, key: str) -> type | None:
+        """Return the class that fills a key: what the user named, or the default."""
+        name = self.values.get(key, self.last_of(key)) or DEFAULTS.get(key)
+        if key == STRATEGY and (registered := registered_strategy(name)):
+            return registered
+        return find_class(name) if isinstance(name, str) else None
+
+    def known_keys(self) -> Iterator[str]:
+        """Yield the keys that the classes of the command take."""
+        for key in SECTIONS:
+            if cls := self.class_at(key):
+                yield from keys_below(key, cls)
 
     def last_of(self, prefix: str) -> Any:
         """Return the last entry of a list: on the command line, arguments of the list belong to it."""

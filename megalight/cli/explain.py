@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from inspect import isabstract
 from typing import Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
 from megalight.cli.config_args import ConfigArgs, class_in, find_class, members, short_key, subclasses
-from megalight.cli.unknown_keys import unknown_key
 from megalight.cli.verbs import TRAINER_VERBS as VERBS
 from megalight.errors import nearest
+from megalight.migration import ours
 
 _UNKNOWN = re.compile(
     r"(?:[Oo]ption '(?P<a>[^']+)' is not accepted|does not accept option '(?P<b>[^']+)'"
@@ -58,7 +58,7 @@ def explain(message: str, given: ConfigArgs, options: Iterable[str]) -> str:
         given: what the user wrote.
         options: every key that the parser knows.
     """
-    known = [short_key(option) for option in options]
+    known = [short_key(option) for option in options if not option.endswith("help")]
     # The parser has no code for its errors, so its texts are read. Tests hold them to its version.
     if match := _UNKNOWN.search(message):
         if (match["b"] or "").startswith(("init_args", "class_path")):
@@ -76,6 +76,33 @@ def explain(message: str, given: ConfigArgs, options: Iterable[str]) -> str:
         keys = [_missing_key(key.strip(), given) for key in match["keys"].split(",")]
         return missing(keys)
     return _plain(message)
+
+
+def unknown_key(key: str, value: Any, owner: str, choices: Collection[str], known: Iterable[str] = ()) -> str:
+    """Say that a key does not exist.
+
+    Args:
+        key: the key, in full.
+        value: its value, if there is one.
+        owner: what has no such argument.
+        choices: the arguments that it has.
+        known: keys of the whole configuration. One is named that another program calls so, or ends with the same
+            name, before one that is spelled alike: for ``train-iters`` and ``max_steps``, ``trainer.max_steps``.
+    """
+    known = [*known]
+    name = key.rpartition(".")[2]
+    shown = f" (value {str(value)!r})" if value not in (None, "") else ""
+    unknown = f"unknown key {key!r}{shown}: {owner} has no such argument."
+    if (meant := ours(name, [*known, *choices])) is not None:
+        return f"{unknown} Here it is {meant}."
+    listing = f" Known: {', '.join(sorted(choices))}." if choices and len(choices) <= 24 else ""
+    name = name.replace("-", "_")  # flags of other programs have dashes
+    # The one nearest to the top: ``model.config.num_layers``, not that of recompute.
+    same = sorted((option for option in known if option.rpartition(".")[2] == name), key=lambda each: each.count("."))
+    begun = [choice for choice in choices if choice.startswith(name)]  # ``seed``: ``seed_everything``
+    better = [*begun, *same] if len(begun) == 1 else same
+    hint = f" Did you mean {better[0]!r}?" if better else nearest(name, choices)
+    return f"{unknown}{hint}{listing}"
 
 
 def not_valid(key: str, value: Any, expected: str, choices: Iterable[str] = ()) -> str:
@@ -118,7 +145,8 @@ def _unknown_key(key: str, given: ConfigArgs, known: list[str]) -> str:
             break
     if prefix not in given.values and given.last_of(prefix) is not None:
         where = f"{where}, the last of {prefix},"
-    return unknown_key(f"{prefix}.{name}" if prefix else name, given.values.get(full), where, choices, known)
+    key, every = f"{prefix}.{name}" if prefix else name, [*known, *given.known_keys()]
+    return unknown_key(key, given.values.get(full), where, choices, every)
 
 
 def _first_bad(key: str, given: ConfigArgs, known: list[str]) -> tuple[str, str, list[str], str]:
@@ -128,7 +156,7 @@ def _first_bad(key: str, given: ConfigArgs, known: list[str]) -> tuple[str, str,
     for index, part in enumerate(parts):
         if cls is not None:
             choices: dict[str, Any] = members(cls)
-            where = cls.__name__
+            where = "'trainer'" if prefix == "trainer" else cls.__name__
         else:
             start = f"{prefix}." if prefix else ""
             choices = {name[len(start) :].partition(".")[0]: None for name in known if name.startswith(start)}

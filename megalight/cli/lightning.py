@@ -33,7 +33,7 @@ from megalight.callbacks import (
     WholeModelSummary,
 )
 from megalight.cli import checkpoints
-from megalight.cli.config_args import ConfigArgs
+from megalight.cli.config_args import STRATEGY, ConfigArgs, registered_strategy
 from megalight.cli.explain import OTHER_BASE, explain, rules
 from megalight.cli.report import PREEMPTED, debugging, reported, tell
 from megalight.cli.trainer import MegalightTrainer
@@ -58,7 +58,7 @@ from megalight.strategies import (
 PARSER_MODE = "megalight"
 """jsonargparse's name for our way to read a configuration."""
 
-STRATEGY_FLAG = "--trainer.strategy"
+STRATEGY_FLAG = f"--{STRATEGY}"
 
 
 def _written_out(kind: type) -> dict[str, Any]:
@@ -70,12 +70,9 @@ DEFAULT_STRATEGY = _written_out(MegatronStrategy)
 
 def strategy_of_name(name: Any) -> dict[str, Any] | None:
     """Return the class and arguments that a registered name stands for; None if it is none of ours."""
-    known = isinstance(name, str) and name.lower() in StrategyRegistry
-    entry = StrategyRegistry[name.lower()] if known else {}  # its method `get` would make a strategy
-    kind = entry.get("strategy")
-    if not isinstance(kind, type) or not issubclass(kind, MegatronStrategy):
+    if (kind := registered_strategy(name)) is None:
         return None
-    return {**_written_out(kind), "init_args": dict(entry["init_params"])}
+    return {**_written_out(kind), "init_args": dict(StrategyRegistry[name.lower()]["init_params"])}
 
 
 def with_strategy_classes(words: Sequence[str]) -> Iterator[str]:
@@ -162,7 +159,7 @@ def run(words: Sequence[str]) -> int:
 
     It is 75 for a run that ``Preemption`` stopped: start it again with ``--ckpt_path=auto`` to complete it.
     """
-    _prepare()
+    prepare()
     with reported(f"megalight {words[0]}", MisconfigurationException, FileNotFoundError), _refusals_of_lightning():
         cli = MegalightCLI(args=list(words))
     # Only after the run: a signal sets the flag at the end of a step.
@@ -172,12 +169,13 @@ def run(words: Sequence[str]) -> int:
 
 def parsed(words: Sequence[str]) -> MegalightCLI:
     """Create the trainer, the model and the data module of a command, as :func:`run` does, without running it."""
-    _prepare()
+    prepare()
     with _refusals_of_lightning():
         return _Parsed(args=list(words))
 
 
-def _prepare() -> None:
+def prepare() -> None:
+    """Import and load what a command may name."""
     # Before anything is parsed: the parser imports what a file names.
     set_parsing_settings(import_path_allowlist=IMPORTABLE)
     load_plugins()

@@ -192,10 +192,6 @@ def _check_passed_on(parser: Parser, words: list[str]) -> None:
             f"{found} the options of megalight {parser.passed_on} alone are expected: {parser.prog} ... -- -c RECIPE"
         )
     check_files(words)
-    if not debugging():
-        from megalight.cli import unknown_keys
-
-        unknown_keys.check(parser.passed_on or "", words)
 
 
 def _train(name: str, rest: list[str]) -> int:
@@ -215,21 +211,15 @@ def _train(name: str, rest: list[str]) -> int:
         rest = written_out(name, rest)
         # Files first: a file that cannot be read would make every later message wrong.
         check_files(rest)
-        if every or any(".help" in word for word in rest):
-            from megalight.cli import all_options
-
-            if text := all_options.page(name, rest) if every else all_options.page_of_class(name, rest):
-                print(text, flush=True)
-                return 0
-        if not debugging():
-            from megalight.cli import unknown_keys
-
-            unknown_keys.check(name, rest)
     # Torch and Lightning come in only here, seconds later.
     from megalight.imports import deferred
 
     with deferred("transformers"):  # seconds more, only for one metric of those that come with Lightning
         import lightning.pytorch  # noqa: F401
+    if every:
+        from megalight.cli.all_options import page
+
+        return _show(f"megalight {name}", page(name, rest))
     from megalight.cli.lightning import run
 
     return run([name, *rest])

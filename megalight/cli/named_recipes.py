@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from megalight.cli.verbs.recipes import GPUS, PRESETS, no_recipe
-from megalight.errors import LayoutError
+from megalight.errors import ConfigurationError, LayoutError, nearest
 from megalight.models.family import Family, family
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.flops import num_parameters
@@ -84,6 +83,11 @@ JOBS = {
 }
 """The jobs, by the part of the name. On one GPU, ``full`` is no other layout; pipelines begin with several GPUs."""
 
+PRETRAINING = tuple(JOBS)[:3]
+"""Those of models that read no conversations."""
+
+GPUS = (1, 4, 8)
+
 
 @dataclass(frozen=True)
 class Degrees:
@@ -139,7 +143,7 @@ def recipes() -> dict[str, NamedRecipe]:
     for known in map(family, sorted(CLASSES)):
         for preset in sorted(known.presets):
             parameters = count_parameters(known, known.presets[preset])
-            for job in PRESETS[f"megalight.models.{known.name}.presets"]:
+            for job in JOBS if known.name == "gpt" else PRETRAINING:
                 for gpus in GPUS:
                     if (recipe := make(known, preset, parameters, job, gpus)) is not None:
                         found[recipe.name] = recipe
@@ -154,7 +158,10 @@ def named(name: str) -> NamedRecipe:
     """
     known = recipes()
     if name not in known:
-        raise no_recipe(name, known)
+        raise ConfigurationError(
+            f"{name!r} names no recipe.{nearest(name, known)} `megalight recipes` lists them; a preset that does not "
+            "fit on a number of GPUs has none, nor has one that reads images."
+        )
     return known[name]
 
 

@@ -6,12 +6,10 @@ import argparse
 
 SHELLS = ("bash", "zsh", "tcsh")
 PREFIXES = {
-    "trainer": "megalight.cli.trainer.MegalightTrainer",
-    "trainer.strategy": "megalight.strategies.MegatronStrategy",
     "model": "megalight.models.gpt.GPTModule",
     "data": "megalight.data.gpt.module.GPTDataModule",
 }
-"""Keys whose arguments are completed, and the class that gives them."""
+"""Further keys whose arguments are completed, and the class that gives them."""
 
 HELP = """
 For bash:  megalight completion bash > ~/.local/share/bash-completion/completions/megalight
@@ -53,19 +51,19 @@ def whole_parser() -> argparse.ArgumentParser:
 def _add_keys(parser: argparse.ArgumentParser) -> None:
     """Add the keys of a configuration: those of the classes, and those of the dataclasses in them, at any depth."""
     from megalight.cli.all_options import ROOT, options
-    from megalight.cli.signatures import find_class
+    from megalight.cli.config_args import DEFAULTS, find_class
 
     parser.add_argument("-c", "--config", help="a recipe in YAML")
     for key in (*ROOT, "print_config", "help-all"):
         parser.add_argument(f"--{key}", help=ROOT.get(key, {}).get("description", ""))
     for prefix in ("model", "data"):
         parser.add_argument(f"--{prefix}", help="a class: its name or import path")
-    for prefix, path in PREFIXES.items():
-        source = find_class(path)
-        assert source is not None
-        for option in options(prefix, source):
+    for prefix, path in {**DEFAULTS, **PREFIXES}.items():
+        cls = find_class(path)
+        assert cls is not None
+        for option in options(prefix, cls):
             accepted = option.accepted
             values = [str(choice) for choice in accepted.choices] or ["true", "false"] * (bool in accepted.scalars)
             # Only where nothing else is accepted: a shell offers these values alone.
-            choices = values if values and accepted.complete and len(accepted.scalars - {bool}) == 0 else None
+            choices = values if values and accepted.complete and {*accepted.scalars} <= {bool} else None
             parser.add_argument(f"--{option.key}", choices=choices, help=option.description.replace("%", "%%"))

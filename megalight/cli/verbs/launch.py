@@ -74,20 +74,19 @@ def _count(arguments: argparse.Namespace) -> None:
         ConfigurationError: an option of the command gives another number.
     """
     from megalight.cli.config_args import ConfigArgs
-    from megalight.cli.signatures import read_word
     from megalight.errors import ConfigurationError
 
     words = arguments.command[1:]
     values = ConfigArgs.read(words).values
     for name, key, usual in (("nodes", "trainer.num_nodes", 1), ("gpus", "trainer.devices", 8)):
-        given, number = getattr(arguments, name), read_word(values.get(key))
+        given, value = getattr(arguments, name), str(values.get(key))
         # "auto", -1 and lists say nothing about another machine.
-        counted = type(number) is int and number > 0
+        counted = value.isdecimal() and int(value) > 0
         typed = any(word.partition("=")[0] == f"--{key}" for word in words)
-        if given is not None and typed and counted and number != given:
-            raise ConfigurationError(f"--{name} is {given}, and --{key} of the command is {number}; leave one out.")
+        if given is not None and typed and counted and int(value) != given:
+            raise ConfigurationError(f"--{name} is {given}, and --{key} of the command is {value}; leave one out.")
         if given is None:
-            setattr(arguments, name, number if counted else usual)
+            setattr(arguments, name, int(value) if counted else usual)
 
 
 def slurm(arguments: argparse.Namespace) -> str:

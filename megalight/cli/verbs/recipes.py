@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import re
-from collections.abc import Iterable, Iterator
-
-from megalight.errors import ConfigurationError, nearest
 
 
 def describe() -> str:
@@ -26,8 +22,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the recipe, or the list."""
     import yaml
 
-    if arguments.name is not None:
-        check_name(arguments.name)  # before torch is imported, which the recipes need
     from megalight.cli.named_recipes import named, recipes
 
     if arguments.name is None:
@@ -48,48 +42,5 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-GPUS = (1, 4, 8)
-JOBS = ("pretrain", "pretrain-fsdp", "pretrain-pp", "sft", "lora", "qlora")
-PRESETS = {"megalight.models.gpt.presets": JOBS, "megalight.models.bert.presets": JOBS[:3]}
-"""Module of a family's presets -> the jobs of its recipes. Conversations and adapters are for models of text."""
-
 NAME = re.compile(r"[\w.]+-[a-z-]+-\d+xGPU")
 """The form of the names."""
-
-
-def check_name(name: str) -> None:
-    """Refuse a name that no recipe can have. One with a known preset may still have none, if it does not fit.
-
-    Raises:
-        ConfigurationError: see :func:`no_recipe`.
-    """
-    possible = [
-        f"{preset}-{job}-{gpus}xGPU"
-        for module, jobs in PRESETS.items()
-        for preset in preset_names(module)
-        for job in jobs
-        for gpus in GPUS
-    ]
-    if name not in possible:
-        raise no_recipe(name, possible)
-
-
-def no_recipe(name: str, known: Iterable[str]) -> ConfigurationError:
-    """Return the error for a name that is none of ``known``."""
-    return ConfigurationError(
-        f"{name!r} names no recipe.{nearest(name, known)} `megalight recipes` lists them; a preset that does not "
-        "fit on a number of GPUs has none, nor has one that reads images."
-    )
-
-
-def preset_names(module: str) -> Iterator[str]:
-    """Yield the names of presets in the source of a module: the keys of the dict that it registers in a loop."""
-    from megalight.cli.signatures import find_module
-
-    found = find_module(module)
-    assert found is not None
-    for node in ast.parse(found.path.read_bytes()).body:
-        if isinstance(node, ast.For) and isinstance(node.iter, ast.Call) and isinstance(node.iter.func, ast.Attribute):
-            table = node.iter.func.value
-            keys = table.keys if isinstance(table, ast.Dict) else []
-            yield from (key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str))
