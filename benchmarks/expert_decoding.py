@@ -1,4 +1,4 @@
-"""Generation of the Qwen3-30B-A3B shape with 64 texts, random weights in bf16: on one GPU, or over two with EP and TP.
+"""Generation of the Qwen3-30B-A3B shape with 64 texts, random weights in bf16: on one GPU, or over two with EP.
 
 python benchmarks/expert_decoding.py RESULT.json    # grouped products alone first
 torchrun --nproc-per-node 2 benchmarks/expert_decoding.py RESULT.json
@@ -93,7 +93,7 @@ def touched_share(model: Any, engine: Any, greedy: Any, asked: list[list[int]]) 
 
 
 def experts() -> Row:
-    """Time the Qwen3-30B-A3B shape with 64 texts: over two GPUs with EP, then with TP; or on one.
+    """Time the Qwen3-30B-A3B shape with 64 texts: over several GPUs with EP, or on one.
 
     The roofline reads what a step needs: weights outside of experts, the experts that some text chooses, and keys.
     """
@@ -113,60 +113,58 @@ def experts() -> Row:
     # Kernels of one GPU take half of a minute to compile, and are timed on one.
     bandwidth, out = copy_bandwidth(), Row() if ranks > 1 else Row(grouped=grouped_gb_per_s())
     print(json.dumps(out, indent=1), flush=True)
-    for axis in ("expert_parallel", "tensor_parallel") if ranks > 1 else ("one GPU",):
-        if ranks > 1:
-            with torch.device("meta"):
-                root = GPT(preset("qwen3_30b_a3b"))
-            layout = megalight.Layout(**{axis: ranks})
-            split = megalight.parallelize(root, layout, device=device, dtype=torch.bfloat16, seed=0, fill=True)
-            model: Any = ParallelGPT(split).eval()
-        else:
-            model = llama(48, "qwen3_30b_a3b")
-        own = 64 // ranks if axis == "expert_parallel" else 64
-        asked = requests()[rank * own if own < 64 else 0 :][:own]
-        options: Row = {"num_blocks": 6000, "block_size": 16, "max_sequences": own, "step_tokens": 2048}
-        print(axis, "has weights", round(time.perf_counter()), flush=True)
-        eager = DynamicEngine(model, cuda_graphs=0, **(options | {"num_blocks": 4200}))
-        share = touched_share(model, eager, greedy, asked)
-        print(axis, "touches", share, round(time.perf_counter()), flush=True)
-        del eager
-        torch.cuda.empty_cache()
-        engine, new = DynamicEngine(model, **options), 192
-        for turn in range(3):  # kernels are compiled, and graphs recorded, in the first two
-            for prompt in asked:
-                engine.add(prompt, max_new_tokens=new if turn == 2 else 24, sampling_params=greedy)
-            if turn < 2:
-                engine.run()
-        for number in range(160):
-            if number == 32:
-                profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-                profile.start()
-            if number == 40:
-                torch.cuda.synchronize()
-                profile.stop()
-            engine.step()
-        seconds, _ = clock(lambda engine=engine: [engine.step() for _ in range(16)])
-        engine.run()
-        table = profile.key_averages().table(sort_by="cuda_time_total", row_limit=24, max_name_column_width=60)
-        parameters = dict(model.named_parameters())
-        inside, every = (
-            sum(each.nbytes for name, each in parameters.items() if "embed" not in name and part in name)
-            for part in (".experts.", "")
+    if ranks > 1:
+        with torch.device("meta"):
+            root = GPT(preset("qwen3_30b_a3b"))
+        layout = megalight.Layout(expert_parallel=ranks)
+        split = megalight.parallelize(root, layout, device=device, dtype=torch.bfloat16, seed=0, fill=True)
+        model: Any = ParallelGPT(split).eval()
+    else:
+        model = llama(48, "qwen3_30b_a3b")
+    own = 64 // ranks
+    asked = requests()[rank * own :][:own]
+    options: Row = {"num_blocks": 6000, "block_size": 16, "max_sequences": own, "step_tokens": 2048}
+    print("weights are there after", round(time.perf_counter()), "s", flush=True)
+    eager = DynamicEngine(model, cuda_graphs=0, **(options | {"num_blocks": 4200}))
+    share = touched_share(model, eager, greedy, asked)
+    print("of the experts, touched:", share, "after", round(time.perf_counter()), "s", flush=True)
+    del eager
+    torch.cuda.empty_cache()
+    engine, new = DynamicEngine(model, **options), 192
+    for turn in range(3):  # kernels are compiled, and graphs recorded, in the first two
+        for prompt in asked:
+            engine.add(prompt, max_new_tokens=new if turn == 2 else 24, sampling_params=greedy)
+        if turn < 2:
+            engine.run()
+    for number in range(160):
+        if number == 32:
+            profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            profile.start()
+        if number == 40:
+            torch.cuda.synchronize()
+            profile.stop()
+        engine.step()
+    seconds, _ = clock(lambda: [engine.step() for _ in range(16)])
+    engine.run()
+    parameters = dict(model.named_parameters())
+    inside, every = (
+        sum(each.nbytes for name, each in parameters.items() if "embed" not in name and part in name)
+        for part in (".experts.", "")
+    )
+    keys = (sum(map(len, asked)) + own * 176) * 48 * 2 * 4 * 128 * 2
+    needed = every - inside + share * inside + keys
+    out |= {
+        "gpus": ranks,
+        "touched_share": share,
+        "bytes": needed,
+        "step_ms": seconds / 16 * 1e3,
+        "tokens_per_s": 64 * 16 / seconds,
+        "of_roofline": needed / bandwidth / (seconds / 16),
+    }
+    if not rank:
+        print(
+            profile.key_averages().table(sort_by="cuda_time_total", row_limit=30, max_name_column_width=60), flush=True
         )
-        keys = (sum(map(len, asked)) + own * 176) * 48 * 2 * 4 * 128 * 2 // (ranks if own == 64 else 1)
-        needed = every - inside + share * inside + keys
-        row: Row = {
-            "touched_share": share,
-            "bytes": needed,
-            "step_ms": seconds / 16 * 1e3,
-            "tokens_per_s": 64 * 16 / seconds,
-            "of_roofline": needed / bandwidth / (seconds / 16),
-        }
-        out[axis] = row
-        if not rank:
-            print(table, axis, row, flush=True)
-        del engine, model
-        torch.cuda.empty_cache()
     if ranks > 1:
         dist.destroy_process_group()
     return out

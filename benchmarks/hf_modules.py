@@ -24,6 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -188,7 +189,11 @@ def by_hand(row: Measured, model: Any, share: Callable[[Any], Any]) -> None:
     import torch
     import torch.distributed as dist
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    # A fused step takes no group in which only some tensors are divided.
+    groups: dict[type, list[Any]] = defaultdict(list)
+    for parameter in model.parameters():
+        groups[type(parameter.data)].append(parameter)
+    optimizer = torch.optim.AdamW([{"params": each} for each in groups.values()], lr=1e-5, fused=True)
     for ids in row.batches():
         ids = share(ids).to(row.device)
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss

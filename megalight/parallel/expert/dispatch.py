@@ -151,7 +151,7 @@ class RecordedDispatcher(ShardedDispatcher):
     """Gathers tokens and routes in one message, in passes that are recorded.
 
     All ranks must bring the same number of tokens. Each has rows for all copies that its experts might get, and no
-    token is dropped.
+    token is dropped. Few tokens travel by one-shot collectives, if the GPUs reach each other's memory.
 
     Args:
         alignment: see :class:`Dispatcher`.
@@ -160,16 +160,21 @@ class RecordedDispatcher(ShardedDispatcher):
     def __init__(self, shared: Shared, alignment: int) -> None:
         super().__init__(shared)
         self.alignment = alignment
+        # Made now: in a recording, no memory could be exchanged.
+        self._one_shot = shared.one_shot_experts
 
     def dispatch(
         self, hidden: Tensor, routes: Routes, num_experts: int, capacity: int | None = None
     ) -> tuple[Grouped, Permutation]:
         """Return the copies for this rank's experts. The host waits for nothing."""
-        group, parts = self.shared.expert_group, [routes.experts, routes.probs, hidden]
-        tokens = torch.cat([part.contiguous().view(torch.uint8) for part in parts], 1)
-        gathered = start_all_gather(tokens, group).wait()
-        found = torch.split(gathered, [part.shape[1] * part.itemsize for part in parts], 1)
-        experts, probs, everyone = (x.contiguous().view(part.dtype) for x, part in zip(found, parts, strict=True))
+        parts = routes.experts, routes.probs, hidden
+        if self._one_shot is not None and self._one_shot.gathers(*parts):
+            experts, probs, everyone = self._one_shot.all_gather(*parts)
+        else:
+            tokens = torch.cat([part.contiguous().view(torch.uint8) for part in parts], 1)
+            gathered = start_all_gather(tokens, self.shared.expert_group).wait()
+            found = torch.split(gathered, [part.shape[1] * part.itemsize for part in parts], 1)
+            experts, probs, everyone = (x.contiguous().view(part.dtype) for x, part in zip(found, parts, strict=True))
         experts = experts - self.shared.mesh.rank("ep") * num_experts  # of none, it stays below 0
         room = aligned(len(everyone), self.alignment) if self.bounded else None
         where = permutation(experts, num_experts, alignment=self.alignment, capacity=room)
@@ -179,7 +184,10 @@ class RecordedDispatcher(ShardedDispatcher):
 
     def combine(self, outputs: Tensor, memo: Permutation) -> Tensor:
         """Add up the outputs over ranks."""
-        return reduce_scatter(unpermute(outputs, memo), self.shared.expert_group)
+        terms, few = unpermute(outputs, memo), self._one_shot
+        if few is not None and few.takes(terms.numel() // few.ranks, terms.dtype):
+            return few.reduce_scatter(terms)
+        return reduce_scatter(terms, self.shared.expert_group)
 
 
 def largest(group: ProcessGroup, device: torch.device, *numbers: int) -> list[int]:

@@ -69,7 +69,7 @@ class VocabEmbedding(nn.Module):
             return reduce_scatter(hidden, self.shared.group, self.shared.sequence_dim)
         shared = self.shared
         few = None if shared.group is None else shared.one_shot_for(self, hidden, self.embedding_dim)
-        return all_reduce(hidden, shared.group) if few is None else few(hidden)
+        return all_reduce(hidden, shared.group) if few is None else few.all_reduce(hidden)
 
     def extra_repr(self) -> str:
         """Return local rows, all rows and width, for printing."""

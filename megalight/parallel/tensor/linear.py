@@ -308,7 +308,7 @@ class RowLinear(nn.Module):
             return linear(x, self.weight, self.bias)
         few = None if self._scatters else shared.one_shot_for(self, x, self.out_features)
         if few is not None and self.adapter is None:
-            y = few(linear(x, self.weight))
+            y = few.all_reduce(linear(x, self.weight))
         elif self.adapter is None:
             y = row_sum(x, self.weight, shared, self.scatter_output, self.name)
         else:

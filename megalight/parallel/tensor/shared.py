@@ -22,7 +22,7 @@ from megalight.parallel.context.spec import ContextGroups
 from megalight.parallel.expert.copy_engine import PeerExchange
 from megalight.parallel.expert.dispatch import EqualTokens, ExpertOptions
 from megalight.parallel.mesh import ParallelMesh, check_max_ctas, new_group, shared_group
-from megalight.parallel.peers.one_shot import OneShotAllReduce, one_shot
+from megalight.parallel.peers.one_shot import OneShotCollectives, one_shot
 from megalight.parallel.random import RandomStreams
 from megalight.parallel.tensor.overlap import spec, symmetric
 from megalight.parallel.tensor.overlap.pipelined import Messages, Pipelined, pieces_why_not
@@ -192,8 +192,8 @@ class Shared:
         """
         return shared_group(self.mesh.ranks("ep", "etp"), "numbers of rows", max_ctas=COUNTS_MAX_CTAS)
 
-    def one_shot_for(self, layer: nn.Module, x: Tensor, features: int) -> OneShotAllReduce | None:
-        """Return the all-reduce over ``tp`` for outputs ``[..., features]`` of a layer with inputs ``x [..., in]``.
+    def one_shot_for(self, layer: nn.Module, x: Tensor, features: int) -> OneShotCollectives | None:
+        """Return the one-shot way over ``tp`` for outputs ``[..., features]`` of a layer with inputs ``x [..., in]``.
 
         None in training, for more tokens than it takes, and where the GPUs do not reach each other's memory.
         """
@@ -203,8 +203,13 @@ class Shared:
         return way if way is not None and way.takes(x.numel() // x.shape[-1] * features, x.dtype) else None
 
     @cached_property
-    def _one_shot(self) -> OneShotAllReduce | None:
+    def _one_shot(self) -> OneShotCollectives | None:
         return one_shot(self.tp_group)
+
+    @cached_property
+    def one_shot_experts(self) -> OneShotCollectives | None:
+        """Messages to experts and back, of passes of few tokens; all ranks ask together."""
+        return one_shot(self.expert_group)
 
     def overlap(self, name: str, x: Tensor, weight: Tensor) -> Overlap:
         """Return the overlap backend for the split layer ``name`` and inputs like ``x``.

@@ -1,4 +1,4 @@
-"""The one-shot all-reduce: a sum in float32 on every rank, in turn with other sizes and in replayed graphs."""
+"""One-shot collectives: sums in float32 and gathered bits, in turn with other sizes and in replayed graphs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _sums(dtype: torch.dtype) -> int:
     for turn in range(3):
         for size in SIZES:
             terms = _terms(size, dtype, 100 * turn + size)
-            got = way(terms[dist.get_rank()])
+            got = way.all_reduce(terms[dist.get_rank()])
             wanted = torch.stack([each.float() for each in terms]).sum(0).to(dtype)
             wrong += int((got != wanted).sum())
     return wrong
@@ -37,26 +37,62 @@ def _replays(count: int) -> int:
     way, wrong = one_shot(dist.group.WORLD), 0
     assert way is not None
     x = torch.empty(2 * 4096, dtype=torch.bfloat16, device="cuda")
-    way(x.zero_())
+    way.all_reduce(x.zero_())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = way(way(x)[:4096])
+        y = way.all_reduce(way.all_reduce(x)[:4096])
     for turn in range(count):
         terms = _terms(len(x), x.dtype, turn)
         x.copy_(terms[dist.get_rank()])
         if turn % 3 == 0:
-            way(x[:200])  # a call of fewer programs between the graph's
+            way.all_reduce(x[:200])  # a call of fewer programs between the graph's
         graph.replay()
         first = torch.stack([each.float() for each in terms]).sum(0).to(x.dtype)[:4096].float()
         wrong += int((y != (first * dist.get_world_size()).to(x.dtype)).sum())
     return wrong
 
 
+def _experts(count: int) -> int:
+    """Bring tokens and routes to all ranks, and sums back, in a graph, with all-reduces of other sizes between."""
+    way, rank, ranks, wrong = one_shot(dist.group.WORLD), dist.get_rank(), dist.get_world_size(), 0
+    assert way is not None
+    for tokens in (1, 7, 32):
+        experts = torch.empty(tokens, 6, dtype=torch.int64, device="cuda")
+        probs = torch.empty(tokens, 6, device="cuda")
+        hidden = torch.empty(tokens, 2048, dtype=torch.bfloat16, device="cuda")
+        way.all_reduce(hidden.zero_())
+        assert way.gathers(experts, probs, hidden)
+        assert way.takes(hidden.numel(), hidden.dtype)
+        way.reduce_scatter(way.all_gather(experts, probs, hidden)[2])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = way.all_gather(experts, probs, hidden)
+            own = way.reduce_scatter(found[2] * (1 + rank))
+        for turn in range(count):
+            every = [torch.randint(-1, 128, (ranks * tokens, 6), device="cuda"), torch.rand(ranks * tokens, 6).cuda()]
+            every += [torch.randn(ranks * tokens, 2048).bfloat16().cuda()]
+            for each in every:
+                dist.broadcast(each, 0)
+            for each, whole in zip((experts, probs, hidden), every, strict=True):
+                each.copy_(whole[rank * tokens :][:tokens])
+            if turn % 3 == 0:
+                way.all_reduce(hidden[:1, :200].contiguous())
+            graph.replay()
+            wrong += sum(int((one != two).sum()) for one, two in zip(found, every, strict=True))
+            terms = torch.stack([(every[2] * (1 + each)).float() for each in range(ranks)]).sum(0).bfloat16()
+            wrong += int((own != terms[rank * tokens :][:tokens]).sum())
+    return wrong
+
+
 def _jobs(world: int) -> list[tuple[Any, tuple[Any, ...]]]:
-    return [*((_sums, (dtype,)) for dtype in (torch.bfloat16, torch.float16, torch.float32)), (_replays, (500,))]
+    return [
+        *((_sums, (dtype,)) for dtype in (torch.bfloat16, torch.float16, torch.float32)),
+        (_replays, (500,)),
+        (_experts, (60,)),
+    ]
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
-@pytest.mark.parametrize("job", range(4))
-def test_every_value_is_that_of_a_sum_in_float32(world: int, job: int) -> None:
+@pytest.mark.parametrize("job", range(5))
+def test_every_value_is_right(world: int, job: int) -> None:
     assert runs_of(_jobs, world).outcome(_jobs(world)[job][1]) == 0
