@@ -56,8 +56,12 @@ def copy_bandwidth() -> float:
     return 4.0 * source.numel() / median(lambda: target.copy_(source))
 
 
-def make(queries: list[int], totals: list[int], heads: tuple[int, int], sizes: tuple[int, int], shared: bool) -> Any:
-    """Return queries, pools and pages, with blocks in any order."""
+E4M3 = "e4m3"
+"""Latents in e4m3, in the place of ``shared``."""
+
+
+def make(queries: list[int], totals: list[int], heads: tuple[int, int], sizes: tuple[int, int], shared: Any) -> Any:
+    """Return queries, pools and pages, with blocks in any order; of latents in e4m3 scales and rotated keys, too."""
     from megalight.types import Pages
 
     page, sequences = 16, len(totals)
@@ -73,10 +77,18 @@ def make(queries: list[int], totals: list[int], heads: tuple[int, int], sizes: t
     k = torch.randn(rows, heads[1], sizes[0], device="cuda", dtype=torch.bfloat16)
     v = k[..., : sizes[1]] if shared else torch.randn(rows, heads[1], sizes[1], device="cuda", dtype=torch.bfloat16)
     q = torch.randn(sum(queries), heads[0], sizes[0], device="cuda", dtype=torch.bfloat16)
-    return q, k, v, pages
+    if shared != E4M3:
+        return q, k, v, pages
+    from megalight.ops.paged_append import append_latents
+
+    latents = torch.empty(rows, sizes[1], device="cuda", dtype=torch.float8_e4m3fn)
+    rotary, scales = k.new_empty(rows, sizes[0] - sizes[1]), k.new_empty(rows, 1, dtype=torch.float32)
+    every = torch.arange(rows, device="cuda")
+    append_latents(k[:, 0, : sizes[1]], k[:, 0, sizes[1] :], latents, rotary, scales[:, 0], every, backend="triton")
+    return q, latents[:, None], latents[:, None], pages, (scales, scales), rotary[:, None]
 
 
-CHECKS: list[tuple[list[int], list[int], tuple[int, int], tuple[int, int], bool, Row]] = [
+CHECKS: list[tuple[list[int], list[int], tuple[int, int], tuple[int, int], Any, Row]] = [
     ([1] * 4, [5, 300, 1, 77], (32, 8), (128, 128), False, {}),
     ([1] * 4, [5, 300, 1, 77], (24, 8), (80, 80), False, {"window": 20, "softcap": 5.0}),
     ([1, 1, 3, 5], [9, 200, 130, 5], (8, 8), (64, 64), False, {"chunk": 16}),
@@ -84,6 +96,8 @@ CHECKS: list[tuple[list[int], list[int], tuple[int, int], tuple[int, int], bool,
     ([1, 1, 200], [9, 200, 230], (16, 2), (256, 256), False, {"window": 50, "sink": True}),
     ([1, 1, 3], [90, 2000, 230], (128, 1), (576, 512), True, {}),
     ([1, 100], [90, 300], (16, 1), (576, 512), True, {}),
+    ([1, 1, 3], [90, 2000, 230], (128, 1), (576, 512), E4M3, {}),
+    ([1, 100], [90, 300], (16, 1), (576, 512), E4M3, {}),
 ]
 
 
@@ -93,14 +107,14 @@ def check() -> float:
 
     worst = 0.0
     for queries, totals, heads, sizes, shared, options in CHECKS:
-        q, k, v, pages = make(queries, totals, heads, sizes, shared)
-        options = dict(options)
+        q, k, v, pages, *eight = make(queries, totals, heads, sizes, shared)
+        options = options | dict(zip(("scales", "rotary_pool"), eight, strict=False))
         if options.get("sink"):
             options["sink"] = torch.randn(heads[0], device="cuda", dtype=torch.bfloat16)
         found = paged_attention(q, k, v, pages, backend="triton", **options).double()
         options |= {"sink": options["sink"].double()} if "sink" in options else {}
-        kd = k.double()
-        vd = kd[..., : sizes[1]] if shared else v.double()
+        kd = k if eight else k.double()
+        vd = kd if eight else kd[..., : sizes[1]] if shared else v.double()
         exact = paged_attention(q.double(), kd, vd, pages, backend="reference", **options)
         error = float((found - exact).norm() / exact.norm())
         print(f"check {queries} {totals} {heads} {sizes} {list(options)}: {error:.1e}", flush=True)
@@ -110,12 +124,14 @@ def check() -> float:
     return worst
 
 
-TIMED: list[tuple[str, int, int, tuple[int, int], tuple[int, int], bool]] = [
+TIMED: list[tuple[str, int, int, tuple[int, int], tuple[int, int], Any]] = [
     ("64 x 8192", 64, 8192, (32, 8), (128, 128), False),
     ("1 x 131072", 1, 131072, (32, 8), (128, 128), False),
     ("64 x 1024", 64, 1024, (32, 8), (128, 128), False),
     ("MLA 64 x 8192, 16 heads", 64, 8192, (16, 1), (576, 512), True),
     ("MLA 64 x 8192, 128 heads", 64, 8192, (128, 1), (576, 512), True),
+    ("MLA e4m3 64 x 8192, 16 heads", 64, 8192, (16, 1), (576, 512), E4M3),
+    ("MLA e4m3 64 x 8192, 128 heads", 64, 8192, (128, 1), (576, 512), E4M3),
 ]
 
 
@@ -146,7 +162,7 @@ class Variants:
         self.module._blocks = self.own[0] if blocks is None else lambda *_: blocks
         self.module.splits_of = self.own[1] if splits is None else lambda *_: splits
         try:
-            return median(lambda: self.module.paged_attention(*given, True, None, None, None, None, None))
+            return median(lambda: self.module.paged_attention(*given[:4], True, *[None] * 5, *given[4:]))
         except Exception as error:
             print(blocks, splits, type(error).__name__, flush=True)
             return None
@@ -157,7 +173,7 @@ class Variants:
         for kind in (None, *blocks):
             seconds = self._row(name, given, size, copy, kind, None)
             best = min(best, (seconds, kind), key=lambda each: each[0])
-        for splits in (1, 2, 4, 8, 16, 32, 64, 128):
+        for splits in (1, 4, 16, 64) if blocks else ():
             self._row(name, given, size, copy, best[1], splits)
 
     def _row(self, name: str, given: Any, size: int, copy: float, blocks: Any, splits: Any) -> float:
@@ -167,24 +183,29 @@ class Variants:
         rate = size / seconds
         self.rows.append({"shape": name, "blocks": blocks, "splits": splits, "gb_per_s": rate / 1e9})
         self.rows[-1]["of_copy"] = rate / copy
-        print(f"{name:26} {blocks} {splits}: {rate / 1e9:.0f} GB/s, {rate / copy:.0%} of copy", flush=True)
+        print(f"{name:30} {blocks} {splits}: {rate / 1e9:.0f} GB/s, {rate / copy:.0%} of copy", flush=True)
         return seconds
 
 
 def kernels(arguments: argparse.Namespace) -> Row:
-    """Check and time the kernels, with several block shapes and splits."""
+    """Check and time the kernels, with several block shapes and splits unless only the chosen ones are asked for."""
     variants = Variants()
     worst, copy = check(), copy_bandwidth()
     for name, count, length, heads, sizes, shared in TIMED:
+        if arguments.shapes not in name:
+            continue
         size = count * length * heads[1] * (sizes[0] + (0 if shared else sizes[1])) * 2
+        if shared == E4M3:
+            size -= count * length * (sizes[1] - 4)  # a byte less for each feature of a latent, and a scale
         given = make([1] * count, [length] * count, heads, sizes, shared)
-        variants.decode(name, given, size, copy, LATENT if shared else WIDE)
+        blocks = [each for each in LATENT if each[0] <= max(16, heads[0])] if shared else WIDE
+        variants.decode(name, given, size, copy, () if arguments.chosen else blocks)
         del given
         torch.cuda.empty_cache()
-    for queries, length in ((2048, 8192), (512, 8192)):
+    for queries, length in () if arguments.shapes else ((2048, 8192), (512, 8192)):
         given = make([queries], [length], (32, 8), (128, 128), False)
         work = 4 * 32 * 128 * (queries * (length - queries) + queries * queries / 2)
-        for blocks in (None, *LONG):
+        for blocks in (None, *(() if arguments.chosen else LONG)):
             seconds = variants.seconds(given, blocks, None)
             if seconds is not None:
                 rate = work / seconds / 1e12
@@ -869,6 +890,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=parts)
     parser.add_argument("result", type=Path)
+    parser.add_argument("--shapes", default="", help="kernels: only shapes of decode steps whose names have this")
+    parser.add_argument("--chosen", action="store_true", help="kernels: no other blocks and splits")
     parser.add_argument("--package", type=Path, default=Path(__file__).resolve().parents[1])
     arguments = parser.parse_args()
     sys.path.insert(0, str(arguments.package))

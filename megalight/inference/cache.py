@@ -95,7 +95,7 @@ class Cache:
         capacity: maximum number of tokens in each slot.
         blocks: the pool of blocks that hold the tokens of all slots. None: every slot has one block of ``capacity``
             tokens.
-        quantized: whether keys and values are stored in e4m3.
+        quantized: whether keys and values, or latents, are stored in e4m3.
 
     Attributes:
         states: argument ``states`` of the model.

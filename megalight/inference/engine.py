@@ -74,7 +74,7 @@ class DynamicEngine:
         max_sequences: maximum number of sequences in a step.
         step_tokens: maximum number of tokens in a step. Longer prompts run in parts.
         kv_cache_dtype: ``auto``: keys and values are stored in the dtype of the layers. ``fp8``: in e4m3, each head of
-            each token with its own scale.
+            each token with its own scale; of latents each token.
         attention_backend: of attention to stored keys and values: ``auto``, or a name of
             :mod:`megalight.ops.paged_attention`, such as ``flash_attn``, ``flashinfer`` or
             ``flash_mla``.

@@ -101,6 +101,7 @@ class InnerAttention(nn.Module):
                 q,
                 *stored[:3],
                 scales=stored.scales,
+                rotary_pool=stored.rotary,
                 causal=self.causal,
                 scale=self.scale,
                 window=self.window,
@@ -383,7 +384,7 @@ class DraftAttention(nn.Module):
             state.append(k, v)
             return draft_attention(q, state.keys, state.values, sequences, scale=self.scale)
         if state is not None:
-            return paged_attention(q, *state[:3], scale=self.scale, scales=state.scales)
+            return paged_attention(q, *state[:3], scale=self.scale, scales=state.scales, rotary_pool=state.rotary)
         return attention(q, k, v, sequences, scale=self.scale)
 
 

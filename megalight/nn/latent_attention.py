@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megalight.errors import ConfigurationError, MegalightError
+from megalight.errors import MegalightError
 from megalight.nn.canonical import Section
 from megalight.nn.linear import Linear
 from megalight.nn.norm import RMSNorm
 from megalight.nn.state import LayerContext, Slots, StoredHeads, TokenPool
 from megalight.ops.batch_invariant import MODE, refuse, with_gradient_of
 from megalight.ops.batch_invariant.product import head_product
+from megalight.ops.common import wide
 from megalight.ops.latent_heads import join_keys
 from megalight.ops.linear.low_precision import precision_of
+from megalight.ops.paged_append import append_latents, dequantize_heads
 from megalight.ops.quantized_weight import readable
-from megalight.types import PackedSequences
+from megalight.types import PackedSequences, Pages
 
 EXPANDED = 128
 """New tokens of a sequence from which on keys and values are computed anew for all of its tokens.
@@ -33,6 +35,51 @@ class SharedHead(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[T, D] -> [T, D]``."""
         return x
+
+
+@dataclass(frozen=True, eq=False)
+class LatentState:
+    """The state of latent attention: the normed latent and the rotated key of every token.
+
+    Attributes:
+        rows: both, in the dtype of the layer; or the latents alone, in e4m3.
+        apart: the rotated keys, and scales of latents in e4m3. These are always read from there, so a token's keys and
+            values do not depend on how its prompt was divided.
+    """
+
+    rows: TokenPool
+    apart: tuple[TokenPool, TokenPool] | None = None
+
+    @classmethod
+    def of(cls, slots: Slots) -> LatentState:
+        """Make an empty state, without any token."""
+        return cls(slots.per_token(), (slots.per_token(), slots.per_token()) if slots.quantized else None)
+
+    def append(self, latent: Tensor, key: Tensor, pages: Pages) -> StoredHeads:
+        """Store ``latent [T, c], key [T, R]``; return all that is stored: one key head, whose start is the value."""
+        width, size = latent.shape[1], key.shape[1]
+        if self.apart is None:
+            rows = torch.cat([latent, key], -1)
+            pool = self.rows.rows((width + size,), rows)
+            with torch.no_grad():
+                pool[pages.write] = rows
+            return StoredHeads(pool[:, None], pool[:, None, :width], pages)
+        latents = self.rows.rows((width,), latent.new_empty(0, dtype=torch.float8_e4m3fn))
+        rotary = self.apart[0].rows((size,), key)
+        scales = self.apart[1].rows((), latent.new_empty(0, dtype=torch.float32))
+        append_latents(latent, key, latents, rotary, scales, pages.write)
+        return StoredHeads(latents[:, None], latents[:, None], pages, (scales[:, None],) * 2, rotary[:, None])
+
+
+def read_latents(stored: StoredHeads, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the latents ``[n, c]`` and rotated keys ``[n, R]`` of rows, in the dtype of the layer."""
+    if stored.rotary is None or stored.scales is None:
+        rows, width = stored.keys[index, 0], stored.values.shape[-1]
+        return rows[:, :width], rows[:, width:]
+    key = stored.rotary[index, 0]
+    # As bytes: not all devices index floats of 8 bits.
+    data = stored.keys.view(torch.uint8)[index, 0].view(stored.keys.dtype)
+    return dequantize_heads(data, stored.scales[0][index, 0], wide(key.dtype)).to(key.dtype), key
 
 
 class LatentAttention(nn.Module):
@@ -106,17 +153,9 @@ class LatentAttention(nn.Module):
         """Numbers of query heads and of key heads in the outputs of the projections: here they are equal."""
         return (self.q_up.section_sizes[0] // (self.head_dim + self.rotary_dim),) * 2
 
-    def make_state(self, slots: Slots) -> TokenPool:
-        """Make the state: one row ``[c + R]`` per token, the normed latent and the rotated key.
-
-        Raises:
-            ConfigurationError: keys and values are to be stored in e4m3.
-        """
-        if slots.quantized:
-            raise ConfigurationError(
-                "latent attention stores latents, which have no form in 8 bits; leave kv_cache_dtype at auto."
-            )
-        return slots.per_token()
+    def make_state(self, slots: Slots) -> LatentState:
+        """Make the state of generation."""
+        return LatentState.of(slots)
 
     def forward(self, hidden: Tensor, context: LayerContext, state: Any = None, memory: Tensor | None = None) -> Tensor:
         """``[T, h] -> [T, h]``. ``memory`` is unused."""
@@ -124,13 +163,12 @@ class LatentAttention(nn.Module):
         if MODE.on:
             return self._project(self._invariant(q, latent, key, context.sequences, state))
         if state is not None and (pages := context.sequences.pages) is not None:
-            rows = torch.cat([latent, key], -1)
-            pool = state.rows(tuple(rows.shape[1:]), rows)
-            with torch.no_grad():
-                pool[pages.write] = rows
+            stored = state.append(latent, key, pages)
             # the first pass of a sequence has no earlier tokens, and computes keys and values as training does
             if pages.continued:
-                return self._project(self._continue(q, pool, context.sequences))
+                return self._project(self._continue(q, stored, context.sequences))
+            if stored.scales is not None:
+                latent, key = read_latents(stored, pages.write)
         k, v = self._keys_values(latent, key)
         return self._project(self.inner(q, k, v, context.sequences))
 
@@ -155,11 +193,11 @@ class LatentAttention(nn.Module):
 
     def _keys_values(self, latent: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """``latent [T, c], key [T, R] -> [T, H, D + R], [T, H, V]``. Of the latent, a share of the tokens will do."""
-        wide = self.kv_up(latent)
-        return join_keys(wide.view(len(wide), -1, self.head_dim + self.value_dim), key, self.head_dim)
+        heads = self.kv_up(latent)
+        return join_keys(heads.view(len(heads), -1, self.head_dim + self.value_dim), key, self.head_dim)
 
-    def _continue(self, q: Tensor, pool: Tensor, sequences: PackedSequences) -> Tensor:
-        """Attend to all stored tokens of the sequences: ``q [T, H, D + R], pool [N, c + R]``."""
+    def _continue(self, q: Tensor, stored: StoredHeads, sequences: PackedSequences) -> Tensor:
+        """Attend to all stored tokens of the sequences: ``q [T, H, D + R]``."""
         pages = sequences.pages
         assert pages is not None
         # A layer with an adapter computes something else than a product with its weight.
@@ -169,34 +207,32 @@ class LatentAttention(nn.Module):
                 raise MegalightError(
                     "keys and values of a recorded pass cannot be computed, as their number may change."
                 )
-            return self._absorbed(q, pool, sequences)
+            return self._absorbed(q, sequences, stored)
         few = 0
         if absorbs:
             lengths = pages.query_lengths
             few = next((place for place, count in enumerate(lengths) if count >= EXPANDED), len(lengths))
         tokens = sum(pages.query_lengths[:few])
-        mixed = [self._absorbed(q[:tokens], pool, replace(sequences, pages=pages.leading(few)))] if few else []
+        mixed = []
+        if few:
+            mixed.append(self._absorbed(q[:tokens], sequences, stored._replace(pages=pages.leading(few))))
         if few < len(pages.query_lengths):
-            rows = pool[pages.rows(few, pages.bounds[few:])]
             keys = PackedSequences.of_lengths(pages.bounds[few:], q.device)
             queries = replace(PackedSequences.of_lengths(pages.query_lengths[few:], q.device), keys=keys)
-            k, v = self._keys_values(*torch.split(rows, [self.kv_rank, self.rotary_dim], -1))
+            k, v = self._keys_values(*read_latents(stored, pages.rows(few, pages.bounds[few:])))
             mixed.append(self.inner(q[tokens:], k, v, queries))
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
     def _invariant(
-        self, q: Tensor, latent: Tensor, key: Tensor, sequences: PackedSequences, state: TokenPool | None
+        self, q: Tensor, latent: Tensor, key: Tensor, sequences: PackedSequences, state: LatentState | None
     ) -> Tensor:
         """Attend to latents in all passes, in batch-invariant mode; the gradient is that of keys and values."""
         if self.kv_up.adapter is not None or precision_of(self.kv_up.weight) is not None:
             refuse("adapters and 8 bits in the projection of latents to keys and values")
         if state is not None and (pages := sequences.pages) is not None:
-            rows = torch.cat([latent, key], -1)
-            pool = state.rows(tuple(rows.shape[1:]), rows)
-            with torch.no_grad():
-                pool[pages.write] = rows
+            stored = state.append(latent, key, pages)
             if pages.continued:
-                return self._absorbed(q, pool, sequences)
+                return self._absorbed(q, sequences, stored)
 
         def ordinary(q: Tensor, latent: Tensor, key: Tensor, weight: Tensor) -> Tensor:
             k, v = self._keys_values(latent, key)
@@ -204,23 +240,21 @@ class LatentAttention(nn.Module):
             return out
 
         def invariant(q: Tensor, latent: Tensor, key: Tensor, weight: Tensor) -> Tensor:
-            return self._absorbed(q, torch.cat([latent, key], -1), sequences, stored=False)
+            return self._absorbed(q, sequences, torch.cat([latent, key], -1))
 
         return with_gradient_of(ordinary, invariant, (q, latent, key, self.kv_up.weight))
 
-    def _absorbed(self, q: Tensor, pool: Tensor, sequences: PackedSequences, stored: bool = True) -> Tensor:
-        """Attend to latents: ``q [T, H, D + R], pool [N, c + R] -> [T, H, V]``. Not ``stored``: ``N`` is ``T``."""
+    def _absorbed(self, q: Tensor, sequences: PackedSequences, latents: StoredHeads | Tensor) -> Tensor:
+        """Attend to latents: ``q [T, H, D + R] -> [T, H, V]``. ``latents``: those stored, or ``[T, c + R]``."""
         # In the dtype of the queries, because the weight may be kept in a wider one.
         weight = readable(self.kv_up.weight).view(-1, self.head_dim + self.value_dim, self.kv_rank).to(q.dtype)
         for_keys, for_values = torch.split(weight, [self.head_dim, self.value_dim], 1)
         plain, turned = torch.split(q, [self.head_dim, self.rotary_dim], -1)
         # q (W c) = (q W) c: one key head for all query heads, and its first c features are the values
         absorbed = torch.cat([head_product(plain, for_keys.mT), turned], -1)
-        k, v = pool[:, None], pool[:, None, : self.kv_rank]
-        heads = None
-        if stored:
-            assert sequences.pages is not None
-            heads = StoredHeads(k, v, sequences.pages)
-        mixed = self.inner(absorbed, k, v, sequences, heads)
+        if isinstance(latents, StoredHeads):
+            mixed = self.inner(absorbed, *latents[:2], sequences, latents)
+        else:
+            mixed = self.inner(absorbed, latents[:, None], latents[:, None, : self.kv_rank], sequences)
         # The outputs are latents. The part of the weight for values turns them into heads.
         return head_product(mixed, for_values)

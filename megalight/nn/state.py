@@ -67,7 +67,7 @@ class Slots(Protocol):
 
     @property
     def quantized(self) -> bool:
-        """Whether keys and values are stored in e4m3."""
+        """Whether keys and values, or latents, are stored in e4m3."""
         ...
 
     def per_token(self, span: AttentionSpan | None = None) -> TokenPool:
@@ -90,12 +90,14 @@ class StoredHeads(NamedTuple):
         values: ``[N, Hkv, Dv]``.
         pages: where they lie.
         scales: ``[N, Hkv]`` of keys and of values in e4m3; None: they have the dtype of the layer.
+        rotary: ``[N, Hkv, R]``: the rotated features of keys, where ``keys`` are latents in e4m3.
     """
 
     keys: Tensor
     values: Tensor
     pages: Pages
     scales: tuple[Tensor, Tensor] | None = None
+    rotary: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,7 +32,7 @@ def why_not(spec: PagedAttentionSpec) -> str | None:
     """Return why it cannot serve, or None."""
     for name in ("window", "chunk", "softcap", "sink", "quantized"):
         if getattr(spec, name):
-            return "reads no e4m3 of ours" if name == "quantized" else f"has no {name}"
+            return "reads no e4m3 with a scale for each token" if name == "quantized" else f"has no {name}"
     if not spec.shared or (spec.head_dim, spec.value_dim) != SIZES or spec.dtype not in HALF:
         return f"reads latents with keys and values of {SIZES} features, in half precision"
     if spec.page_size != PAGE_SIZE:

@@ -77,6 +77,7 @@ def texts(
     create: bool,
     speculator: Speculator | None = None,
     count: int = len(PROMPTS),
+    kv_cache_dtype: str = "auto",
 ) -> tuple[list[list[int]], dict[Any, int]]:
     engine = DynamicEngine(
         model,
@@ -86,6 +87,7 @@ def texts(
         cuda_graphs=graphs,
         cuda_graph_mixed_prefill_count=mixed,
         speculator=speculator,
+        kv_cache_dtype=kv_cache_dtype,
     )
     if create:
         engine.create_cuda_graphs()

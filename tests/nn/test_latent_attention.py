@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from megalight.models.gpt.flops import flops_per_token
 from megalight.nn import InnerAttention, LatentAttention, LayerContext, Rotary
 from megalight.nn.adapter import Adapter
 from megalight.nn.init import initialize
+from megalight.ops.paged_append import dequantize_heads, quantize_heads
 from megalight.ops.rotary import RotaryScaling
 from megalight.types import PackedSequences
 
@@ -90,26 +92,38 @@ def test_equals_the_formula(q_rank: int | None) -> None:
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("adapted", [False, True])
-def test_is_continued_from_latents(adapted: bool) -> None:
-    """Several tokens at a time, slots in any order; a state has one row of ``c + R`` features per token."""
+def test_is_continued_from_latents(adapted: bool, quantized: bool) -> None:
+    """Several tokens at a time, slots in any order; a state has one row of ``c + R`` features per token.
+
+    In 8 bits, the result is that of latents which are rounded at once.
+    """
     mixer, rotary = build()
     if adapted:  # its weight is not all that the projection computes
         mixer.kv_up.adapter = Adapter.of(mixer.kv_up, "kv_up", ["kv_up"], width=2, scale=1.0, dropout=0.0)
         torch.nn.init.normal_(mixer.kv_up.adapter.A)
         torch.nn.init.normal_(mixer.kv_up.adapter.B)
-    cache = Cache({"0": mixer}, 3, 20)
+    cache = Cache({"0": mixer}, 3, 20, quantized=quantized)
+
+    def rounded(module: torch.nn.Module, given: Any, latent: torch.Tensor) -> torch.Tensor:
+        return dequantize_heads(*quantize_heads(latent), latent.dtype)
+
     rows = {slot: torch.empty(0, 12, dtype=torch.float64) for slot in range(3)}
     for slots, counts in [([0, 1, 2], [2, 6, 1]), ([2, 0], [1, 1]), ([1, 0, 2], [3, 1, 2])]:
         sequences = cache.extend(slots, counts, "cpu")
         new = torch.randn(sum(counts), 12, dtype=torch.float64)
         found = mixer(new, context_of(rotary, sequences), cache.states["0"])
+        hook = mixer.kv_latent_norm.register_forward_hook(rounded) if quantized else nullcontext()
         for slot, part in zip(slots, new.split(counts), strict=True):
             rows[slot] = torch.cat([rows[slot], part])
-        wholes = [mixer(rows[s], context_of(rotary, PackedSequences.of_lengths([len(rows[s])]))) for s in slots]
+        with hook:
+            wholes = [mixer(rows[s], context_of(rotary, PackedSequences.of_lengths([len(rows[s])]))) for s in slots]
         expected = torch.cat([out[-count:] for out, count in zip(wholes, counts, strict=True)])
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
-    assert cache.states["0"].stored.shape == (80, KV + R), "a block for each slot, and a dummy"
+    # a block for each slot, and a dummy
+    shapes = [(80, KV), (80, R), (80,)] if quantized else [(80, KV + R)]
+    assert [tuple(pool.shape) for pool in cache.tensors] == shapes
 
 
 SIZES = {"num_layers": 2, "hidden_size": 8, "num_heads": 2, "vocab_size": 9, "max_sequence_length": 9}

@@ -17,7 +17,7 @@ from megalight.inference import Cache
 from megalight.models.gpt import GPT, GPTConfig, InitConfig
 from megalight.nn.init import initialize
 from megalight.ops.attention import attention
-from megalight.ops.paged_append import dequantize_heads, paged_append
+from megalight.ops.paged_append import append_latents, dequantize_heads, paged_append
 from megalight.ops.paged_attention import paged_attention
 from megalight.ops.rotary import apply_rotary, rotary_table
 from megalight.parallel.graphs.fingerprint import Inspection
@@ -275,6 +275,93 @@ def test_pools_of_eight_bits_on_a_gpu(queries: list[int], totals: list[int], opt
         return paged_attention(q, k, v, pages, scales=scales, backend="triton", **given)
 
     eight_bits(True, append, attend, queries, totals, **options)
+
+
+def latents_of_eight_bits(
+    append: Any, attend: Any, queries: list[int], totals: list[int], sizes: tuple[int, int], rounds: bool, padding: Any
+) -> None:
+    """Append latents and rotated keys to what is stored, and attend, as to the float64 values of all."""
+    torch.manual_seed(0)
+    (rank, rotary), device = sizes, "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    blocks = sum(-(-total // 4) for total in totals) + 2
+    pages = make_pages(queries, totals, 4, blocks)
+    latents = torch.zeros(blocks * 4, rank, dtype=torch.float8_e4m3fn)
+    turned, scales = torch.full((blocks * 4, rotary), torch.nan, dtype=dtype), torch.full((blocks * 4,), torch.nan)
+    # Parts of one projection. Latents of one token are all 0, those of another 1,000 times as large.
+    given = torch.randn(sum(totals), rank + rotary).to(dtype)
+    given[0, :rank] = 0
+    given[-1, :rank] *= 1000
+    rows = pages.rows(0, totals)
+    new = torch.isin(rows, pages.write)
+    q = torch.randn(sum(queries), 20, rank + rotary).to(dtype)
+    pages, q, latents, turned, scales, given, rows, new = _to(
+        device, pages, q, latents, turned, scales, given, rows, new
+    )
+    latent, key = given.split([rank, rotary], 1)
+    reference = importlib.import_module("megalight.ops.paged_append").reference_append_latents
+    reference(latent[~new], key[~new], latents, turned, scales, rows[~new])
+    append(latent[new], key[new], latents, turned, scales, pages.write)
+    assert turned[rows].equal(key)
+    found = dequantize_heads(latents, scales, torch.float64)
+    # 4 significant bits, from 2 ** -6 of what the largest value of the token maps to 448 of
+    exact = latent.double()
+    within = (found[rows] - exact).abs() <= exact.abs() / 16 + exact.abs().amax(-1, keepdim=True) * 2**-9 / 448
+    assert within.all() or not rounds
+    expected = paged_attention(
+        q.double(), torch.cat([found, turned.double()], 1)[:, None], found[:, None], pages, scale=0.2
+    )
+    heads = latents[:, None]
+    if padding:
+        q, pages = torch.cat([q, q.new_ones(padding[2] - len(q), *q.shape[1:])]), as_recorded(pages, *padding)
+    mixed = attend(q, heads, heads, pages, (scales[:, None],) * 2, turned[:, None])
+    assert error(mixed[: sum(queries)], expected) <= TOLERANCE[dtype]
+    # What 8 bits cost beside full precision: values are within 1 / 16, and half of that on average.
+    pool = torch.zeros(blocks * 4, 1, rank + rotary, dtype=torch.float64, device=device)
+    pool[rows, 0] = given.double()
+    full = paged_attention(q.double(), pool, pool[..., :rank], pages, scale=0.2)[: sum(queries)]
+    assert error(mixed[: sum(queries)], full) < 0.04
+
+
+LATENTS: list[tuple[list[int], list[int], Any]] = [
+    ([1, 1, 1], [5, 1, 17], None),
+    ([1, 1, 3, 9], [9, 4, 3, 12], None),
+    ([1, 1, 3], [9, 4, 3], (3, 2, 9)),
+]
+
+
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
+@pytest.mark.parametrize(("queries", "totals", "padding"), LATENTS)
+@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=needs_interpreter)])
+def test_latents_of_eight_bits(
+    backend: str, queries: list[int], totals: list[int], padding: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append, attend = (importlib.import_module(f"megalight.ops.paged_{name}") for name in ("append", "attention"))
+    if backend == "triton":
+        one, other = kernels("paged_append", monkeypatch), kernels("paged_attention", monkeypatch)
+        monkeypatch.setattr(other, "splits_of", lambda *_: 4)
+        monkeypatch.setattr(other, "_blocks", lambda *given: (16, 16, 4, 1))
+        appended, attended = one.append_latents, other.paged_attention
+    else:
+        appended, attended = append.reference_append_latents, attend.reference_paged_attention
+
+    def run(q: Tensor, k: Tensor, v: Tensor, pages: Pages, scales: Any, rotary: Tensor) -> Any:
+        return attended(q, k, v, pages, True, 0.2, None, None, None, None, scales, rotary)
+
+    latents_of_eight_bits(appended, run, queries, totals, (18, 6), backend == "reference", padding)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("queries", "totals"), [([1, 1, 1], [5, 1, 300]), ([1, 1, 3, 200], [900, 4, 30, 333])])
+@pytest.mark.parametrize("sizes", [(512, 64), (40, 8)])
+def test_latents_of_eight_bits_on_a_gpu(queries: list[int], totals: list[int], sizes: tuple[int, int]) -> None:
+    def append(*given: Any) -> None:
+        append_latents(*given, backend="triton")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, pages: Pages, scales: Any, rotary: Tensor) -> Tensor:
+        return paged_attention(q, k, v, pages, scale=0.2, scales=scales, rotary_pool=rotary, backend="triton")
+
+    latents_of_eight_bits(append, attend, queries, totals, sizes, True, None)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -2,6 +2,12 @@
 
 Pools of e4m3 have half the bytes of bfloat16. Each head of each token has a float32 scale, which maps its largest
 magnitude to 448: nothing is calibrated, and rows that are stored are never scaled anew.
+
+Latents of MLA in e4m3 have one scale for each token, and their rotated keys, which scores are sensitive to, keep the
+dtype of the layer, as in SnapMLA (https://arxiv.org/abs/2602.10718): 644 bytes in place of 1,152 with 512 and 64
+features in bfloat16. The scale multiplies scores and weights, not 512 features, as scales of 128 features each would
+(the format of sparse FlashMLA). Those are no more accurate: e4m3 has an exponent, so its relative error is the same
+for values from 448 to 2 ** -6.
 """
 
 from __future__ import annotations
@@ -45,7 +51,7 @@ def reference_paged_append(
 
 
 def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``[T, H, D] -> [T, H, D]`` in e4m3, and its scales ``[T, H]`` in float32: ``x`` is about their product."""
+    """``[..., D] -> [..., D]`` in e4m3, and its scales ``[...]`` in float32: ``x`` is about their product."""
     wide = x.float()
     scale = wide.abs().amax(-1) / LARGEST["e4m3"]
     scale = torch.where(scale == 0, 1.0, scale)
@@ -53,8 +59,18 @@ def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_heads(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the values ``[..., H, D]`` that quantized values with scales ``[..., H]`` stand for."""
+    """Return the values ``[..., D]`` that quantized values with scales ``[...]`` stand for."""
     return data.to(dtype) * scale[..., None].to(dtype)
+
+
+def reference_append_latents(
+    latent: Tensor, key: Tensor, latent_pool: Tensor, rotary_pool: Tensor, scales: Tensor, write: Tensor
+) -> None:
+    """See :func:`append_latents`."""
+    with torch.no_grad():
+        data, scales[write] = quantize_heads(latent)
+        latent_pool.view(torch.uint8)[write] = data.view(torch.uint8)
+        rotary_pool[write] = key
 
 
 class PagedAppendSpec(NamedTuple):
@@ -66,7 +82,8 @@ class PagedAppendSpec(NamedTuple):
 
 
 PAGED_APPEND: BackendRegistry[PagedAppendSpec, Callable[..., Tensor]] = BackendRegistry("paged_append")
-REGISTRIES: tuple[BackendRegistry[PagedAppendSpec, Any], ...] = (PAGED_APPEND,)
+APPEND_LATENTS: BackendRegistry[PagedAppendSpec, Callable[..., None]] = BackendRegistry("append_latents")
+REGISTRIES: tuple[BackendRegistry[PagedAppendSpec, Any], ...] = (PAGED_APPEND, APPEND_LATENTS)
 EXAMPLE = PagedAppendSpec("cpu", torch.bfloat16)
 
 
@@ -77,6 +94,9 @@ def _triton_why_not(spec: PagedAppendSpec) -> str | None:
 _triton = lazy("megalight.ops.paged_append.triton", "paged_append")
 PAGED_APPEND.register(Backend("triton", _triton, 20, _triton_why_not))
 PAGED_APPEND.register(Backend("reference", reference_paged_append, 0, serve_all))
+_triton_latents = lazy("megalight.ops.paged_append.triton", "append_latents")
+APPEND_LATENTS.register(Backend("triton", _triton_latents, 20, _triton_why_not))
+APPEND_LATENTS.register(Backend("reference", reference_append_latents, 0, serve_all))
 
 
 @remembered
@@ -115,3 +135,33 @@ def paged_append(
     """
     fn = _choose(PagedAppendSpec(q.device.type, q.dtype, scales is not None), backend)
     return fn(q, k, v, k_pool, v_pool, write, cos, sin, interleaved, scales)
+
+
+@remembered
+def _choose_latents(spec: PagedAppendSpec, backend: str) -> Callable[..., None]:
+    return APPEND_LATENTS.select(spec, backend).fn
+
+
+def append_latents(
+    latent: Tensor,
+    key: Tensor,
+    latent_pool: Tensor,
+    rotary_pool: Tensor,
+    scales: Tensor,
+    write: Tensor,
+    *,
+    backend: str = "auto",
+) -> None:
+    """Store latents of MLA in e4m3, and their rotated keys as they are, in one pass. It has no gradient.
+
+    Args:
+        latent: ``[T, c]``, normed.
+        key: ``[T, R]``, rotated; it may be a part of a wider projection.
+        latent_pool: ``[N, c]`` in e4m3, contiguous.
+        rotary_pool: ``[N, R]`` in the dtype of ``key``, contiguous.
+        scales: ``[N]`` float32.
+        write: ``[T]`` int64: the row of each token (:class:`~megalight.types.Pages`).
+        backend: name of a backend.
+    """
+    spec = PagedAppendSpec(latent.device.type, latent.dtype, quantized=True)
+    _choose_latents(spec, backend)(latent, key, latent_pool, rotary_pool, scales, write)

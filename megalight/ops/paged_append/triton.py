@@ -67,6 +67,13 @@ def _append(
 
 
 @jit
+def _scale_of(x: Value) -> Value:
+    """``[H, D] -> [H]``: what the largest magnitude of a head is 448 times of; 1 where all are 0."""
+    scale = tl.max(tl.abs(x), 1) / 448.0
+    return tl.where(scale == 0, 1.0, scale)
+
+
+@jit
 def _quantize(
     rows: Value,
     pool: Value,
@@ -84,11 +91,60 @@ def _quantize(
     place = head[:, None] * DIM + tl.arange(0, DIM_BLOCK)[None, :]
     inside = (head < HEADS)[:, None] & (tl.arange(0, DIM_BLOCK) < DIM)[None, :]
     x = tl.load(rows + token * HEADS * DIM + place, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.max(tl.abs(x), 1) / 448.0
-    scale = tl.where(scale == 0, 1.0, scale)
+    scale = _scale_of(x)
     data = (x / scale[:, None]).to(pool.dtype.element_ty)
     tl.store(pool + row * HEADS * DIM + place, data, mask=inside)
     tl.store(scales + row * HEADS + head, scale, mask=head < HEADS)
+
+
+# Rows to write begin anywhere in a buffer of a step's integers.
+@triton.jit(do_not_specialize_on_alignment=["write"])  # type: ignore[untyped-decorator]
+def _append_latent(
+    latent: Value,
+    key: Value,
+    latent_pool: Value,
+    rotary_pool: Value,
+    scales: Value,
+    write: Value,
+    latent_token: Value,
+    key_token: Value,
+    RANK: constexpr,
+    RANK_BLOCK: constexpr,
+    ROTARY: constexpr,
+    ROTARY_BLOCK: constexpr,
+    PDL: constexpr,
+) -> None:
+    """Store the latent of a token in e4m3, and its rotated key."""
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.load(write + token)
+    start_dependents(PDL)
+    feature = tl.arange(0, RANK_BLOCK)[None, :]
+    x = tl.load(latent + token * latent_token + feature, mask=feature < RANK, other=0.0).to(tl.float32)
+    scale = _scale_of(x)
+    data = (x / scale[:, None]).to(latent_pool.dtype.element_ty)
+    tl.store(latent_pool + row * RANK + feature, data, mask=feature < RANK)
+    tl.store(scales + row + tl.arange(0, 1), scale)
+    turned = tl.arange(0, ROTARY_BLOCK)
+    value = tl.load(key + token * key_token + turned, mask=turned < ROTARY)
+    tl.store(rotary_pool + row * ROTARY + turned, value, mask=turned < ROTARY)
+
+
+def append_latents(
+    latent: Tensor, key: Tensor, latent_pool: Tensor, rotary_pool: Tensor, scales: Tensor, write: Tensor
+) -> None:
+    """See :func:`megalight.ops.paged_append.append_latents`."""
+    latent, key = (t if t.stride(-1) == 1 else t.contiguous() for t in (latent, key))
+    pdl = OVERLAP.on
+    _append_latent[(len(latent),)](
+        *(latent, key, latent_pool, rotary_pool, scales, write, latent.stride(0), key.stride(0)),
+        RANK=latent.shape[1],
+        RANK_BLOCK=next_power(latent.shape[1]),
+        ROTARY=key.shape[1],
+        ROTARY_BLOCK=next_power(key.shape[1]),
+        PDL=pdl,
+        launch_pdl=pdl,
+        num_warps=2,
+    )
 
 
 def paged_append(

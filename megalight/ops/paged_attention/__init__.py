@@ -31,9 +31,10 @@ def reference_paged_attention(
     softcap: float | None,
     sink: Tensor | None,
     scales: tuple[Tensor, Tensor] | None = None,
+    rotary_pool: Tensor | None = None,
 ) -> Tensor:
     """See :func:`paged_attention`."""
-    outputs, first, options = [], 0, (causal, scale, window, chunk, softcap, sink, scales)
+    outputs, first, options = [], 0, (causal, scale, window, chunk, softcap, sink, scales, rotary_pool)
     pages = of_tokens(pages, len(q)) if pages.recorded else pages
     # Sequences with one query go together, as in a decode step; each of the others goes alone.
     parts = [pages.decodes] if pages.decodes else []
@@ -76,6 +77,7 @@ def _attend(
     softcap: float | None,
     sink: Tensor | None,
     scales: tuple[Tensor, Tensor] | None,
+    rotary_pool: Tensor | None,
 ) -> Tensor:
     """Attend in ``count`` sequences with equally many queries."""
     (_, heads, size), kv_heads, dtype = q.shape, k_pool.shape[1], wide(q.dtype)
@@ -97,6 +99,8 @@ def _attend(
 
     k_scale, v_scale = scales or (None, None)
     key, value = stored(k_pool, k_scale), stored(v_pool, v_scale)
+    if rotary_pool is not None:
+        key = torch.cat([key, stored(rotary_pool, None)], -1)
     # `[n, Hkv, H / Hkv, Tq, D]`: query heads that share a key head are rows of one product.
     query = q.to(dtype).view(count, -1, kv_heads, heads // kv_heads, size).permute(0, 2, 3, 1, 4)
     length = query.shape[3]
@@ -193,6 +197,7 @@ def paged_attention(
     softcap: float | None = None,
     sink: Tensor | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
+    rotary_pool: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """``softmax(q k^T * scale) v`` within each sequence, whose keys and values lie in pools. It has no gradient.
@@ -212,6 +217,9 @@ def paged_attention(
         sink: ``[H]``: the denominator of a head's softmax has one more term, ``e^sink``. None: no sink.
         scales: ``[N, Hkv]`` float32 of pools in e4m3, for keys and for values (:func:`~megalight.ops.paged_append`).
             None: the pools have the dtype of ``q``.
+        rotary_pool: ``[N, Hkv, R]`` in the dtype of ``q``: the last features of keys, which ``k_pool [N, Hkv, D - R]``
+            in e4m3 then has not, nor do scales apply to them (:func:`~megalight.ops.paged_append.append_latents`);
+            ``v_pool`` is ``k_pool``. None: ``k_pool`` has all.
         backend: name of a backend.
 
     Returns:
@@ -240,4 +248,6 @@ def paged_attention(
         scales is not None,
     )
     fn = _choose(spec, backend)
-    return fn(q, k_pool, v_pool, pages, causal, scale, window, chunk, softcap, sink, scales)
+    # Only backends that serve latents in e4m3 are chosen then.
+    more = () if rotary_pool is None else (rotary_pool,)
+    return fn(q, k_pool, v_pool, pages, causal, scale, window, chunk, softcap, sink, scales, *more)

@@ -63,6 +63,7 @@ def _attend(
     sink: Value,
     k_scale: Value,
     v_scale: Value,
+    rotary: Value,
     parts: Value,
     scale: Value,
     softcap: Value,
@@ -93,12 +94,14 @@ def _attend(
     SINK: constexpr,
     SHARED: constexpr,
     QUANTIZED: constexpr,
+    APART: constexpr,
     PRECISION: constexpr,
     PDL: constexpr,
 ) -> None:
     """Attend to one part of the keys with one block of rows.
 
-    ``DIM`` features of a key are read at once; with ``SHARED`` they are the value, and ``TAIL`` more follow. ``out`` is
+    ``DIM`` features of a key are read at once; with ``SHARED`` they are the value, and ``TAIL`` more follow, which
+    ``rotary`` has if they lie ``APART``. ``out`` is
     ``[T, H, VALUE]``. The keys of all ``count`` sequences from ``first`` on are split into about ``wanted`` parts. A
     sequence with several writes ``parts [T, H, SPLITS, VALUE]`` in float32, and their log-sum-exps to ``sums [T, H,
     SPLITS]``: minus infinity for a part that it has not. With one part it writes ``out``, and infinity.
@@ -169,22 +172,24 @@ def _attend(
             present = (at >= bottom) & (at < high)
             number = tl.load(blocks + at // PAGE, mask=present, other=0)
             rows = number.to(tl.int64) * PAGE + at % PAGE
-            keys = k + rows * k_row + kv_head * (DIM + TAIL)
+            keys = k + rows * k_row + kv_head * (DIM if APART else DIM + TAIL)
+            tails = rotary + (rows * tl.num_programs(1) + kv_head) * TAIL if APART else keys + DIM
             loaded = tl.load(
                 keys[:, None] + feature[None, :], mask=present[:, None] & (feature < DIM)[None, :], other=0.0
             )
             # Of e4m3, each value is one of half precision.
             loaded = loaded.to(held.dtype)
             scores = tl.dot(held, tl.trans(loaded), input_precision=PRECISION)
+            if QUANTIZED:
+                scale_at = rows * tl.num_programs(1) + kv_head
+                key_scale = tl.load(k_scale + scale_at, mask=present, other=0.0)
+                scores *= key_scale[None, :]
             if TAIL > 0:
                 turned = tl.load(
-                    keys[:, None] + DIM + more[None, :], mask=present[:, None] & (more < TAIL)[None, :], other=0.0
+                    tails[:, None] + more[None, :], mask=present[:, None] & (more < TAIL)[None, :], other=0.0
                 )
                 scores += tl.dot(tail, tl.trans(turned), input_precision=PRECISION)
             scores *= scale
-            if QUANTIZED:
-                scale_at = rows * tl.num_programs(1) + kv_head
-                scores *= tl.load(k_scale + scale_at, mask=present, other=0.0)[None, :]
             if CAPPED:
                 # tanh by a power of 2, which stays finite for any score
                 small = tl.exp2(tl.abs(scores / softcap) * (-2 * LOG2E))
@@ -214,7 +219,8 @@ def _attend(
                 )
             mixed = mixed * shrink[:, None]
             if QUANTIZED:
-                weights *= tl.load(v_scale + scale_at, mask=present, other=0.0)[None, :]
+                value_scale = key_scale if SHARED else tl.load(v_scale + scale_at, mask=present, other=0.0)
+                weights *= value_scale[None, :]
             mixed += tl.dot(weights.to(held.dtype), values.to(held.dtype), input_precision=PRECISION)
             largest = higher
         # a part without keys: its output is 0, and its log-sum-exp minus infinity
@@ -299,6 +305,7 @@ def paged_attention(
     softcap: float | None,
     sink: Tensor | None,
     scales: tuple[Tensor, Tensor] | None = None,
+    rotary_pool: Tensor | None = None,
     fixed: bool = False,
 ) -> Tensor:
     """See :func:`megalight.ops.paged_attention.paged_attention`.
@@ -307,7 +314,7 @@ def paged_attention(
     """
     q = q if q.stride(-1) == 1 else q.contiguous()
     out = torch.empty(*q.shape[:2], v_pool.shape[-1], dtype=q.dtype, device=q.device)
-    options = (causal, scale, window, chunk, softcap, sink, scales, fixed)
+    options = (causal, scale, window, chunk, softcap, sink, scales, rotary_pool, fixed)
     lengths = pages.query_lengths
     # Sequences with few queries come first, and are launched apart: their keys are split.
     few = next((place for place, count in enumerate(lengths) if count > FEW), len(lengths))
@@ -334,6 +341,7 @@ def _launch(
     softcap: float | None,
     sink: Tensor | None,
     scales: tuple[Tensor, Tensor] | None,
+    rotary_pool: Tensor | None,
     fixed: bool,
 ) -> None:
     """Attend with the queries of ``count`` sequences, which have at most ``queries`` each."""
@@ -359,7 +367,7 @@ def _launch(
     read, tail = (value_size, size - value_size) if shared else (size, 0)
     _attend[(blocks, kv_heads, count * splits)](
         *(q, k_pool, v_pool, pages.block_table, pages.lengths, pages.cu_queries, out, sums, sink),
-        *(*(scales or (None, None)), parts),
+        *(*(scales or (None, None)), rotary_pool, parts),
         *(1 / math.sqrt(size) if scale is None else scale, softcap or 0.0, first, count),
         max(1, int(wanted * min(1, LENGTHS.value / count))),
         *(*q.stride()[:2], k_pool.stride(0), v_pool.stride(0), pages.block_table.stride(0), heads),
@@ -381,6 +389,7 @@ def _launch(
         SINK=sink is not None,
         SHARED=shared,
         QUANTIZED=scales is not None,
+        APART=rotary_pool is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         PDL=pdl,
         launch_pdl=pdl,
