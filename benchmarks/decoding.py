@@ -510,13 +510,23 @@ def long(arguments: argparse.Namespace) -> Row:
 def suspend(arguments: argparse.Namespace) -> Row:
     """Time suspend and resume of an engine with graphs and 32 running texts, and which share of the cache it frees.
 
-    ``slowdown`` is that of the first step after it; "on demand": no page is prefetched at resume. Memory of managed
+    ``slowdown`` is that of the first step after it; ``captures``: how many graphs are recorded after resume; "on
+    demand": no page is prefetched at resume; "torch": level 0 in torch's own memory. Memory of managed
     pages on the host counts as in use until another allocation needs it: ``others_take_s`` is how long one takes that
     gets all that was free before, and 95 % of what the suspend gave back; None: it gets less.
     """
     from megalight.inference import DynamicEngine, SamplingParams
+    from megalight.inference import engine as module
+    from megalight.parallel.graphs.recorder import CUDARecorder
 
     model, greedy, out = llama(), SamplingParams(temperature=0), Row()
+    record, captures, why_not = CUDARecorder.record, [0], module.why_not
+
+    def counted(*given: Any, **options: Any) -> Any:
+        captures[0] += 1
+        return record(*given, **options)
+
+    CUDARecorder.record = counted  # type: ignore[method-assign]
     kept: list[Any] = []  # pools of weights that other engines find there
 
     def free() -> int:
@@ -540,12 +550,15 @@ def suspend(arguments: argparse.Namespace) -> Row:
         ("cache", 0, {}),
         ("kept cache", 0, {"keep_cache": True}),
         ("cache and weights", 0, {"weights": True}),
+        ("cache, torch", 0, {}),
+        ("kept cache, torch", 0, {"keep_cache": True}),
         ("cache", 1, {}),
         ("kept cache", 1, {"keep_cache": True}),
         ("cache and weights", 2, {"keep_cache": True, "weights": True}),
         ("cache and weights on demand", 2, {"keep_cache": True, "weights": True}),
     )
     for name, level, options in plans:
+        module.why_not = (lambda _: "torch's is asked for") if "torch" in name else why_not
         engine = DynamicEngine(model, num_blocks=4000, max_sequences=32, step_tokens=2048, memory_level=level)
         for prompt in requests(32):
             engine.add(prompt, max_new_tokens=200, sampling_params=greedy)
@@ -562,12 +575,14 @@ def suspend(arguments: argparse.Namespace) -> Row:
             row["others_take_s"] = others_take(before + int(0.95 * gone) - 2**28)
             if "demand" in name:
                 engine._pages.move = engine._pages.move_weights = lambda *_: None  # type: ignore[union-attr, method-assign]
+            made = captures[0]
             row["resume_s"], _ = clock(engine.resume)
             row["first_step_s"], _ = clock(engine.step)
             if "demand" in name:
                 del engine._pages.move, engine._pages.move_weights  # type: ignore[union-attr]
             for _ in range(8):
                 engine.step()
+            row["captures"] = captures[0] - made
         row["slowdown"] = row["first_step_s"] / row["usual_step_s"] - 1
         kept.append(engine._pages)
         out[f"{name} {level}"] = row

@@ -17,6 +17,7 @@ from megalight.errors import ConfigurationError, DataError
 from megalight.inference.blocks import BlockPool, SpanBlocks
 from megalight.ops.sample_tokens import FAILED
 from megalight.parallel.host_memory import host_memory
+from megalight.parallel.virtual_memory import VirtualMemory
 from megalight.types import AttentionSpan, PackedSequences, Pages
 
 
@@ -126,6 +127,7 @@ class Cache:
         self._axes: int | None = None
         self._pools: list[TokenBlocks | SlotEntries] = []
         self._used: dict[BlockPool | SpanBlocks, list[int]] = {}
+        self._memory: VirtualMemory | None = None
         self.states: dict[str, Any] = {}
         for name, layer in layers.items():
             if not hasattr(layer, "make_state"):
@@ -191,10 +193,21 @@ class Cache:
         self.blocks.prefixes.clear()
 
     def drop(self) -> None:
-        """Forget all sequences and give the memory back. The next forward pass allocates it again."""
+        """Forget all sequences and give the memory back. :meth:`allocate` takes it again, or the next forward pass if
+        it is torch's own.
+        """
         self.clear()
         for pool in self._pools:
-            pool.stored = pool.kept = None
+            pool.kept = None
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Give the memory of the device back, without a copy."""
+        if self._memory is not None:
+            self._memory.release()
+            return
+        for pool in self._pools:
+            pool.stored = None
 
     def keep(self) -> None:
         """Give the memory of the device back, and keep what sequences have in it on the host."""
@@ -205,11 +218,11 @@ class Cache:
                 found = pool.stored if isinstance(pool, SlotEntries) else pool.stored_blocks[self._used[pool.blocks]]
                 pool.kept = host_memory(found.shape, found.dtype, found.device)
                 pool.kept.copy_(found)
-                pool.stored = None
+        self.give_back()
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All pools that are on the device."""
+        """All pools that have addresses on the device."""
         return [pool.stored for pool in self._pools if pool.stored is not None]
 
     def forms(self) -> tuple[list[Form | None], dict[AttentionSpan | None, int], int]:
@@ -230,18 +243,43 @@ class Cache:
                 entry += size
         return forms, tokens, entry
 
-    def allocate(self, forms: Sequence[Form | None]) -> None:
-        """Take the memory of all pools now, and not in the first pass; read what :meth:`keep` kept."""
-        for pool, form in zip(self._pools, forms, strict=True):
+    def allocate(self, forms: Sequence[Form | None], memory: VirtualMemory | None = None) -> None:
+        """Take the memory of all pools or of none, now and not in the first pass, or again after it was given back.
+
+        Args:
+            forms: those of the pools.
+            memory: where the pools lie, always the same. Their addresses then stay. None: in torch's own memory.
+
+        Raises:
+            torch.OutOfMemoryError: the device has too little.
+        """
+        if memory is not None and self._memory is memory:
+            memory.restore()
+            return
+
+        def empty(pool: TokenBlocks | SlotEntries, form: Form | None) -> Tensor | None:
             if form is None:
+                return None
+            shape = (pool.count, *form.shape)
+            if memory is not None:
+                return memory.empty(shape, form.dtype)
+            return torch.empty(shape, dtype=form.dtype, device=form.device)
+
+        made = [empty(pool, form) for pool, form in zip(self._pools, forms, strict=True)]
+        for pool, stored in zip(self._pools, made, strict=True):
+            pool.stored = stored
+        self._memory = memory
+
+    def fill(self) -> None:
+        """Write into new memory what :meth:`keep` kept. Other states of sequences are zero."""
+        for pool in self._pools:
+            if pool.stored is None:
                 continue
-            pool.stored = torch.empty(pool.count, *form.shape, dtype=form.dtype, device=form.device)
-            if pool.kept is not None:
-                if isinstance(pool, SlotEntries):
-                    pool.stored.copy_(pool.kept)
-                else:
-                    pool.stored_blocks[self._used[pool.blocks]] = pool.kept.to(form.device)
-                pool.kept = None
+            if isinstance(pool, SlotEntries):
+                pool.stored.zero_() if pool.kept is None else pool.stored.copy_(pool.kept)
+            elif pool.kept is not None:
+                pool.stored_blocks[self._used[pool.blocks]] = pool.kept.to(pool.stored.device)
+            pool.kept = None
 
     def reserve(self, slots: Sequence[int], counts: Sequence[int]) -> list[int]:
         """Reserve ``counts[i]`` more tokens in ``slots[i]``, as :meth:`extend`; return the lengths with them."""

@@ -19,10 +19,18 @@ from typing import Any
 import torch
 from torch import Generator, nn
 
-from megalight.errors import ConfigurationError, DataError, integer
+from megalight.errors import ConfigurationError, DataError, MegalightError, integer
 from megalight.inference.blocks import BLOCK_SIZE, BlockPool, span_counts
 from megalight.inference.cache import Cache
-from megalight.inference.engine_memory import CacheForms, HostWeights, ManagedPages, Memory, check_memory, layers_of
+from megalight.inference.engine_memory import (
+    CacheForms,
+    HostWeights,
+    ManagedPages,
+    Memory,
+    addresses_of,
+    check_memory,
+    layers_of,
+)
 from megalight.inference.grammar import Grammar, GrammarSource
 from megalight.inference.parallel import GenerativeModel, ParallelGPT, device_of, generative
 from megalight.inference.passes import NOT_FINITE, EngineStep, OpenStep, PassesInFlight
@@ -47,6 +55,7 @@ from megalight.nn.mamba2 import Mamba2
 from megalight.nn.short_conv import ShortConv
 from megalight.ops.linear.low_precision import precision_of
 from megalight.ops.paged_attention import PAGE_SIZES, PAGED_ATTENTION
+from megalight.parallel.virtual_memory import VirtualMemory, why_not
 from megalight.types import AttentionSpan
 
 _Call = tuple[str, tuple[Any, ...]]
@@ -84,8 +93,10 @@ class DynamicEngine:
             steps with prompts are not recorded.
         speculator: guesses tokens, which a pass checks together; see :mod:`megalight.inference.speculator`. A step
             still gives one token of each request; those that were guessed come without a pass.
-        memory_level: 0: the cache is in the device's own memory. 1: it is in managed memory, so that graphs survive a
-            suspend. 2: the weights are moved there, too. Without such memory on a rank, it warns and takes 0.
+        memory_level: 0: the cache is in the device's own memory, at addresses that stay where the driver can map memory
+            (:mod:`megalight.parallel.virtual_memory`): graphs survive a suspend, unless weights go or have moved. 1: it
+            is in managed memory. 2: the weights are moved there, too, and graphs survive. Without such memory on a
+            rank, it warns and takes 0.
         first_rank_only: on a divided model, the first rank of a replica makes all calls, and tells the other ranks.
         sampling_params: those of requests that have none; it warns, as each request should have its own.
         step_log: a file to which a line of JSON is appended for each step: its dimensions, those of its graph and how
@@ -184,7 +195,9 @@ class DynamicEngine:
         cache = Cache(layers_of(model, eagle), max_sequences, capacity, self.blocks, quantized)
         self._forms = forms.forms
         self._released: HostWeights | None = None
+        self._addresses: list[int] = []
         self._pages = None
+        self._memory: VirtualMemory | None = None
         if integer("memory_level", memory_level, 0, 2):
             self._pages = ManagedPages.of(device_of(model), self._every)
         self.memory_level = memory_level if self._pages is not None else 0
@@ -195,7 +208,10 @@ class DynamicEngine:
             with self._pages.memory.allocating():
                 cache.allocate(self._forms)
         else:
-            cache.allocate(self._forms)
+            # Agreed, as graphs of all ranks are kept or none.
+            if self._every(why_not(device_of(model)) is None):
+                self._memory = VirtualMemory(device_of(model))
+            cache.allocate(self._forms, self._memory)
         # Ranks of a replica may hold different layers, and must plan the same.
         self._scheduler = Scheduler(cache, step_tokens, states=not self._every(cache.reversible))
         self._requests: dict[int, Request] = {}
@@ -476,8 +492,8 @@ class DynamicEngine:
         """
         self._check_asked()
         hold = hold or meet > 0
-        if self.suspended and not hold:
-            raise ConfigurationError("the engine is suspended and has no cache; call resume() first.")
+        if not hold:
+            self._check_resumed()
         if self._calls or self.shares_experts or (self._requests and self._open is None):
             self._tell("_advance", self._open is not None, hold, meet)
         return self._advance(False, hold, meet)
@@ -569,6 +585,10 @@ class DynamicEngine:
             calls, self._calls = self._calls, []
             self._parallel.call(calls)
 
+    def _check_resumed(self) -> None:
+        if self.suspended:
+            raise ConfigurationError("the engine is suspended and has no cache; call resume() first.")
+
     def _pass(self) -> OpenStep:
         """Let passes begin, as many as may be in flight; return what the first of them gave."""
         passes, shares = self._passes, self.shares_experts
@@ -638,29 +658,61 @@ class DynamicEngine:
         elif weights and self._released is None:
             self._released = HostWeights(self._model)
         # They hold addresses of what is gone.
-        if self._passes.graphs is not None and (pages is None or self._released is not None):
+        gone = self._released is not None or (pages is None and self._memory is None)
+        if self._passes.graphs is not None and gone:
             self._passes.graphs.drop()
+        if not self.suspended:
+            self._addresses = addresses_of(self._model)
         self._kept = keep_cache
         self.suspended = True
 
     def resume(self) -> None:
         """Go on, with the weights that the model has now: after a suspend that kept the cache where requests were,
         otherwise from the first token of each.
+
+        Raises:
+            MegalightError: a rank cannot take the memory. The engine is still suspended; give memory back and call
+                this again.
         """
         self._check_asked()
         self._tell("_resume")
-        self._resume()
+        if (why := self._resume()) is not None:
+            raise MegalightError(
+                f"the engine is still suspended, as its memory cannot be taken: {why} Give memory back and call "
+                "resume() again, or construct an engine with a smaller num_blocks or cache_memory."
+            )
 
-    def _resume(self) -> None:
+    def _resume(self) -> str | None:
+        """Do what :meth:`resume` does, on all ranks or on none; return why not."""
+        if not self.suspended:
+            return None
+        cache, why = self._scheduler.cache, None
+        try:
+            if self._pages is None:
+                cache.allocate(self._forms, self._memory)
+            if self._released is not None:
+                self._released.allocate()
+        except (torch.OutOfMemoryError, MegalightError) as error:
+            why = str(error)
+        if not self._every(why is None):
+            if self._pages is None:
+                cache.give_back()
+            if self._released is not None:
+                self._released.give_back()
+            return why or "another rank of the replica has too little."
         if self._released is not None:
             self._released.restore()
             self._released = None
-        if self.suspended and self._pages is not None:
-            self._pages.move(self._scheduler.cache.tensors, device_of(self._model), self._kept)
+        # Training may have put them elsewhere.
+        elif not self._every(self._addresses == addresses_of(self._model)) and self._passes.graphs is not None:
+            self._passes.graphs.drop()
+        if self._pages is not None:
+            self._pages.move(cache.tensors, device_of(self._model), self._kept)
             self._pages.move_weights(device_of(self._model))
-        elif self.suspended:
-            self._scheduler.cache.allocate(self._forms)
+        else:
+            cache.fill()
         self.suspended = False
+        return None
 
     def reset_cache(self) -> None:
         """Drop what is kept of all tokens, as the weights change now. No prefix is found, and requests start again
@@ -688,14 +740,18 @@ class DynamicEngine:
 
     def create_cuda_graphs(self, reset_context: bool = True) -> None:
         """Record all steps now. Otherwise decode steps are recorded when they are first needed, and steps with prompts
-        are not. After a suspend, each is recorded again when it is needed.
+        are not. After a suspend that dropped them, each is recorded again when it is needed.
 
         Replicas that share experts call it together.
 
         Args:
             reset_context: whether running requests start again, and no prefix is found. Recording needs neither.
+
+        Raises:
+            ConfigurationError: the engine is suspended.
         """
         self._check_asked()
+        self._check_resumed()
         self._tell("_create_cuda_graphs", reset_context)
         self._create_cuda_graphs(reset_context)
 

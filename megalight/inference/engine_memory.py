@@ -159,10 +159,27 @@ class HostWeights:
             storage.resize_(0)
             self._kept.append((storage, kept))
 
+    def allocate(self) -> None:
+        """Take the memory of all weights again, or of none.
+
+        Raises:
+            torch.OutOfMemoryError: the device has too little.
+        """
+        try:
+            for storage, kept in self._kept:
+                storage.resize_(kept.nbytes)
+        except torch.OutOfMemoryError:
+            self.give_back()
+            raise
+
+    def give_back(self) -> None:
+        """Give the memory back that :meth:`allocate` took."""
+        for storage, _ in self._kept:
+            storage.resize_(0)
+
     def restore(self) -> None:
-        """Move the weights back."""
+        """Move the weights back, into the memory that :meth:`allocate` took."""
         for storage, kept in self._kept:
-            storage.resize_(kept.nbytes)
             _bytes(storage).copy_(kept)
         self._kept.clear()
 
@@ -255,6 +272,11 @@ def _weights(model: nn.Module) -> list[Tensor]:
         stored = stored_of(parameter)
         found += [parameter] if stored is None else stored.parts().values()
     return [tensor for tensor in (*found, *model.buffers()) if tensor.numel()]
+
+
+def addresses_of(model: nn.Module) -> list[int]:
+    """Return where the weights lie. CUDA graphs read them there."""
+    return [tensor.data_ptr() for tensor in _weights(model)]
 
 
 def _storages(model: nn.Module) -> list[UntypedStorage]:

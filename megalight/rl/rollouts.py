@@ -82,8 +82,7 @@ class Rollouts:
             less, answers wait for each other.
         max_sequences: answers that are sampled at a time.
         step_tokens: tokens of a forward pass.
-        memory_level: where the cache lies; see :class:`~megalight.inference.engine.DynamicEngine`. With 1, CUDA graphs
-            are recorded once, and not for each batch.
+        memory_level: where the cache lies; see :class:`~megalight.inference.engine.DynamicEngine`.
         batch_invariant: log-probabilities of answers are bitwise those of the training forward, which runs in
             :func:`~megalight.ops.batch_invariant.batch_invariant_mode`, too.
         whole_weights: with full sharding, hold all weights of this rank while answers are sampled. They are gathered

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import megalight
+from megalight.errors import MegalightError
 from megalight.inference import DynamicEngine, SamplingParams
 from megalight.inference.batch_dimensions import InferenceBatchDimensions
 from megalight.inference.parallel import ParallelGPT
@@ -27,6 +28,8 @@ from megalight.models.gpt import (
 from megalight.nn.init import initialize
 from megalight.nn.moe import MoEConfig
 from megalight.ops.draws import exponentials
+from megalight.parallel.graphs.recorder import CUDARecorder
+from megalight.parallel.virtual_memory import why_not
 from megalight.types import PackedSequences
 from tests.support.nccl import runs_of
 
@@ -230,14 +233,88 @@ def test_garbage_is_collected_before_captures_where_asked(monkeypatch: pytest.Mo
     try:
         engine.create_cuda_graphs()
         before, made = collections[0], len(engine._passes.graphs._steps)  # type: ignore[union-attr]
-        engine.suspend()
-        engine.resume()
+        engine._passes.graphs.drop()  # type: ignore[union-attr]
         monkeypatch.setenv("CUDA_GRAPH_CAPTURE_FREEZE_GC", "0")
         engine.create_cuda_graphs()
     finally:
         gc.callbacks.remove(count)
     assert made >= 3
     assert before < made <= collections[0] - before
+
+
+def _bytes_free() -> int:
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info()[0]
+
+
+@pytest.mark.parametrize("name", ["llama", "windowed", "mamba", "delta", "convolutions"])
+def test_graphs_are_recorded_once_while_memory_comes_and_goes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if (reason := why_not(torch.device("cuda", 0))) is not None:
+        pytest.skip(reason)
+    captures, record = [0], CUDARecorder.record
+
+    def counted(*given: Any, **options: Any) -> Any:
+        captures[0] += 1
+        return record(*given, **options)
+
+    monkeypatch.setattr(CUDARecorder, "record", counted)
+    engine = DynamicEngine(build(name), num_blocks=20_000, max_sequences=8, cuda_graphs=4)
+    engine.create_cuda_graphs()
+    pools, made = engine._scheduler.cache.tensors, captures[0]
+    addresses, size = [each.data_ptr() for each in pools], sum(each.nbytes for each in pools)
+    params = SamplingParams(temperature=TEMPERATURE, top_k=TOP_K)
+
+    def cycle(keep_cache: bool) -> None:
+        torch.cuda.empty_cache()
+        before = _bytes_free()
+        engine.suspend(keep_cache=keep_cache)
+        assert _bytes_free() - before >= 0.95 * size
+        other = torch.full((size,), 255, dtype=torch.uint8, device="cuda")  # NaN, for who reads what it did not write
+        torch.cuda.synchronize()
+        del other
+        torch.cuda.empty_cache()
+        engine.resume()
+
+    def run(suspend_at: int | None) -> list[list[int]]:
+        for number, prompt in enumerate(PROMPTS):
+            engine.add(prompt, max_new_tokens=20, sampling_params=params, seed=number)
+        found = {}
+        for count, step in enumerate(engine):
+            found |= step.finished
+            if count == suspend_at:
+                cycle(True)
+        return [each.tokens for _, each in sorted(found.items())]
+
+    cycle(False)
+    expected = run(None)
+    assert made >= 4
+    for turn in range(3):
+        cycle(False)
+        assert run(3 + 7 * turn) == expected
+    assert engine.step_log.graphed > 60
+    assert captures[0] == made
+    assert [each.data_ptr() for each in engine._scheduler.cache.tensors] == addresses
+
+
+def test_a_resume_without_memory_may_be_tried_again() -> None:
+    if (reason := why_not(torch.device("cuda", 0))) is not None:
+        pytest.skip(reason)
+    engine = DynamicEngine(build("llama"), num_blocks=20_000, max_sequences=8)
+    size = sum(each.nbytes for each in engine._scheduler.cache.tensors)
+    engine.add(PROMPTS[0], max_new_tokens=9, seed=1)
+    engine.step()
+    engine.suspend()
+    torch.cuda.empty_cache()
+    other = torch.empty(_bytes_free() - size // 2, dtype=torch.uint8, device="cuda")
+    for _ in range(2):
+        with pytest.raises(
+            MegalightError, match="still suspended, as its memory cannot be taken: cuda:0 has less than"
+        ):
+            engine.resume()
+    assert engine.suspended
+    del other  # torch keeps it
+    engine.resume()
+    assert len(engine.run()[0].tokens) == 9
 
 
 LAYOUTS = {"tensor_parallel": "llama", "expert_parallel": "experts", "pipeline_parallel": "llama"}

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megalight.errors import ConfigurationError
+from megalight.errors import ConfigurationError, MegalightError
 from megalight.inference import Completion, DynamicEngine
 from tests.inference.test_engine import MODELS, SAMPLED, alone
 from tests.inference.test_generate import PROMPTS, build
+from tests.inference.test_graphs import DIMENSIONS, recording
+from tests.parallel.graphs.tape import Tape
+from tests.support.fake_driver import FakeDriver, fake_driver
 
 
 def complete(engine: DynamicEngine, cycles: int, **how: Any) -> dict[int, Completion]:
@@ -56,6 +61,92 @@ def test_a_hundred_suspends_change_no_text(name: str, ahead: bool, poison: None)
         assert found[number].tokens == completion
         assert len(found[number].log_probs or []) == 9
     assert engine.blocks.free == 14
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    with fake_driver(tmp_path, monkeypatch) as found:
+        yield found
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba", pytest.param("delta", marks=pytest.mark.full)])
+def test_graphs_survive_where_addresses_stay(name: str, driver: FakeDriver) -> None:
+    """What is mapped again holds NaN."""
+    model, tape = build(**MODELS[name]), Tape()
+    expected = alone(model, seed=11)
+    engine = DynamicEngine(model, num_blocks=20, block_size=3, max_sequences=5, step_tokens=6)
+    graphs = recording(engine, DIMENSIONS, tape)
+    engine.create_cuda_graphs()
+    recordings, pools = len(tape.tapes), engine._scheduler.cache.tensors
+    addresses, size = [each.data_ptr() for each in pools], driver.mapped
+    assert size >= sum(each.nbytes for each in pools)
+    for turn in range(3):
+        for number, prompt in enumerate(PROMPTS):
+            engine.add(prompt, max_new_tokens=9, sampling_params=SAMPLED, seed=11 + number)
+        found: dict[int, Completion] = {}
+        for count, step in enumerate(engine):
+            found |= step.finished
+            if count % (2, 9, 9)[turn]:
+                continue
+            for _ in range(2):
+                engine.suspend(keep_cache=turn == 0)
+            assert driver.mapped == driver.handles == 0
+            with pytest.raises(ConfigurationError, match=r"the engine is suspended and has no cache; call resume\(\)"):
+                engine.create_cuda_graphs()
+            for _ in range(2):
+                engine.resume()
+            assert driver.mapped == size
+        assert [each.tokens for _, each in sorted(found.items())] == expected
+    assert [each.data_ptr() for each in engine._scheduler.cache.tensors] == addresses
+    assert len(tape.tapes) == recordings == len(graphs._steps)
+    assert engine.step_log.graphed > 20
+    weight = next(model.parameters())  # a step of training may put it elsewhere
+    engine.suspend()
+    weight.data = weight.data.clone()
+    engine.resume()
+    assert not graphs._steps
+    assert not tape.tapes
+    engine.suspend(weights=True)
+    engine.resume()
+    engine.add(PROMPTS[0], max_new_tokens=9, sampling_params=SAMPLED, seed=11)
+    (completion,) = engine.run().values()
+    assert completion.tokens == expected[0]
+    del engine, graphs, pools, step, tape
+    gc.collect()
+    assert (driver.mapped, driver.reserved, driver.handles, driver.mistakes) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("keep_cache", [False, True])
+def test_a_resume_without_memory_may_be_tried_again(keep_cache: bool, driver: FakeDriver) -> None:
+    model = build(**MODELS["mamba"])
+    expected = alone(model, seed=11)
+    engine = DynamicEngine(model, num_blocks=20, block_size=3)
+    for number, prompt in enumerate(PROMPTS):
+        engine.add(prompt, max_new_tokens=9, sampling_params=SAMPLED, seed=11 + number)
+    engine.step()
+    size = driver.mapped
+    engine.suspend(keep_cache=keep_cache, weights=True)
+
+    def refused(reason: str) -> None:
+        with pytest.raises(MegalightError, match=f"is still suspended, as its memory cannot be taken: {reason}"):
+            engine.resume()
+        assert engine.suspended
+        assert driver.mapped == driver.handles == 0
+        assert all(weight.untyped_storage().nbytes() == 0 for weight in model.parameters())
+
+    for limit in (0, size - 1):
+        driver.limit = limit
+        refused(f"cpu has less than {size} bytes free")
+    driver.limit = size
+    engine._every = lambda flag: False  # type: ignore[method-assign]
+    refused("another rank of the replica has too little")
+    del engine._every
+    driver.fail("access")
+    refused("the CUDA driver's cuMemSetAccess failed with code 999")
+    driver.fail(None)
+    engine.resume()
+    assert [each.tokens for each in engine.run().values()] == expected
+    assert driver.mistakes == 0
 
 
 def test_a_kept_cache_spares_the_passes() -> None:
@@ -122,8 +213,7 @@ def test_on_a_gpu_memory_comes_free_and_graphs_survive(level: int, tmp_path: Pat
         engine.suspend(keep_cache=True, weights=cycle % 4 == 0)
         engine.resume()
     assert {number: each.tokens for number, each in found.items()} == expected
-    if level:
-        assert [each.data_ptr() for each in engine._scheduler.cache.tensors] == addresses
+    assert [each.data_ptr() for each in engine._scheduler.cache.tensors] == addresses
 
 
 @pytest.mark.gpu
