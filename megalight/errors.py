@@ -89,7 +89,6 @@ def decode_utf8(data: bytes, what: str, start: int = 0, line: int = 0, advice: s
 
     Args:
         data: the bytes.
-        what: the file, for messages.
         start: position of the first of them in the file.
         line: number of their first line, for messages. 0: ``what`` says it.
         advice: the next step, for messages.

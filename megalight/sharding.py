@@ -127,7 +127,6 @@ class FullyShard(PlainRun):
 
     Attributes:
         model: the module as a parallel model.
-        engine: the data-parallel engine.
     """
 
     def __init__(

@@ -117,9 +117,6 @@ def read_box(
 
     Args:
         file: open; its buffer holds one block.
-        start: the tensor's first byte.
-        dtype: of the tensor.
-        size: of the tensor.
         offset: where the box starts; its extent is the target's.
         target: not empty; of any dtype, device and strides.
     """

@@ -247,7 +247,6 @@ class Damage:
     Attributes:
         file: the file, relative to the checkpoint.
         tensor: canonical name of the tensor, or None if the file as a whole is damaged.
-        problem: what is wrong.
     """
 
     file: str
@@ -324,7 +323,6 @@ class Difference:
     """One tensor that differs.
 
     Attributes:
-        name: canonical name.
         ours, theirs: shape and dtype; None where a checkpoint lacks the tensor.
         relative: ``||a - b|| / ||a||`` (Euclidean norms, in float64), or None if values cannot be compared.
     """

@@ -236,9 +236,6 @@ def compare(
     """Check that names and shapes agree; see :meth:`megalight.parallel.source.Source.fill`.
 
     Args:
-        ranks: who asks, all together.
-        where: the source, for messages.
-        stored: what it holds.
         asked: canonical name -> global shape, on this rank.
         strict: see there.
         prefix: see there.

@@ -399,7 +399,6 @@ def changes_matrices(saved: Mapping[str, Any], optimizer: Optimizer) -> bool:
 
     Args:
         saved: the entry of the optimizer in the checkpoint.
-        optimizer: of this run; ours.
     """
     groups = saved["groups"]
     if saved["class"] == type(optimizer).__name__ or isinstance(groups, Mapping):
@@ -465,7 +464,6 @@ class PlainRun:
 
     Attributes:
         model: the model that is trained.
-        engine: its data-parallel engine.
         optimizer: steps on this rank's shards.
     """
 

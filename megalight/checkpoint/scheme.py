@@ -44,7 +44,6 @@ class Contents:
         tensors: local parameters and buffers by local name.
         specs: local name -> what it holds of which canonical tensors.
         mesh_of: local name -> the mesh over which the tensor is split.
-        states: flat states.
     """
 
     tensors: Mapping[str, Tensor]

@@ -46,7 +46,6 @@ class FlattenedTensor:
     """A canonical tensor that is stored in flattened pieces.
 
     Attributes:
-        shape: its shape.
         dtype: torch's name of its dtype.
         pieces: offset and size of each piece.
     """
@@ -377,8 +376,6 @@ def rewrite(
     memory at a time.
 
     Args:
-        path: the checkpoint.
-        output: the folder to write.
         scheme: the format to write. Flat state (``dp_reshardable``) is written for weights that are not split.
         watched: takes the source of all tensors, and returns one that reports what is read.
 

@@ -42,7 +42,6 @@ class WantedTensor:
     """A tensor to read.
 
     Attributes:
-        shape: its shape.
         dtype: its dtype; stored values are converted.
         parts: canonical name -> the views of the tensor that this canonical tensor fills, from its first row to its
             last. A tensor without dims has one view.
@@ -81,7 +80,6 @@ def stream(
 
     Args:
         source: where values are read.
-        wanted: the tensors.
         process_group: this process alone; see :func:`megalight.checkpoint.ranks.alone`.
 
     Raises:
@@ -273,7 +271,6 @@ def views_of_shards(
 
     Args:
         tensors: one flat tensor per shard, laid out as the shard is.
-        shards: what lies where.
         prefix: what to call this state, e.g. ``"optimizer.exp_avg."``.
     """
     held = []
@@ -293,7 +290,6 @@ def views_of_pieces(tensors: Iterable[Tensor], shards: Iterable[FlatSource], *, 
 
     Args:
         tensors: one flat tensor per shard, laid out as the shard is.
-        shards: what lies where.
         prefix: what to call this state, e.g. ``"optimizer.exp_avg."``.
     """
     held = []
@@ -317,9 +313,7 @@ class BoxReading:
     """How the boxes of views without memory get their values. So a source of any size becomes a checkpoint.
 
     Attributes:
-        source: what is read.
         stored: name of a view -> name and shape of the source's tensor. Another shape (flattened) has equal elements.
-        process_group: who reads.
     """
 
     source: Source
@@ -356,7 +350,6 @@ def views_of_source(
 
     Args:
         source: read while views are written, by :func:`elements`.
-        names: canonical names.
         dtype: dtype of floating-point tensors in the checkpoint; None: as they are stored.
         process_group: this process alone; see :func:`megalight.checkpoint.ranks.alone`.
         flat: each is one flattened piece, as :func:`views_of_pieces` writes tensors that are not split.

@@ -99,7 +99,6 @@ class Option:
     """One key of the configuration.
 
     Attributes:
-        key: the dotted key.
         annotation: what its argument accepts.
         default: its default, as text; empty if there is none, or if a function makes it.
         description: what the docstring says about it; may be empty.
@@ -133,7 +132,6 @@ def options(prefix: str, cls: type, above: tuple[type, ...] = ()) -> Iterator[Op
 
     Args:
         prefix: the key that the class fills.
-        cls: the class.
         above: classes that hold this one. A class may have one of its own kind in it: of that one the key is enough.
     """
     said, written = descriptions(cls), defaults(cls)

@@ -33,7 +33,6 @@ def resolve(wanted: str | None, verb: str, folders: Iterable[str | os.PathLike[s
     Args:
         wanted: ``last``: the newest finished checkpoint. ``auto``, for ``fit``: the same, or None if there is none. A
             folder of runs: the newest finished checkpoint in it.
-        verb: the command.
         folders: where runs keep their checkpoints.
 
     Raises:

@@ -222,8 +222,6 @@ def not_yaml(path: str, text: str, error: MarkedYAMLError) -> str:
     """Say what is wrong with a line of a YAML file, and quote it.
 
     Args:
-        path: the file.
-        text: what it holds.
         error: what the reader of YAML said: where it stopped, and where what it was reading begins.
     """
     here, began, lines = error.problem_mark, error.context_mark, [*text.splitlines(), "", ""]

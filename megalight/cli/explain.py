@@ -54,8 +54,6 @@ def explain(message: str, given: ConfigArgs, options: Iterable[str]) -> str:
     """Return one short message for a parse error.
 
     Args:
-        message: the message of jsonargparse.
-        given: what the user wrote.
         options: every key that the parser knows.
     """
     known = [short_key(option) for option in options if not option.endswith("help")]
@@ -82,7 +80,6 @@ def unknown_key(key: str, value: Any, owner: str, choices: Collection[str], know
     """Say that a key does not exist.
 
     Args:
-        key: the key, in full.
         value: its value, if there is one.
         owner: what has no such argument.
         choices: the arguments that it has.

@@ -94,7 +94,6 @@ class Degrees:
     """How the GPUs of a recipe divide the model, and what lies on each.
 
     Attributes:
-        tensor, pipeline, replicas: degrees.
         state: bytes of weights, gradients and optimizer state.
     """
 
@@ -109,8 +108,6 @@ class NamedRecipe:
     """A job with a preset on a number of GPUs.
 
     Attributes:
-        name: name of the recipe.
-        parameters: parameters of the model.
         degrees: how the GPUs divide it.
         activations: bytes of activations on each GPU.
         configuration: what the YAML file holds.

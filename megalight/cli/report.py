@@ -60,7 +60,6 @@ def tell(prog: str, message: str, *, every_rank: bool = False) -> None:
     """Print an error to stderr.
 
     Args:
-        prog: the command.
         message: the message; long lines are wrapped, and after ``MAX_LINES`` lines it is cut.
         every_rank: also print on other ranks than 0, unless rank 0 fails too.
     """

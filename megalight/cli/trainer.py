@@ -37,7 +37,6 @@ def claim(root: str, version: int) -> int:
     has the same one.
 
     Args:
-        root: folder of the runs.
         version: the number to begin with.
 
     Returns:
@@ -208,8 +207,6 @@ def named_loggers(names: str, root: str, version: int | str | None = None) -> li
     """Make loggers by name, with commas between the names. Those that write files share one version folder.
 
     Args:
-        names: the names.
-        root: folder for logs.
         version: number of the version folder. None: one above those that are there.
 
     Raises:

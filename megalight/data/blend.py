@@ -68,7 +68,6 @@ def blend_index(weights: Sequence[int], num_samples: int, limits: Sequence[int] 
 
     Args:
         weights: integer weights.
-        num_samples: number of samples.
         limits: number of samples of each data set. A data set that is used up takes part no longer. None: no limits.
     """
     total = sum(weights)

@@ -35,7 +35,6 @@ def build_once(
         folder: folder of the cache; it is created if needed.
         label: readable part of the entry's name.
         description: everything that the arrays depend on, as JSON values.
-        build: builds the arrays.
 
     Raises:
         DataError: the folder cannot be written, or is no folder of this machine.

@@ -42,13 +42,10 @@ class RecordsMeta(ABC):
     """Facts about a folder.
 
     Attributes:
-        kind: what the records hold.
         command: the command that writes such a folder, for messages.
-        samples: number of training samples.
         order: hash of what their order depends on; see :class:`~megalight.data.blend.Samples`.
         sequence_length: tokens ``S`` of a sample.
         tokenizer: identity of the tokenizer of the data; None: unknown.
-        validation_samples: number of validation samples.
         validation_order: hash of what their order depends on; None: there are none.
     """
 
@@ -123,7 +120,6 @@ class RecordsWriter:
 
     Args:
         folder: new, empty, or begun with the same facts.
-        meta: the facts.
 
     Raises:
         DataError: the folder is complete, was begun with other facts, or holds something else.
@@ -228,9 +224,6 @@ MetaT = TypeVar("MetaT", bound=RecordsMeta)
 class Records(Generic[MetaT]):
     """Reads a folder through memory maps.
 
-    Attributes:
-        meta: the facts.
-
     Raises:
         DataError: the folder is missing, incomplete or of another version.
     """
@@ -285,9 +278,7 @@ class Records(Generic[MetaT]):
         """Refuse to serve another run than the folder was written for.
 
         Args:
-            samples: of the run.
             count: how many of them it reads.
-            split: which split they are.
 
         Raises:
             DataError: the order differs, samples are missing, or the first or last one has other tokens.
@@ -312,7 +303,6 @@ def check_complete(folder: Path, command: str) -> None:
     """Check that a folder was written to its end.
 
     Args:
-        folder: the folder.
         command: the command that writes it.
 
     Raises:
@@ -388,7 +378,6 @@ class HiddenStatesMeta(RecordsMeta):
     Attributes:
         hidden_size: ``h``.
         layers: after how many layers the auxiliary hidden states lie, in their order.
-        dtype: of both.
     """
 
     kind: ClassVar[str] = "states"
@@ -458,9 +447,7 @@ class CachedLogitsMeta(RecordsMeta):
 
     Attributes:
         top_k: ids ``K`` of each token.
-        vocab_size: of the teacher.
         temperature: by which the teacher's logits were divided.
-        dtype: of the log-probabilities.
     """
 
     kind: ClassVar[str] = "tokens"
@@ -527,7 +514,6 @@ class CachedOutputDataset(Generic[ValueT]):
     """Samples with what a frozen model made of them.
 
     Args:
-        samples: the data set.
         store: holds all that are read.
         collate: makes a batch of samples.
         split: which split the samples are.

@@ -120,7 +120,6 @@ class Corpus:
     """Token files and the facts about them.
 
     Attributes:
-        data: the token files.
         meta: the facts that ``prepare`` wrote; None for files of other programs.
         loss: for conversations, 1 for each token that counts in the loss and 0 for the others, in sequences as long as
             those of ``data``. None: all tokens count.
@@ -199,7 +198,6 @@ class Corpus:
         The highest id comes from the facts. Without them small files are read, and large ones are not checked here.
 
         Args:
-            vocab_size: size of the vocabulary.
             owner: what has this vocabulary, for the message.
 
         Raises:
@@ -257,7 +255,6 @@ def split_bounds(split: str, num_documents: int) -> tuple[range, range, range]:
 
     Args:
         split: three weights, such as ``"969,30,1"``; or one number, which means training alone.
-        num_documents: number of documents.
 
     Raises:
         DataError: a weight is no number or is negative, all are zero, or there are two, or more than three.
@@ -289,10 +286,6 @@ def frequent_ids(prefixes: Sequence[str], size: int) -> tuple[list[int], float]:
     """Return the most frequent ids in ascending order, and the fraction of all tokens that they are.
 
     Of conversations, tokens with a loss are counted. Of ids that are equally frequent, the lower ones are taken.
-
-    Args:
-        prefixes: data prefixes.
-        size: number of ids.
 
     Raises:
         DataError: a file is missing, the corpora have different tokenizers, or they have fewer ids.

@@ -152,7 +152,6 @@ class Encoded:
     """The tokens of a block: texts laid end to end, their lengths, and which of them end a document.
 
     Attributes:
-        tokens: ids of all texts.
         lengths: number of tokens of each text.
         ends: whether each text is the end of its document.
         skipped: one message for each line that was skipped.
@@ -172,7 +171,6 @@ class DocumentWriter:
     """Joins texts to documents, appends the end-of-document token, counts tokens, and writes.
 
     Args:
-        writer: writes the token files.
         eod_id: id of the end-of-document token; None: none is appended.
         keep_texts: whether each text of a document is a sequence of its own.
     """

@@ -365,7 +365,6 @@ class TokenDataModule(ResumableDataModule):
         """Build the samples of one part of a split, which is mixed with the others.
 
         Args:
-            part: sequences of one corpus.
             name: ``train``, ``validation`` or ``test``.
             num_samples: number of samples needed. None: one pass.
         """

@@ -90,8 +90,6 @@ class GlobalBatchSampler(DistributedSampler[Any]):
     Args:
         num_samples: samples of the data set.
         global_batch_size: samples ``G`` of a batch over all ranks.
-        rank: this data-parallel rank.
-        num_replicas: number of data-parallel ranks.
         start: called when an iteration begins. It returns the pass over the data (0 has the order of the data set,
             each later pass is shuffled) and the number of batches of this pass that are already done. ``len()`` still
             counts the whole pass, because Lightning counts the done batches too.

@@ -70,8 +70,6 @@ class FileChunk:
     """A part of one file.
 
     Attributes:
-        path: the file, for messages.
-        kind: format of the file.
         data: bytes of text or of whole JSON lines, one for each entry of a JSON array and each row of a CSV file; the
             places of samples of a WebDataset shard; empty for Parquet.
         first: number of the first line (text, JSON lines), entry (JSON), row (CSV) or sample, or the row group
@@ -110,7 +108,6 @@ def find(inputs: Sequence[str], form: Format = "auto", suffixes: Mapping[str, Ki
     as by a cycle of links, is read once.
 
     Args:
-        inputs: the inputs.
         form: format of all files; ``auto``: by the suffix.
         suffixes: suffix -> format. Other files are text.
 
@@ -217,7 +214,6 @@ def blocks(files: Sequence[TextFile], on_bad: OnBad = "raise", skipped: list[str
     """Read the files in blocks of about a megabyte: a piece of a large file, or several small files.
 
     Args:
-        files: the files, in order.
         on_bad: what happens with a file that cannot be read or is not UTF-8: ``raise``, or ``skip`` the file.
         skipped: receives a message for each file that is skipped.
     """
@@ -305,7 +301,6 @@ def csv_lines(file: Iterable[str], path: Path, suffix: str) -> Iterator[bytes]:
 
     Args:
         file: the lines of the text, with their ends.
-        path: the file, for messages.
         suffix: of the name, without ``.gz``.
 
     Raises:

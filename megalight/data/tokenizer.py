@@ -147,7 +147,6 @@ class Tokenizer:
         The same texts in the same order give the same tokenizer.
 
         Args:
-            texts: an iterable of documents.
             vocab_size: size of the vocabulary with special tokens; at least 258 (all bytes and two special tokens).
             length: number of texts, if known.
             special_tokens: further special tokens, such as ``[CLS]``, ``[SEP]`` and ``[MASK]``.
@@ -448,7 +447,6 @@ def hide_tokens(model: str, tokens: Collection[str]) -> str:
 
     Args:
         model: the content of a ``tokenizer.json``.
-        tokens: special tokens of it.
     """
     content = json.loads(model)
     hidden = {token: HIDDEN.format(token) for token in tokens}

@@ -152,7 +152,6 @@ class _Pass:
     """A forward pass.
 
     Attributes:
-        inputs: tokens of each sequence.
         targets: tokens to score: ``(i, j, place, token)`` for continuation ``j`` of input ``i``, predicted at
             ``place`` among the tokens of this pass.
         cache: the tokens before, of a sequence that runs in parts.

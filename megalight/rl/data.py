@@ -255,7 +255,6 @@ class Use(NamedTuple):
     """A task in a batch.
 
     Attributes:
-        task: the task.
         number: how many batches had it before, of those that share its answers.
     """
 
@@ -269,7 +268,6 @@ class ReusedTasks:
     Args:
         tasks: the tasks of a run.
         batch: tasks of a global batch.
-        times: how often it comes.
 
     Attributes:
         order: hash of everything that the order depends on.

@@ -114,7 +114,6 @@ class Environment:
 
         Args:
             place: where the row stands, for messages.
-            row: the row.
 
         Raises:
             DataError: one refuses it.

@@ -57,7 +57,6 @@ class PolicyLoss:
         """Return how much each token of an answer counts in the loss, and in what it is divided by.
 
         Args:
-            length: tokens of the answer.
             longest: tokens that it could have.
         """
         if self.normalize == "token":
@@ -70,7 +69,6 @@ class PolicyLoss:
         Args:
             log_probs: by the policy now.
             old_log_probs: by the policy that sampled the tokens.
-            advantages: of their answers.
         """
         ratios = (log_probs - old_log_probs).exp()
         high = self.clip_low if self.clip_high is None else self.clip_high

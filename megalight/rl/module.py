@@ -323,12 +323,9 @@ def pack_trajectories(
 
     Args:
         groups: for each prompt its answers.
-        names: of the rewards.
         loss: says what a token counts.
-        rollouts: how they were sampled.
         scale: see :func:`~megalight.rl.loss.group_advantages`.
         longest: tokens that the model reads at most. A row has no more.
-        dtype: of log-probabilities and advantages.
 
     Returns:
         rows ``[B, S]``, with a column ``reward_<name>`` for each reward, and those above.

@@ -139,7 +139,6 @@ class PromptDataset:
     """Prompts in memory, in the order of their rows.
 
     Attributes:
-        rows: of each prompt.
         tokens: of all prompts, end to end.
         bounds: ``[n + 1]``: where each begins.
         chats: whether a template wrote any of them.
@@ -173,8 +172,6 @@ class TaskDataset:
     """The tasks of a split. Every pass has the same prompts, in an order of its own that follows from seed and pass.
 
     Args:
-        prompts: all prompts.
-        places: those of the split.
         num_samples: number of tasks needed; passes are repeated as often as this takes. None: one pass.
         seed: seed of the order; None: that of the rows.
 

@@ -315,8 +315,6 @@ def same(given: str, truth: str, tolerance: Fraction) -> bool:
     """Return whether an answer is the right one.
 
     Args:
-        given: the answer.
-        truth: the right one.
         tolerance: relative difference of numbers that are not both whole.
     """
     numbers = read_number(given), read_number(truth)

@@ -16,11 +16,7 @@ from megalight.serving.llm import AsyncClient, InFlight, ModelText, Prompt
 
 
 class AsyncEncoder(AsyncClient):
-    """An encoder that gives embeddings of texts which come at any time. It completes none.
-
-    Args:
-        model: the encoder.
-    """
+    """An encoder that gives embeddings of texts which come at any time. It completes none."""
 
     def __init__(self, model: EmbeddingModel) -> None:
         longest = model.max_sequence_length

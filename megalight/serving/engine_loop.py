@@ -186,9 +186,6 @@ class EngineOutput:
 class OutputQueue:
     """What steps give several requests, for the task that waits for it.
 
-    Args:
-        requests: the requests.
-
     Attributes:
         unfinished: ids of those that have not ended.
     """
@@ -381,7 +378,6 @@ class EngineLoop:
         Keys and values of the old weights are forgotten, those of prefixes, too.
 
         Args:
-            weights: the new ones.
             epoch: None: the next one.
 
         Raises:

@@ -106,7 +106,6 @@ class EngineWorker:
 
     Args:
         loop: the engine's loop, which nobody else uses.
-        endpoint: where the coordinator listens.
         name: the engine's name in :attr:`InferenceClient.engines`; None: a new one.
         group: a name of the replicas with which it shares experts, the same for all of them. None: it shares none.
         keys: the coordinator's, for ``tcp://``.

@@ -20,10 +20,8 @@ class GrammarWorker:
 
     Args:
         tokenizer: the ``tokenizer.json``, as text.
-        vocab_size: of the model.
         ends: tokens that end a text.
         seconds: time for one grammar.
-        memory_bytes: memory of the process.
     """
 
     def __init__(

@@ -106,7 +106,6 @@ class ModelText:
         tokenizer: converts text to token ids and back; None: prompts are ids, and completions have no text.
         ends: tokens that end a completion.
         start: tokens that are put before texts that do not begin with them.
-        vocab_size: of the model.
         max_sequence_length: of the model, in tokens.
         num_blocks: blocks of an engine's cache.
     """
@@ -178,7 +177,6 @@ class ServedModel(ModelText):
 
     Attributes:
         model: the model, whole or this rank's part.
-        options: sizes of the engine.
         ranks: the processes that this one has started for other parts of the model.
         weights: the model's; None: no others may take their place.
     """

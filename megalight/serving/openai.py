@@ -572,7 +572,6 @@ class CompletionAnswer:
     """The answer to one request, as a whole or as a stream of chunks.
 
     Args:
-        body: the request.
         request_id: its name in the answer.
         prompts: the token ids of each prompt. Choice ``k`` is of prompt ``k // n``.
         tokenizer: says how tokens read.

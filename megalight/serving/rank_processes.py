@@ -39,7 +39,6 @@ class ReplicaRanks:
     Attributes:
         tensor_parallel: number of ranks that share every layer: those of the replica.
         expert_parallel: number of ranks that share the experts.
-        first: the replica's first rank.
         world: number of all ranks; None: the replica's.
         port: where they find each other on this machine; None: the replica's first rank chooses.
     """
@@ -102,12 +101,7 @@ class RankProcesses:
         path: where all ranks read the model.
         ranks: the ranks, the first included.
         device: cpu or cuda. Each rank has a GPU of its own.
-        options: sizes of the engine.
         weights: see :meth:`TextGenerator.from_checkpoint`.
-
-    Attributes:
-        mesh: all ranks.
-        device: that of this process.
 
     Raises:
         LayoutError: this process has ranks already, or there are too few GPUs.

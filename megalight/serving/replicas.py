@@ -48,15 +48,12 @@ class ReplicaProcesses:
 
     Args:
         path: where all of them read the model.
-        replicas: number of engines.
         tensor_parallel: number of processes of each.
         expert_parallel: number of processes that share the experts: those of a replica, or of several.
         device: None: a GPU for each process if there is one; ``cuda:1``: from this one on.
-        options: sizes of each engine.
         weights: see :meth:`TextGenerator.from_checkpoint`.
 
     Attributes:
-        endpoint: where the coordinator listens.
         text: what requests are made of, except for the tokenizer.
 
     Raises:

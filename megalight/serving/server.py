@@ -296,8 +296,6 @@ class _Answered:
     """What a route has made of a body.
 
     Attributes:
-        prefix: of the answer's id.
-        prompts: token ids.
         limits: maximum numbers of new tokens, for each prompt.
         ends: tokens that end a completion.
         parser: returns what reads an answer; None: its text is all there is.
@@ -321,9 +319,6 @@ class Endpoints:
     """The routes of a server.
 
     Attributes:
-        llm: completes prompts.
-        name: the model's name.
-        limits: what is accepted.
         events: see :class:`~megalight.serving.metrics.Metrics`.
     """
 

@@ -57,10 +57,8 @@ class ColocatedExecutor(ScheduleExecutor):
     """Runs a tower forward, the schedule of its language model, and the tower backward.
 
     Args:
-        config: the whole model.
         tower: the tower and the projector.
         language: everything else, on a mesh of the same ranks.
-        executor: runs its schedule.
         context: entered around the code of the tower in each micro-batch.
     """
 

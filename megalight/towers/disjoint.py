@@ -26,7 +26,6 @@ class FeatureReceiver:
     """Receives the features of each micro-batch, and sends their gradients back.
 
     Args:
-        bridge: comes from the tower.
         multiple: features are padded to a multiple of this, for sequence parallelism.
     """
 
@@ -64,7 +63,6 @@ class TowerRunner:
     """Runs a tower for the micro-batches of a language model on other ranks.
 
     Args:
-        config: the whole model.
         model: the tower and the projector, split.
         bridge: leads to the language model.
         placement: the ranks of both models.
@@ -99,7 +97,6 @@ class TowerRunner:
 
         Args:
             micro_batches: as many as the language model runs, at least one; from :meth:`joined`.
-            engine: reduces the gradients.
             sync: reduce them, because no further micro-batches follow before the optimizer's step.
         """
         order, batches = self._order(len(micro_batches)), iter(micro_batches)

@@ -40,7 +40,6 @@ class TowerPlacement:
     has more, they divide the images of each micro-batch among them.
 
     Attributes:
-        tower, language: their meshes.
         disjoint: whether each model has ranks of its own.
     """
 
@@ -203,10 +202,6 @@ def graft_tower(model: ParallelModel, part: TowerPart, mesh: ParallelMesh, layou
 
 def consecutive(lengths: Sequence[int], count: int) -> list[range]:
     """Divide images among the replicas of a disjoint tower, in order, so that each has about as many rows.
-
-    Args:
-        lengths: rows of each image.
-        count: number of replicas.
 
     Returns:
         for each replica its images, which may be none.

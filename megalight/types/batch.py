@@ -276,8 +276,6 @@ class TokenBatch:
         become one row.
 
         Args:
-            rank: which share.
-            size: number of shares.
             multiple: the number of tokens of the share is a multiple of this.
             ahead: how many places later :meth:`shifted` must reach.
 
@@ -357,7 +355,6 @@ class WithResults:
     """What ``forward_step`` and ``loss_step`` get in place of a micro-batch in a run with frozen models.
 
     Attributes:
-        batch: the micro-batch.
         results: name of a frozen model -> what its last chunk returned for this micro-batch.
     """
 

@@ -55,7 +55,6 @@ class Pages:
         cu_queries: ``[S + 1]`` int32: the first new token of each sequence, then ``T``.
         write: ``[T]`` int64: the row of each new token.
         state_slot: ``[S]`` int64: the entry of each sequence in pools with one entry per sequence.
-        page_size: tokens of a block.
         query_lengths: the number of new tokens of each sequence; at most so many where the pass is recorded.
         bounds: for each sequence, at least its number of stored tokens, the new ones included.
         continued: whether a sequence may have earlier tokens.
@@ -210,8 +209,6 @@ def place_of(offset: Tensor, chunk: Tensor, rank: int, size: int) -> Tensor:
     Args:
         offset: ``[T]``, from 0 to ``2 * chunk``.
         chunk: ``[T]``, tokens per chunk of the sequence that the token belongs to.
-        rank: which share.
-        size: number of shares.
     """
     late = (offset >= chunk).long()  # 1 in the second chunk of the share
     # In the first chunk: rank * chunk + offset. In the second, `offset` counts from `chunk` on: add (2 size - 1 - rank)
@@ -406,8 +403,6 @@ class PackedSequences:
         last sequence if ``multiple`` requires it. See :mod:`megalight.types.packed_sequences`.
 
         Args:
-            rank: which share.
-            size: number of shares.
             multiple: the number of tokens of the share is a multiple of this.
 
         Returns:
@@ -545,7 +540,6 @@ class ContextShare:
 
     Attributes:
         rank: which share. It holds chunks ``rank`` and ``2 * size - 1 - rank`` of each sequence.
-        size: number of shares.
         whole: the padded sequences in natural order. Each share has ``1 / size`` of each sequence.
         real_lengths: tokens of each sequence without padding. A dummy sequence counts 1 token: its queries need one
             key, because a softmax over no key is NaN.

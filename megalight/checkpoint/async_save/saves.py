@@ -187,7 +187,6 @@ class AsyncSaver:
 
         Args:
             path: as for :func:`megalight.checkpoint.save`.
-            views: this rank's views.
             **values: further arguments of :func:`~megalight.checkpoint.stage`. With ``later``, call :meth:`fence`
                 before these values change.
 

@@ -69,7 +69,6 @@ class OpenFile:
     """An open file.
 
     Attributes:
-        what: the file, for messages.
         buffer: scratch memory of one block; given, or its own.
         count: bytes that were read.
     """

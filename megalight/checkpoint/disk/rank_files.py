@@ -44,7 +44,6 @@ class RankFiles:
     """One rank's part of a checkpoint.
 
     Attributes:
-        rank: who writes it.
         scheme: by which the tensors were made; ``fsdp_dtensor`` has data files of its own kind.
         pieces: the tensors, in the order in which they are written.
         small: whole files by name: contents, or where to copy from.
@@ -113,7 +112,6 @@ def write_part(folder: PathLike, part: RankFiles, blocks: Iterable[Iterable[memo
 
     Args:
         folder: the checkpoint while it is written.
-        part: what to write.
         blocks: for each piece, its bytes as blocks of :data:`~megalight.checkpoint.disk.files.BLOCK`. They are
             asked for one after another, so a source may read each tensor only then.
     """
@@ -171,7 +169,6 @@ def write_tensors(
     While a block is being written, the next is fetched and summed.
 
     Args:
-        path: the file.
         entries: its tensors, in order.
         blocks: the bytes of each tensor.
         name: the file's name in messages.

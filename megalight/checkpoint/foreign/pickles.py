@@ -163,10 +163,6 @@ class Record:
 def read(data: bytes, what: str) -> Any:
     """Return what a pickle holds, with records in place of objects, and dtypes by name. Nothing is called.
 
-    Args:
-        data: the pickle.
-        what: the file, for messages.
-
     Raises:
         CheckpointError: it is no pickle, or claims more memory than it could fill.
     """

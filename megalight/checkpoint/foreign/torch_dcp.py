@@ -76,7 +76,6 @@ class Shard:
     Attributes:
         offset: where it starts in the tensor, per dim.
         size: its extent, per dim.
-        archive: the archive.
         first: the element of the archive's tensor, flattened, from which on the box lies row-major.
     """
 

@@ -413,7 +413,6 @@ def pipeline_of(arguments: argparse.Namespace, degrees: Mapping[str, int] | None
     """Build the layout that the arguments describe, or return None if they describe none.
 
     Args:
-        arguments: the parsed command line.
         degrees: the degrees of the mesh if ``--layout`` gives them.
 
     Raises:

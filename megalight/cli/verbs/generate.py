@@ -238,7 +238,6 @@ def _with_images(
     """Return the prompts with a place for each of their images, and the images of each prompt.
 
     Args:
-        marker: the model's image token.
         image: how a place is written.
         parts: whether prompts without a place become the parts of a message.
     """
@@ -307,9 +306,6 @@ def write_answers(
     """Print a line for each request, as soon as it and those before it have ended.
 
     Args:
-        writer: model and tokenizer.
-        requests: those of the file.
-        arguments: those of the command.
         source: a chat template; None: the tokenizer's.
         first: whether this process prints. All of them have the same.
 

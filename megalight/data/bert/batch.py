@@ -103,8 +103,6 @@ class BertBatch:
         with fewer tokens than ``2 * size`` chunks are padded.
 
         Args:
-            rank: which share.
-            size: number of shares.
             multiple: the number of tokens of the share is a multiple of this.
 
         Raises:

@@ -406,7 +406,6 @@ def runs_of(
         documents: ``[D + 1]``: the first sentence of each document, then ``S``.
         target: tokens per sample.
         short_probability: fraction of samples with a random shorter target, so that the model sees all lengths.
-        generator: draws the shorter targets.
     """
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])  # tokens before each sentence
     first, stop = documents[:-1], documents[1:]

@@ -59,7 +59,6 @@ def conversations(record: Any, place: str, beside: Callable[[Any], bool] | None 
     """Return the conversation of a row, or the preferred and the rejected one of a preference pair.
 
     Args:
-        record: the row.
         place: file and line, for messages.
         beside: whether a part of a message is known besides text. If given, contents that are lists stay lists; else
             they become one text.
@@ -85,7 +84,6 @@ def prompt_messages(record: Any, place: str, column: str | None = None) -> Conve
     """Return the messages of a row to which an answer is wanted.
 
     Args:
-        record: the row.
         place: file and line, for messages.
         column: where it holds them: a text, which is a user's message, or a list of messages. None: ``prompt`` if the
             row has that, else its conversation without the last answer.

@@ -68,7 +68,6 @@ class PackedDataset:
         documents: the sequences of this split.
         options: how rows are made.
         num_samples: number of rows needed; passes are repeated as often as this takes. None: one pass.
-        seed: seed of the order.
         label: name of the split, for the cache and for messages. Only ``train`` is shuffled.
         cache_dir: folder for cached rows; by default the folder ``cache`` beside the data.
 
@@ -185,7 +184,6 @@ def make_row(
     Args:
         pieces: for each, its ``n + 1`` tokens, and for each of its ``n`` labels whether it counts in the loss.
         options: how rows are made.
-        source: the data, for messages.
 
     Raises:
         DataError: an id is not in the vocabulary.
@@ -309,7 +307,6 @@ def best_fit(sizes: NDArray[Any], capacity: int) -> tuple[NDArray[np.int64], NDA
 
     Args:
         sizes: ``[n]``, each from 1 to ``capacity``.
-        capacity: size of a bin.
 
     Returns:
         ``(items, bounds)``: the items ``[n]``, bin by bin, and ``[bins + 1]``: where each bin starts in them.

@@ -36,7 +36,6 @@ class ChatTemplate:
     """A Jinja template in the sandbox of ``transformers``.
 
     Attributes:
-        source: the template.
         variables: what the template may use besides the messages, such as ``eos_token``.
     """
 
@@ -116,7 +115,6 @@ class ChatTemplate:
         rendering: what message ``i`` adds after the text of the messages before it and the start of an answer.
 
         Args:
-            conversation: the messages.
             train_on: ``all``: every assistant message. ``last``: only the last. A message that is marked as not to be
                 learned does not count.
 

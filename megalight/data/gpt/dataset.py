@@ -61,7 +61,6 @@ class FillInMiddle:
     """Rearranges the documents of samples.
 
     Args:
-        options: how often and how.
         tokenizer: the tokenizer of the data.
 
     Raises:
@@ -175,9 +174,7 @@ class SamplePlan:
         """Plan at least ``num_samples`` samples, or one pass if it is None.
 
         Args:
-            tokens_per_epoch: tokens of one pass.
             sequence_length: tokens of a sample, without the extra last label.
-            num_samples: number of samples needed.
             drop_last_partial: whether to drop the last tokens if they are too few for a sample. If not, they make a
                 padded sample.
 
@@ -384,11 +381,9 @@ class GPTDataset:
     """Samples of one split of a pair of token files, in shuffled order. Megatron-LM has the same order for equal seeds.
 
     Args:
-        data: the token files.
         documents: the sequences of this split. Each sequence is a document.
         options: how samples are made.
         num_samples: number of samples needed; documents are repeated as often as this takes. None: one pass.
-        seed: seed of the order.
         label: name of the split, for the cache and for messages.
         cache_dir: folder for cached indices; by default the folder ``cache`` beside the data.
         drop_last_partial: whether to drop the last tokens if they are too few for a sample (training). If not, they

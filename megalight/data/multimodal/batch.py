@@ -34,7 +34,6 @@ class ImageTextBatch(TokenBatch):
     """Rows of tokens, of which some stand for patches of images.
 
     Attributes:
-        images: the images.
         source: ``[B, S]`` int64: for each token, the row of features of ``images`` that replaces it, -1 for text,
             ``NEWLINE``: a learned row replaces it, or ``MIXED`` less the number of a mixture.
         runs: where the tokens of each image are, for models in which these see each other. Without need they are left
@@ -125,7 +124,6 @@ def runs_of(source: NDArray[np.int64], images: Images) -> Runs:
 
     Args:
         source: ``[B, S]``, as in :class:`ImageTextBatch`.
-        images: the images.
     """
     ends = np.cumsum(images.lengths, dtype=np.int64) // images.joined
     found = []
@@ -189,10 +187,8 @@ def with_cuts(
     """Join rows of tokens and their images, of which each takes the next image tokens of its row.
 
     Args:
-        text: the rows.
         cuts: the images of each row.
         image_token: the id of image tokens.
-        form: what cut the images.
 
     Raises:
         DataError: a row has another number of image tokens than its images.
@@ -224,7 +220,6 @@ def document_positions(lengths: Sequence[int], images: Sequence[tuple[int, tuple
     """Return positions ``[3, S]`` of the tokens of a row of documents, which start from 0 in each document.
 
     Args:
-        lengths: of the documents.
         images: the first token of each image in the row, and its rows and columns of tokens.
     """
     found, start = [], 0

@@ -60,11 +60,9 @@ class ImageSample(GPTSample):
     """One row of a batch, with its images.
 
     Attributes:
-        cuts: the images.
         source: ``[S]`` int64: for each token, the row of features of these that it stands for, -1 for text,
             ``NEWLINE``, or a mixture.
         axis_positions: ``[3, S]`` int64: positions of the tokens on several axes, or None.
-        form: what cut the images.
     """
 
     cuts: tuple[ImagePatches, ...]

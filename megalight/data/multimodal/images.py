@@ -32,7 +32,6 @@ class Mixtures:
     Attributes:
         rows: ``[M, 4]`` int64: rows of features of all images.
         shares: ``[M, 4]`` float64: the share of each, which sum to 1.
-        counts: mixtures of each sample.
     """
 
     rows: Tensor
@@ -119,7 +118,6 @@ class Images:
 
         Args:
             cuts: the images of each sample.
-            form: what cut them.
         """
         every, axes = [cut for own in cuts for cut in own], form.cut_axes
         pixels = [cut.pixels for cut in every] or [np.zeros((0, form.channels * form.patch**2), np.uint8)]
@@ -378,7 +376,6 @@ def decode(data: bytes, place: str) -> Any:
     Gray images of 16 bits keep their upper 8. Of transparent ones the colors remain, as in ``transformers``.
 
     Args:
-        data: the file.
         place: where it is from, for messages.
 
     Raises:

@@ -205,7 +205,6 @@ def largest_grid(width: float, height: float, count: int) -> tuple[int, int]:
 
     Args:
         width, height: of the image, in cells.
-        count: of cells.
     """
 
     def cells(scale: float) -> tuple[int, int]:
@@ -349,7 +348,6 @@ def form_of(config: Any, resize: Resize | None = None) -> ImageFormat:
     """Return how images become rows and tokens of a model, whose ``VLMConfig`` is given.
 
     Args:
-        config: the model.
         resize: how an image becomes a square, for a model that reads squares. None: as the model says.
     """
     vision, axes = config.vision, config.position.axes is not None

@@ -133,8 +133,6 @@ def shifted(source: A, rows: int, mixed: int) -> A:
 
     Args:
         source: for each token, the row of features that it stands for, -1 for text, ``NEWLINE``, or a mixture.
-        rows: rows of features before.
-        mixed: mixtures before.
     """
     found: A = source + (source >= 0) * rows - (source <= MIXED) * mixed
     return found
@@ -144,7 +142,6 @@ def sources(cuts: Sequence[ImagePatches], first: int = 0, mixed: int = 0) -> NDA
     """Return the source of each token of several images.
 
     Args:
-        cuts: the images.
         first: the row of features with which the first one begins.
         mixed: the number of its first mixture.
     """

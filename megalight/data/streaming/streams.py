@@ -64,7 +64,6 @@ class StreamOrder:
     """Which rows each of ``streams`` streams takes.
 
     Attributes:
-        rows: the data.
         name: of the data, for messages.
         streams: samples of a global batch.
         window: rows of a block, which are shuffled together. 1: the order of the data.
@@ -187,8 +186,6 @@ class _Pending:
     """A tokenized row of which a part is still to be used.
 
     Attributes:
-        place: of the row.
-        ids: its tokens.
         loss: 1 for each token that counts in the loss.
         start: tokens before this position are used.
     """
@@ -207,7 +204,6 @@ class Stream(ABC):
     """Samples of one stream.
 
     Args:
-        cursor: its rows.
         encode: turns a row into tokens.
         name: of the data, for messages.
         on_bad: what happens with a row that cannot be encoded.
@@ -373,9 +369,6 @@ class StreamReader(IterableDataset[Any]):
 
     Args:
         order: which rows each stream takes.
-        make: makes a stream.
-        streams: the streams to read.
-        batches: number of batches.
         states: where to start. None: at the start of the data.
         passes: passes after which samples are without loss. None: any number.
     """
