@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from megalight.data.blend import BlendPart, Data, Mixture, Samples, mix
 from megalight.data.cached_outputs import CachedOutputDataset, CachedOutputs
-from megalight.data.corpus import SPLITS, Corpus, same_tokenizer
+from megalight.data.corpus import SPLIT, SPLITS, Corpus, same_tokenizer, split_bounds
 from megalight.data.sampler import GlobalBatchSampler, check_sizes
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError
@@ -281,24 +281,29 @@ NO_DOCUMENTS = (
 class TokenDataModule(ResumableDataModule):
     """Reads token files and yields batches of samples.
 
-    A subclass defines how a corpus is divided (:meth:`divide`), the data set of a split (:meth:`dataset`), and how
-    samples become a batch (``collate``). Samples without loss fill up the last global batch of an evaluation.
+    A subclass defines the data set of a split (:meth:`dataset`), and how samples become a batch (``collate``). A batch
+    on each rank is ``[global_batch_size / data-parallel ranks, sequence_length]``. The constructor opens and checks all
+    files, so mistakes show before anything starts.
 
     Args:
-        global_batch_size: samples of a batch over all data-parallel ranks.
+        global_batch_size: samples (rows) of a batch over all data-parallel ranks.
         sequence_length: tokens of a sample, at most.
         data: a data prefix, a list of prefixes, a list ``[weight, prefix, weight, prefix ...]``, or
-            ``{prefix: weight}``. It is divided into train, validation and test by ``split``.
-        split: weights of train, validation and test; documents are divided in this ratio.
-        separate: data of train, validation and test, instead of ``data``.
+            ``{prefix: weight}``. Weights are ratios of samples. It is divided into train, validation and test by
+            ``split``.
+        split: weights of train, validation and test; documents (conversations) are divided whole in this ratio.
+        train_data: data for training only, in the forms of ``data``; give it instead of ``data``.
+        val_data: data for validation only.
+        test_data: data for testing only.
         tokenizer: a ``tokenizer.json`` file or its folder. Default: the tokenizer that was saved with the data.
         vocab_size: size of the vocabulary, against which ids are checked. Default: the tokenizer's. If the model has
             ``config.vocab_size``, ids are checked against that too.
         seed: seed of the order of samples.
-        num_workers: reader processes per loader. 0 reads in the training process.
+        num_workers: reader processes per loader. 0 reads in the training process, which is cheap: files are mapped.
         cache_dir: folder for cached sample indices; by default the folder ``cache`` beside the data.
-        samples: upper limits of samples of each split. For training, the number of samples instead of what the trainer
-            needs.
+        train_samples: samples of a pass over the training data, instead of the number the trainer needs.
+        val_samples: upper limit of validation samples.
+        test_samples: upper limit of test samples.
 
     Attributes:
         eod_id: id of the end-of-document token, or None.
@@ -324,17 +329,20 @@ class TokenDataModule(ResumableDataModule):
         *,
         global_batch_size: int,
         sequence_length: int,
-        data: Data | None,
-        split: str,
-        separate: tuple[Data | None, Data | None, Data | None],
-        tokenizer: str | None,
-        vocab_size: int | None,
-        seed: int,
-        num_workers: int,
-        cache_dir: str | None,
-        samples: tuple[int | None, int | None, int | None],
+        data: Data | None = None,
+        split: str = SPLIT,
+        train_data: Data | None = None,
+        val_data: Data | None = None,
+        test_data: Data | None = None,
+        tokenizer: str | None = None,
+        vocab_size: int | None = None,
+        seed: int = 1234,
+        num_workers: int = 0,
+        cache_dir: str | None = None,
+        train_samples: int | None = None,
+        val_samples: int | None = None,
+        test_samples: int | None = None,
     ) -> None:
-        train_samples, val_samples, test_samples = samples
         check_sizes(
             global_batch_size=global_batch_size,
             sequence_length=sequence_length,
@@ -344,11 +352,12 @@ class TokenDataModule(ResumableDataModule):
             val_samples=val_samples,
             test_samples=test_samples,
         )
+        samples = (train_samples, val_samples, test_samples)
         super().__init__(global_batch_size=global_batch_size, seed=seed, num_workers=num_workers, samples=samples)
         self.sequence_length = sequence_length
         self.cache_dir = cache_dir
         self._corpora: dict[str, Corpus] = {}
-        self.parts = self._open(data, split, dict(zip(SPLITS, separate, strict=True)))
+        self.parts = self._open(data, split, dict(zip(SPLITS, (train_data, val_data, test_data), strict=True)))
         self._tokenizer_path = tokenizer
         self.vocab_size = vocab_size
         self.eod_id: int | None = None
@@ -356,9 +365,10 @@ class TokenDataModule(ResumableDataModule):
         self._check()
         self.cached_outputs: CachedOutputs[Any] | None = None
 
-    @abstractmethod
     def divide(self, corpus: Corpus, split: str) -> tuple[range, range, range]:
-        """Return the sequences of a corpus for train, validation and test."""
+        """Return the sequences of a corpus for train, validation and test. Each is a document or a conversation."""
+        # Whole: a part in two splits would be learned and tested at once.
+        return split_bounds(split, len(corpus.data))
 
     @abstractmethod
     def dataset(self, part: BlendPart, name: str, num_samples: int | None) -> Samples[Any]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
-from megalight.data.blend import BlendPart, Data
-from megalight.data.corpus import SPLIT, Corpus, split_bounds
+from megalight.data.blend import BlendPart
 from megalight.data.gpt.dataset import FIM, FillInMiddle, GPTDataset, SampleOptions, collate
 from megalight.data.module import TokenDataModule
 from megalight.errors import ConfigurationError
@@ -16,27 +16,14 @@ log.addFilter(only_first)
 
 
 class GPTDataModule(TokenDataModule):
-    """Reads token files. A batch on each rank is ``[global_batch_size / data-parallel ranks, sequence_length]``.
+    """Reads token files of documents for pre-training.
 
     If the trainer has ``max_steps``, training reads ``max_steps * accumulate_grad_batches * global_batch_size`` samples
     and repeats documents as often as this takes. Otherwise an epoch is one pass over the data, in a new order each
     time. Validation and test read their split once, in order, to the last token. Rows without loss fill up the last
     global batch.
 
-    The constructor opens and checks all files, so mistakes show before anything starts.
-
     Args:
-        data: a data prefix, a list of prefixes, a list ``[weight, prefix, weight, prefix ...]``, or
-            ``{prefix: weight}``. It is divided into train, validation and test by ``split``.
-        global_batch_size: samples of a batch over all data-parallel ranks.
-        sequence_length: tokens of a sample.
-        split: weights of train, validation and test; documents are divided in this ratio.
-        train_data: data for training only, in the forms of ``data``; give it instead of ``data``.
-        val_data: data for validation only.
-        test_data: data for testing only.
-        tokenizer: a ``tokenizer.json`` file or its folder. Default: the tokenizer that was saved with the data.
-        vocab_size: size of the vocabulary, against which ids are checked. Default: the tokenizer's. If the model has
-            ``config.vocab_size``, ids are checked against that too.
         document_mask: whether attention stays inside documents, and positions restart at each.
         eod_mask_loss: whether positions whose input is the end-of-document token carry no loss.
         fim: how often and how documents are rearranged for filling in the middle
@@ -44,12 +31,7 @@ class GPTDataModule(TokenDataModule):
         allow_ambiguous_pad_tokens: what happens if the padding token of the tokenizer is also its end-of-document
             token, or another special token. False: labels with its id carry loss, because real tokens would lose
             theirs. True: they carry none, for data in which that id means padding. A warning says so.
-        seed: seed of the order of samples.
-        num_workers: reader processes per loader. 0 reads in the training process, which is cheap: files are mapped.
-        cache_dir: folder for cached sample indices; by default the folder ``cache`` beside the data.
-        train_samples: samples of a pass over the training data, instead of the number the trainer needs.
-        val_samples: upper limit of validation samples.
-        test_samples: upper limit of test samples.
+        options: those of :class:`~megalight.data.module.TokenDataModule`.
 
     Raises:
         DataError: a file is missing or incomplete, an id is outside the vocabulary, the data was made with another
@@ -61,45 +43,19 @@ class GPTDataModule(TokenDataModule):
     def __init__(
         self,
         *,
-        global_batch_size: int,
-        sequence_length: int,
-        data: Data | None = None,
-        split: str = SPLIT,
-        train_data: Data | None = None,
-        val_data: Data | None = None,
-        test_data: Data | None = None,
-        tokenizer: str | None = None,
-        vocab_size: int | None = None,
         document_mask: bool = False,
         eod_mask_loss: bool = False,
         fim: FIM | None = None,
         allow_ambiguous_pad_tokens: bool = False,
-        seed: int = 1234,
-        num_workers: int = 0,
-        cache_dir: str | None = None,
-        train_samples: int | None = None,
-        val_samples: int | None = None,
-        test_samples: int | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            global_batch_size=global_batch_size,
-            sequence_length=sequence_length,
-            data=data,
-            split=split,
-            separate=(train_data, val_data, test_data),
-            tokenizer=tokenizer,
-            vocab_size=vocab_size,
-            seed=seed,
-            num_workers=num_workers,
-            cache_dir=cache_dir,
-            samples=(train_samples, val_samples, test_samples),
-        )
+        super().__init__(**options)
         self.fim = None if fim is None else FillInMiddle(fim, self.tokenizer)
         if allow_ambiguous_pad_tokens:
             # Asked for by name: the base class takes an id only if it has no other meaning.
             self.pad_id = self._ambiguous_pad_id()
         self.options = SampleOptions(
-            sequence_length=sequence_length,
+            sequence_length=self.sequence_length,
             document_mask=document_mask,
             eod_id=self.eod_id,
             eod_mask_loss=eod_mask_loss,
@@ -108,10 +64,6 @@ class GPTDataModule(TokenDataModule):
         )
 
     collate = staticmethod(collate)
-
-    def divide(self, corpus: Corpus, split: str) -> tuple[range, range, range]:
-        """Divide the sequences of a corpus; each sequence is a document."""
-        return split_bounds(split, len(corpus.data))
 
     def _ambiguous_pad_id(self) -> int:
         """Return the padding id although it has another meaning too."""

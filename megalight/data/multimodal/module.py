@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from megalight.data.blend import BlendPart, Data
-from megalight.data.corpus import SPLIT, Corpus, split_bounds
+from megalight.data.blend import BlendPart
 from megalight.data.module import TokenDataModule
 from megalight.data.multimodal.dataset import ImageDataset, ImagePackOptions, collate
 from megalight.data.multimodal.images import Resize
@@ -23,29 +22,12 @@ class MultimodalDataModule(TokenDataModule):
     :class:`~megalight.data.chat.module.SFTDataModule`.
 
     Args:
-        data: a data prefix, a list of prefixes, a list ``[weight, prefix, weight, prefix ...]``, or
-            ``{prefix: weight}``. Weights are ratios of rows. It is divided into train, validation and test by
-            ``split``.
-        global_batch_size: rows of a batch over all data-parallel ranks.
-        sequence_length: tokens of a row, those of images among them.
-        split: weights of train, validation and test; conversations are divided in this ratio.
-        train_data: data for training only, in the forms of ``data``; give it instead of ``data``.
-        val_data: data for validation only.
-        test_data: data for testing only.
         packing: whether a row holds several conversations. If not, each has a row of its own.
         too_long: what happens with a conversation of more than ``sequence_length + 1`` tokens: ``drop`` leaves it out,
             ``raise`` stops. None is cut: a part of an image's tokens would remain.
         resize: how an image becomes a square; see :class:`~megalight.data.multimodal.images.ImageForm`. None: as
-            the model's ``vision.resize`` says. Models that
-            read images of any size need none.
-        tokenizer: a ``tokenizer.json`` file or its folder. Default: the tokenizer that was saved with the data.
-        vocab_size: size of the vocabulary, against which ids are checked. Default: the tokenizer's.
-        seed: seed of the order of rows.
-        num_workers: reader processes per loader, which decode images. 0 reads in the training process.
-        cache_dir: folder for cached rows; by default the folder ``cache`` beside the data.
-        train_samples: rows of a pass over the training data, instead of the number the trainer needs.
-        val_samples: upper limit of validation rows.
-        test_samples: upper limit of test rows.
+            the model's ``vision.resize`` says. Models that read images of any size need none.
+        options: those of :class:`~megalight.data.module.TokenDataModule`.
 
     Raises:
         DataError: as :class:`~megalight.data.chat.module.SFTDataModule`; or (in ``setup``) the model has another image
@@ -60,38 +42,12 @@ class MultimodalDataModule(TokenDataModule):
     def __init__(
         self,
         *,
-        global_batch_size: int,
-        sequence_length: int,
-        data: Data | None = None,
-        split: str = SPLIT,
-        train_data: Data | None = None,
-        val_data: Data | None = None,
-        test_data: Data | None = None,
         packing: bool = True,
         too_long: Literal["drop", "raise"] = "drop",
         resize: Resize | None = None,
-        tokenizer: str | None = None,
-        vocab_size: int | None = None,
-        seed: int = 1234,
-        num_workers: int = 0,
-        cache_dir: str | None = None,
-        train_samples: int | None = None,
-        val_samples: int | None = None,
-        test_samples: int | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            global_batch_size=global_batch_size,
-            sequence_length=sequence_length,
-            data=data,
-            split=split,
-            separate=(train_data, val_data, test_data),
-            tokenizer=tokenizer,
-            vocab_size=vocab_size,
-            seed=seed,
-            num_workers=num_workers,
-            cache_dir=cache_dir,
-            samples=(train_samples, val_samples, test_samples),
-        )
+        super().__init__(**options)
         self.packing = packing
         self.too_long = too_long
         self.resize = resize
@@ -130,10 +86,6 @@ class MultimodalDataModule(TokenDataModule):
         )
 
     collate = staticmethod(collate)
-
-    def divide(self, corpus: Corpus, split: str) -> tuple[range, range, range]:
-        """Divide the sequences of a corpus; each sequence is a conversation."""
-        return split_bounds(split, len(corpus.data))
 
     def dataset(self, part: BlendPart, name: str, num_samples: int | None) -> ImageDataset:
         """Build rows of whole conversations."""

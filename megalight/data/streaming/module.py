@@ -106,8 +106,37 @@ def _same(item: Any) -> Any:
     return item
 
 
-class _StreamingDataModule(pl.LightningDataModule, ABC):
-    """What streamed text and conversations share."""
+class StreamDataModule(pl.LightningDataModule, ABC):
+    """Streams rows that are tokenized on the fly, and resumes exactly in any layout.
+
+    Sample ``b`` of every global batch comes from stream ``b``, which has rows of its own
+    (:mod:`megalight.data.streaming.streams`). So the batches do not depend on the number of ranks and workers. A run
+    resumes with the commit of the data set that it began with.
+
+    Args:
+        dataset: a data set of the Hugging Face Hub (``owner/name``, ``owner/name@revision``), or a folder of files that
+            ``datasets`` reads.
+        tokenizer: a ``tokenizer.json`` file, its folder, or a name of the Hub.
+        global_batch_size: samples of a batch over all data-parallel ranks.
+        sequence_length: tokens of a sample.
+        subset: the configuration of the data set, if it has several.
+        train_split: the split to train on.
+        val_split: the split for validation, which is read in its order.
+        val_samples: number of validation samples; those behind the end of the split carry no loss.
+        shuffle_window: rows that are shuffled together; a resume reads up to so many again. 1: the order of the data.
+        on_bad: what happens with a row that cannot be used (no text, no conversation, nothing to learn): ``raise``, or
+            ``skip``.
+        vocab_size: size of the vocabulary, against which ids are checked. Default: the tokenizer's.
+        seed: seed of the order of rows.
+        num_workers: processes per rank that read and tokenize; each has streams of its own. 0: the training process.
+
+    Raises:
+        DataError: the data set cannot be read.
+        HubError: the Hub has no such name, refuses it, or does not answer.
+        ConfigurationError: the trainer has no ``max_steps`` (in ``setup``), or only one of ``val_split`` and
+            ``val_samples`` is given.
+        LayoutError: ``global_batch_size`` is not a multiple of the number of data-parallel ranks (in ``setup``).
+    """
 
     collate: ClassVar[Any]
 
@@ -118,15 +147,15 @@ class _StreamingDataModule(pl.LightningDataModule, ABC):
         tokenizer: str,
         global_batch_size: int,
         sequence_length: int,
-        subset: str | None,
-        train_split: str,
-        val_split: str | None,
-        val_samples: int | None,
-        shuffle_window: int,
-        on_bad: OnBad,
-        vocab_size: int | None,
-        seed: int,
-        num_workers: int,
+        subset: str | None = None,
+        train_split: str = "train",
+        val_split: str | None = None,
+        val_samples: int | None = None,
+        shuffle_window: int = 1000,
+        on_bad: OnBad = "raise",
+        vocab_size: int | None = None,
+        seed: int = 1234,
+        num_workers: int = 0,
     ) -> None:
         super().__init__()
         check_sizes(
@@ -324,39 +353,18 @@ class _StreamingDataModule(pl.LightningDataModule, ABC):
             self._resumed = state_dict["batches"], StreamStates.from_dict(state_dict["states"])
 
 
-class StreamingDataModule(_StreamingDataModule):
+class StreamingDataModule(StreamDataModule):
     """Streams text for pre-training: documents are tokenized on the fly, concatenated, and cut to samples.
 
-    Sample ``b`` of every global batch comes from stream ``b``, which has rows of its own
-    (:mod:`megalight.data.streaming.streams`). So the batches do not depend on the number of ranks and workers, and a
-    run resumes exactly in any layout. It resumes with the commit of the data set that it began with.
-
     Args:
-        dataset: a data set of the Hugging Face Hub (``owner/name``, ``owner/name@revision``), or a folder of files that
-            ``datasets`` reads.
-        tokenizer: a ``tokenizer.json`` file, its folder, or a name of the Hub.
-        global_batch_size: samples of a batch over all data-parallel ranks.
-        sequence_length: tokens of a sample.
         text_key: the column of the text.
-        subset: the configuration of the data set, if it has several.
-        train_split: the split to train on.
-        val_split: the split for validation, which is read in its order.
-        val_samples: number of validation samples; those behind the end of the split carry no loss.
-        shuffle_window: rows that are shuffled together; a resume reads up to so many again. 1: the order of the data.
-        on_bad: what happens with a row that has no text: ``raise``, or ``skip``.
         append_eod: whether to end each document with the end-of-document token of the tokenizer.
         document_mask: whether attention stays inside documents, and positions restart at each.
         eod_mask_loss: whether positions whose input is the end-of-document token carry no loss.
-        vocab_size: size of the vocabulary, against which ids are checked. Default: the tokenizer's.
-        seed: seed of the order of rows.
-        num_workers: processes per rank that read and tokenize; each has streams of its own. 0: the training process.
+        options: those of :class:`StreamDataModule`, which also says what it raises.
 
     Raises:
-        DataError: the data set cannot be read, or the tokenizer has no end-of-document token.
-        HubError: the Hub has no such name, refuses it, or does not answer.
-        ConfigurationError: the trainer has no ``max_steps`` (in ``setup``), or only one of ``val_split`` and
-            ``val_samples`` is given.
-        LayoutError: ``global_batch_size`` is not a multiple of the number of data-parallel ranks (in ``setup``).
+        DataError: the tokenizer has no end-of-document token.
     """
 
     collate = staticmethod(collate_text)
@@ -364,47 +372,21 @@ class StreamingDataModule(_StreamingDataModule):
     def __init__(
         self,
         *,
-        dataset: str,
-        tokenizer: str,
-        global_batch_size: int,
-        sequence_length: int,
         text_key: str = "text",
-        subset: str | None = None,
-        train_split: str = "train",
-        val_split: str | None = None,
-        val_samples: int | None = None,
-        shuffle_window: int = 1000,
-        on_bad: OnBad = "raise",
         append_eod: bool = True,
         document_mask: bool = False,
         eod_mask_loss: bool = False,
-        vocab_size: int | None = None,
-        seed: int = 1234,
-        num_workers: int = 0,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            dataset=dataset,
-            tokenizer=tokenizer,
-            global_batch_size=global_batch_size,
-            sequence_length=sequence_length,
-            subset=subset,
-            train_split=train_split,
-            val_split=val_split,
-            val_samples=val_samples,
-            shuffle_window=shuffle_window,
-            on_bad=on_bad,
-            vocab_size=vocab_size,
-            seed=seed,
-            num_workers=num_workers,
-        )
+        super().__init__(**options)
         if append_eod and self.eod_id is None:
             raise DataError(
-                f"the tokenizer {tokenizer!r} has no known end-of-document token; take another, or set append_eod to "
-                "false."
+                f"the tokenizer {options['tokenizer']!r} has no known end-of-document token; take another, or set "
+                "append_eod to false."
             )
         self.text_key, self.append_eod = text_key, append_eod
         self.options = SampleOptions(
-            sequence_length=sequence_length,
+            sequence_length=self.sequence_length,
             document_mask=document_mask,
             eod_id=self.eod_id,
             eod_mask_loss=eod_mask_loss,
@@ -414,7 +396,7 @@ class StreamingDataModule(_StreamingDataModule):
         self._plain = self.tokenizer.for_plain_text()
 
     def encode(self, row: Row) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-        """See :meth:`_StreamingDataModule.encode`."""
+        """See :meth:`StreamDataModule.encode`."""
         text = row.get(self.text_key)
         if not isinstance(text, str):
             if self.text_key in row:
@@ -429,34 +411,29 @@ class StreamingDataModule(_StreamingDataModule):
         return np.asarray(ids, np.int64), np.ones(len(ids), np.uint8)
 
     def stream(self, *arguments: Any) -> Stream:
-        """See :meth:`_StreamingDataModule.stream`."""
+        """See :meth:`StreamDataModule.stream`."""
         return TextStream(*arguments, options=self.options)
 
     def facts(self) -> dict[str, Any]:
-        """See :meth:`_StreamingDataModule.facts`."""
+        """See :meth:`StreamDataModule.facts`."""
         return {"text_key": self.text_key, "append_eod": self.append_eod}
 
 
-class StreamingSFTDataModule(_StreamingDataModule):
+class StreamingSFTDataModule(StreamDataModule):
     """Streams conversations for fine-tuning. Only what the assistant wrote counts in the loss.
 
-    Rows have the shapes of :mod:`megalight.data.chat.conversations`. Order and resume are as in
-    :class:`StreamingDataModule`; conversations are packed in the order of their stream.
+    Rows have the shapes of :mod:`megalight.data.chat.conversations`. They are packed in the order of their stream.
 
     Args:
-        dataset, tokenizer, global_batch_size, subset, train_split, val_split, val_samples, shuffle_window, vocab_size,
-            seed, num_workers: see :class:`StreamingDataModule`.
-        sequence_length: tokens of a row of the batch.
         chat_template: a Jinja file. None: the tokenizer's own template.
         train_on: ``all``: every message of the assistant counts. ``last``: only the last of each conversation.
-        packing: whether a row holds several conversations.
+        packing: whether a row of the batch holds several conversations.
         too_long: what happens with a conversation of more than ``sequence_length + 1`` tokens: ``cut_end``,
             ``cut_start``, ``drop`` or ``raise``.
-        on_bad: what happens with a row that is no conversation, or has nothing to learn: ``raise``, or ``skip``.
+        options: those of :class:`StreamDataModule`, which also says what it raises.
 
     Raises:
-        DataError: the data set cannot be read, or there is no chat template.
-        HubError, ConfigurationError, LayoutError: see :class:`StreamingDataModule`.
+        DataError: there is no chat template.
     """
 
     collate = staticmethod(collate_chat)
@@ -464,45 +441,19 @@ class StreamingSFTDataModule(_StreamingDataModule):
     def __init__(
         self,
         *,
-        dataset: str,
-        tokenizer: str,
-        global_batch_size: int,
-        sequence_length: int,
         chat_template: str | None = None,
         train_on: TrainOn = "all",
         packing: bool = True,
         too_long: TooLong = "cut_end",
-        subset: str | None = None,
-        train_split: str = "train",
-        val_split: str | None = None,
-        val_samples: int | None = None,
-        shuffle_window: int = 1000,
-        on_bad: OnBad = "raise",
-        vocab_size: int | None = None,
-        seed: int = 1234,
-        num_workers: int = 0,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            dataset=dataset,
-            tokenizer=tokenizer,
-            global_batch_size=global_batch_size,
-            sequence_length=sequence_length,
-            subset=subset,
-            train_split=train_split,
-            val_split=val_split,
-            val_samples=val_samples,
-            shuffle_window=shuffle_window,
-            on_bad=on_bad,
-            vocab_size=vocab_size,
-            seed=seed,
-            num_workers=num_workers,
-        )
+        super().__init__(**options)
         if chat_template is not None:
             self.tokenizer.chat_template = read_template(chat_template)
         self._template = ChatTemplate.of(self.tokenizer)
         self.train_on = train_on
         self.options = PackOptions(
-            sequence_length=sequence_length,
+            sequence_length=self.sequence_length,
             packing=packing,
             too_long=too_long,
             pad_id=self.pad_id,
@@ -510,7 +461,7 @@ class StreamingSFTDataModule(_StreamingDataModule):
         )
 
     def encode(self, row: Row) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-        """See :meth:`_StreamingDataModule.encode`."""
+        """See :meth:`StreamDataModule.encode`."""
         found = conversations(row, "the row")
         if len(found) != 1:
             raise DataError("it is a preference pair, which has another loss.")
@@ -520,11 +471,11 @@ class StreamingSFTDataModule(_StreamingDataModule):
         return np.asarray(ids, np.int64), loss
 
     def stream(self, *arguments: Any) -> Stream:
-        """See :meth:`_StreamingDataModule.stream`."""
+        """See :meth:`StreamDataModule.stream`."""
         return ChatStream(*arguments, options=self.options)
 
     def facts(self) -> dict[str, Any]:
-        """See :meth:`_StreamingDataModule.facts`."""
+        """See :meth:`StreamDataModule.facts`."""
         options = self.options
         template = self.tokenizer.chat_template
         return {
