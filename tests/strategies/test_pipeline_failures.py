@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.strategies.test_launch import processes, torchrun
+from tests.support.cover import pairwise
 
 SCRIPT = "tests.strategies.failing"
 LIMIT = 240
@@ -24,7 +25,7 @@ EVERY = [
     for how, where, pp in product(("popen", "torchrun"), ("forward", "backward", "loss"), (2, 4))
     for rank in ((pp - 1,) if where == "loss" else (0, pp - 1) if pp == 2 else (0, 1, 2, pp - 1))
 ]
-FULL = [pytest.param(*case, marks=pytest.mark.full) for case in EVERY if case not in SOME]
+ROWS = [pytest.param(*row, marks=[pytest.mark.full] * (row not in SOME)) for row in pairwise(EVERY, SOME)]
 
 
 def end_of(how: str, where: str, pp: int, rank: int, folder: Path, *more: str) -> tuple[str, float]:
@@ -36,7 +37,7 @@ def end_of(how: str, where: str, pp: int, rank: int, folder: Path, *more: str) -
     return text, time.time() - float((folder / "failed").read_text())
 
 
-@pytest.mark.parametrize(("how", "where", "pp", "rank"), [*SOME, *FULL])
+@pytest.mark.parametrize(("how", "where", "pp", "rank"), ROWS)
 def test_a_rank_that_raises_ends_the_run(tmp_path: Path, how: str, where: str, pp: int, rank: int) -> None:
     text, seconds = end_of(how, where, pp, rank, tmp_path)
     assert seconds < LIMIT
