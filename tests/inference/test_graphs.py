@@ -12,6 +12,7 @@ from torch import Tensor
 from megalight.errors import ConfigurationError
 from megalight.inference import Completion, DynamicEngine, SamplingParams
 from megalight.inference.batch_dimensions import InferenceBatchDimensions, with_guesses
+from megalight.inference.fp8_weights import quantize_weights
 from megalight.inference.graphs import StepGraphs
 from megalight.inference.scheduler import Request
 from megalight.inference.speculator import DraftSpeculator, EagleSpeculator, Speculator
@@ -157,6 +158,27 @@ def test_a_step_that_cannot_be_recorded_runs_without(caplog: pytest.LogCaptureFi
 def test_a_number_of_graphs_is_checked() -> None:
     with pytest.raises(ConfigurationError, match="cuda_graphs is -1"):
         DynamicEngine(build(), num_blocks=4, cuda_graphs=-1)
+
+
+@pytest.mark.parametrize("name", ["llama", "latent"])
+def test_texts_of_weights_and_caches_in_8_bits_are_those_without_graphs(name: str, tmp_path: Path) -> None:
+    model = build(**MODELS[name])
+    quantize_weights(model)
+    found = []
+    for count in (0, 1, len(DIMENSIONS)):
+        log = tmp_path / f"{count}.jsonl"
+        options = {"num_blocks": 20, "block_size": 3, "max_sequences": 5, "step_tokens": 6}
+        engine = DynamicEngine(model, **options, kv_cache_dtype="fp8", step_log=log)  # type: ignore[arg-type]
+        if count:
+            recording(engine, DIMENSIONS[:count])
+            engine.create_cuda_graphs()
+        for number, prompt in enumerate(PROMPTS):
+            engine.add(prompt, max_new_tokens=9, sampling_params=SAMPLED, seed=number)
+        found.append(tokens_of(engine.run()))
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        assert sum(line["graph"] is not None for line in lines) == engine.step_log.graph_uses.total()
+        assert bool(engine.step_log.graph_uses) == (count > 0)
+    assert found[1:] == found[:1] * 2
 
 
 def test_steps_are_logged_with_their_dimensions_and_graphs(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import megalight
 from megalight.errors import MegalightError
 from megalight.inference import DynamicEngine, SamplingParams
 from megalight.inference.batch_dimensions import InferenceBatchDimensions
+from megalight.inference.fp8_weights import quantize_weights
 from megalight.inference.parallel import ParallelGPT
 from megalight.inference.speculator import DraftSpeculator, EagleSpeculator, NGramSpeculator, Speculator
 from megalight.models.eagle import DraftModel, EagleConfig
@@ -26,8 +27,10 @@ from megalight.models.gpt import (
     MambaConfig,
 )
 from megalight.nn.init import initialize
+from megalight.nn.linear import Linear
 from megalight.nn.moe import MoEConfig
 from megalight.ops.draws import exponentials
+from megalight.ops.quantized_weight import stored_of
 from megalight.parallel.graphs.recorder import CUDARecorder
 from megalight.parallel.virtual_memory import why_not
 from megalight.types import PackedSequences
@@ -102,7 +105,7 @@ def texts(
 
 
 @torch.no_grad()
-def check_up_to_rounding(model: GPT, found: list[list[int]]) -> None:
+def check_up_to_rounding(model: GPT, found: list[list[int]], double: GPT | None = None) -> None:
     """Each token of the texts of :func:`texts` is the one that logits of a float64 model choose, up to rounding.
 
     Rounding may decide between tokens of almost equal scores, and the text then goes another way. The error of two
@@ -111,7 +114,8 @@ def check_up_to_rounding(model: GPT, found: list[list[int]]) -> None:
     fed = [[*prompt, *text[:-1]] for prompt, text in zip(PROMPTS, found, strict=True)]
     ids = torch.tensor([token for each in fed for token in each], device=next(model.parameters()).device)
     sequences = PackedSequences.of_lengths([*map(len, fed)], ids.device)
-    exact, rounded = deepcopy(model).double()(ids, sequences).logits, model(ids, sequences).logits
+    double = deepcopy(model).double() if double is None else double
+    exact, rounded = double(ids, sequences).logits, model(ids, sequences).logits
     slack = 2 * float((exact - rounded.double()).abs().max())
     for number, text in enumerate(found):
         prompt, tokens = len(PROMPTS[number]), torch.tensor(text, device=ids.device)[:, None]
@@ -140,6 +144,19 @@ def test_texts_with_any_number_of_graphs_are_those_without(name: str) -> None:
         assert sum(uses.values()) > 20
         assert any(each.prefill_req_count for each in uses) == create
         check_up_to_rounding(model, found)
+
+
+def test_texts_of_weights_in_8_bits_with_any_number_of_graphs() -> None:
+    model = build("llama")
+    double = deepcopy(model).double()
+    quantize_weights(model)
+    for own, other in zip(model.modules(), double.modules(), strict=True):
+        if isinstance(own, Linear) and isinstance(other, Linear) and (codes := stored_of(own.weight)) is not None:
+            other.weight.data = codes.values(torch.float64)
+    for graphs in (0, 1, 16):
+        found, uses = texts(model, graphs, 4, create=graphs > 0)
+        assert (sum(uses.values()) > 20) == (graphs > 0)
+        check_up_to_rounding(model, found, double)
 
 
 def speculator_of(kind: str, model: GPT) -> Speculator:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import megalight
 from megalight.inference import DynamicEngine, ParallelGPT, SamplingParams, generate
 from megalight.inference.batch_dimensions import InferenceBatchDimensions
 from megalight.nn.init import initialize
+from megalight.parallel.peers import memory, one_shot
 from tests.inference.test_graphs import recording
 from tests.parallel.expert.model import build
 from tests.parallel.graphs.tape import Tape
@@ -63,3 +68,31 @@ def test_ranks_replay_together(degrees: dict[str, Any], failing: int | None) -> 
         assert {*uses} <= ALL - missing
         assert (uses.total() == steps) == (failing is None)
     assert len({replays for *_, replays in results}) == 1
+
+
+def _on_two_hosts() -> Any:
+    """As on GPUs of two hosts, which have memory that others on their host could read."""
+    rank, asked = dist.get_rank(), list[str | None]()
+
+    def unreachable(group: dist.ProcessGroup) -> str | None:
+        asked.append(memory.unreachable.__wrapped__(group))
+        return asked[-1]
+
+    with (
+        patch.object(one_shot, "why_not", lambda device: None),
+        patch.object(one_shot, "unreachable", unreachable),
+        patch.object(torch.cuda, "current_device", lambda: 0),
+        patch.object(socket, "gethostname", lambda: f"host{rank}"),
+    ):
+        return _replica(EP, None), asked
+
+
+def test_replicas_on_two_hosts_exchange_tokens_by_collectives() -> None:
+    whole = build().double()
+    initialize(whole, 3, "model.")
+    for (replica, texts, uses, steps, _), asked in run(_on_two_hosts, 2):
+        prompts, count = REQUESTS[replica]
+        expected = [generate(whole, [prompt], max_new_tokens=count, temperature=0)[0] for prompt in prompts]
+        assert texts == [expected] * 2
+        assert uses.total() == steps
+        assert {*asked} == {"needs all 2 ranks on one host, and they are on 2"}
