@@ -35,17 +35,25 @@ class _Pool:
     Attributes:
         stored: ``[count, *shape]``.
         kept: a part of them, on the host.
+        memory: where they lie; None: in torch's own memory.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.stored: Tensor | None = None
         self.kept: Tensor | None = None
+        self.memory: VirtualMemory | None = None
+
+    def empty(self, form: Form) -> Tensor:
+        """Return memory for the whole pool at once, so that addresses stay fixed."""
+        shape = (self.count, *form.shape)
+        if self.memory is not None:
+            return self.memory.empty(shape, form.dtype)
+        return torch.empty(shape, dtype=form.dtype, device=form.device)
 
     def _all(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         if self.stored is None:
-            # The whole pool at once, so that addresses stay fixed.
-            self.stored = torch.empty(self.count, *shape, dtype=like.dtype, device=like.device)
+            self.stored = self.empty(Form(shape, like.dtype, like.device))
         return self.stored
 
 
@@ -103,6 +111,7 @@ class Cache:
         lengths: number of stored tokens of each slot.
         dummy_slot: an entry of no sequence.
         reversible: whether a slot can forget its last tokens: all states have one row per token.
+        memory: where the pools lie; None: in torch's own memory.
 
     Raises:
         ConfigurationError: a layer has no ``make_state``.
@@ -127,7 +136,7 @@ class Cache:
         self._axes: int | None = None
         self._pools: list[TokenBlocks | SlotEntries] = []
         self._used: dict[BlockPool | SpanBlocks, list[int]] = {}
-        self._memory: VirtualMemory | None = None
+        self.memory: VirtualMemory | None = None
         self.states: dict[str, Any] = {}
         for name, layer in layers.items():
             if not hasattr(layer, "make_state"):
@@ -203,8 +212,8 @@ class Cache:
 
     def give_back(self) -> None:
         """Give the memory of the device back, without a copy."""
-        if self._memory is not None:
-            self._memory.release()
+        if self.memory is not None:
+            self.memory.release()
             return
         for pool in self._pools:
             pool.stored = None
@@ -253,22 +262,19 @@ class Cache:
         Raises:
             torch.OutOfMemoryError: the device has too little.
         """
-        if memory is not None and self._memory is memory:
+        if memory is not None and self.memory is memory:
             memory.restore()
             return
-
-        def empty(pool: TokenBlocks | SlotEntries, form: Form | None) -> Tensor | None:
-            if form is None:
-                return None
-            shape = (pool.count, *form.shape)
-            if memory is not None:
-                return memory.empty(shape, form.dtype)
-            return torch.empty(shape, dtype=form.dtype, device=form.device)
-
-        made = [empty(pool, form) for pool, form in zip(self._pools, forms, strict=True)]
+        self.lie_in(memory)
+        made = [None if form is None else pool.empty(form) for pool, form in zip(self._pools, forms, strict=True)]
         for pool, stored in zip(self._pools, made, strict=True):
             pool.stored = stored
-        self._memory = memory
+
+    def lie_in(self, memory: VirtualMemory | None) -> None:
+        """Let pools that have no memory yet take it there."""
+        self.memory = memory
+        for pool in self._pools:
+            pool.memory = memory
 
     def fill(self) -> None:
         """Write into new memory what :meth:`keep` kept. Other states of sequences are zero."""

@@ -195,7 +195,9 @@ class DynamicEngine:
         cache = Cache(layers_of(model, eagle), max_sequences, capacity, self.blocks, quantized)
         self._forms = forms.forms
         self._released: HostWeights | None = None
-        self._addresses: list[int] = []
+        # What graphs read.
+        drafts = [] if speculator is None or speculator.draft is None else [speculator.draft]
+        self._weights, self._addresses = nn.ModuleList([model, *drafts]), list[int]()
         self._pages = None
         self._memory: VirtualMemory | None = None
         if integer("memory_level", memory_level, 0, 2):
@@ -662,7 +664,7 @@ class DynamicEngine:
         if self._passes.graphs is not None and gone:
             self._passes.graphs.drop()
         if not self.suspended:
-            self._addresses = addresses_of(self._model)
+            self._addresses = addresses_of(self._weights)
         self._kept = keep_cache
         self.suspended = True
 
@@ -704,7 +706,7 @@ class DynamicEngine:
             self._released.restore()
             self._released = None
         # Training may have put them elsewhere.
-        elif not self._every(self._addresses == addresses_of(self._model)) and self._passes.graphs is not None:
+        elif not self._every(self._addresses == addresses_of(self._weights)) and self._passes.graphs is not None:
             self._passes.graphs.drop()
         if self._pages is not None:
             self._pages.move(cache.tensors, device_of(self._model), self._kept)

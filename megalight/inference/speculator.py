@@ -92,6 +92,10 @@ class Speculator(Protocol):
     longest: int
     loop: DraftLoop | None
 
+    @property
+    def draft(self) -> nn.Module | None:
+        """The draft; None: it has none."""
+
     def join(self, cache: Cache, newest: NewestTokens) -> None:
         """Guess for the sequences of an engine: what it stores, and where they are."""
         ...
@@ -131,7 +135,7 @@ class NGramSpeculator:
         self.guesses = integer("guesses", guesses)
         self._fewest = integer("shortest", shortest)
         self._most = integer("longest", longest, self._fewest)
-        self.longest, self.loop = sys.maxsize, None
+        self.longest, self.loop, self.draft = sys.maxsize, None, None
         self._cache: Cache | None = None
         self._newest: NewestTokens | None = None
         # ``[slots, capacity + guesses + 1]``: the tokens of each slot, up to its newest one.
@@ -215,7 +219,7 @@ class DraftSpeculator:
                 f"the small model has {model.config.vocab_size} tokens and the base {base.config.vocab_size}; take a "
                 "model of text with the base's tokenizer."
             )
-        self.guesses, self._model = integer("guesses", guesses), model
+        self.guesses, self.draft = integer("guesses", guesses), model
         self.longest, slots = config.max_sequence_length, integer("max_sequences", max_sequences)
         blocks = BlockPool(slots, slots * -(-self.longest // 16), 16)
         self._cache = Cache(model.layers, slots, self.longest, blocks)
@@ -231,19 +235,21 @@ class DraftSpeculator:
     def join(self, cache: Cache, newest: NewestTokens) -> None:
         """See :class:`Speculator`."""
         self._lengths, self._newest = cache.lengths, newest
+        # It comes and goes with that of the engine.
+        self._cache.lie_in(cache.memory)
         self.loop = DraftLoop(self._cache, newest, self.guesses, self._chain, again=True)
 
     def begin(self, requests: Sequence[Request]) -> None:
         """See :class:`Speculator`."""
-        slots, device = [request.slot for request in requests if request.slot is not None], device_of(self._model)
+        slots, device = [request.slot for request in requests if request.slot is not None], device_of(self.draft)
         for slot in slots:
             self._cache.release(slot)
         fresh = [request.tokens for request in requests]
         ids = to_device([token for each in fresh for token in each], torch.int64, device)
-        with torch.no_grad(), evaluating(self._model):
+        with torch.no_grad(), evaluating(self.draft):
             sequences = self._cache.extend(slots, [*map(len, fresh)], device)
             last = sequences.cu_seqlens[1:].long() - 1
-            self._model(ids, sequences, states=self._cache.states, rows=last)
+            self.draft(ids, sequences, states=self._cache.states, rows=last)
 
     def guess(self, requests: Sequence[Request], counts: Sequence[int]) -> Tensor:
         """See :class:`Speculator`."""
@@ -256,17 +262,20 @@ class DraftSpeculator:
     def _chain(self, slots: Tensor, sequences: Sequence[PackedSequences]) -> list[Tensor]:
         assert self._newest is not None
         states, newest = self._cache.states, self._newest
-        with torch.no_grad(), evaluating(self._model):
+        with torch.no_grad(), evaluating(self.draft):
             # What it has read of wrong guesses is written over, and of the last one it has read nothing.
             ids = torch.stack([newest.before[slots], newest.tokens[slots, 0]], 1).clamp(min=0)
             last = torch.arange(1, ids.numel(), 2, device=ids.device)
-            found = [self._model(ids.flatten(), sequences[0], states=states, rows=last).logits.argmax(-1)]
+            found = [self.draft(ids.flatten(), sequences[0], states=states, rows=last).logits.argmax(-1)]
             for each in sequences[1:]:
-                found.append(self._model(found[-1], each, states=states).logits.argmax(-1))
+                found.append(self.draft(found[-1], each, states=states).logits.argmax(-1))
         return found
 
     def drop(self) -> None:
         """See :class:`Speculator`."""
+        if self._cache.memory is not None:
+            self._cache.clear()
+            return
         if self.loop is not None:
             self.loop.drop()
         self._cache.drop()
@@ -299,7 +308,7 @@ class EagleSpeculator:
     def __init__(self, draft: DraftModel, base: GenerativeModel, guesses: int = 4) -> None:
         check_draft(base, draft, guesses)
         assert not isinstance(base, HFModel)
-        self.guesses, self._draft, self._base = guesses, draft, base
+        self.guesses, self.draft, self._base = guesses, draft, base
         self.layers: Mapping[str, nn.Module] = {"draft": draft.layer}
         self.places = [f"layers.{after - 1}" for after in draft.config.auxiliary_layers]
         self._device = device_of(base)
@@ -313,12 +322,12 @@ class EagleSpeculator:
         """See :class:`Speculator`. The cache has :attr:`layers`."""
         self._cache = cache
         # The draft's output at the last place of each slot that the base has read.
-        self._hidden = self._draft.fuse.weight.new_zeros(len(newest.lengths), self._draft.config.hidden_size)
+        self._hidden = self.draft.fuse.weight.new_zeros(len(newest.lengths), self.draft.config.hidden_size)
         self.loop = DraftLoop(cache, newest, self.guesses, self._chain, again=False)
 
     def probe(self, sequences: PackedSequences) -> None:
         """Run tokens of value 0, which shows what :attr:`layers` keep."""
-        count, weight = int(sequences.positions.numel()), self._draft.fuse.weight
+        count, weight = int(sequences.positions.numel()), self.draft.fuse.weight
         states = torch.zeros(count, weight.shape[1], dtype=weight.dtype, device=self._device)
         self.read(torch.zeros(count, dtype=torch.int64, device=self._device), sequences, states)
 
@@ -334,8 +343,8 @@ class EagleSpeculator:
             the draft's outputs ``[T, h]``.
         """
         # A guess may be anything.
-        with torch.no_grad(), evaluating(self._draft), batch_invariant_mode(False):
-            return self._follow(self._draft.fuse(states), following, sequences)
+        with torch.no_grad(), evaluating(self.draft), batch_invariant_mode(False):
+            return self._follow(self.draft.fuse(states), following, sequences)
 
     def _follow(self, hidden: Tensor, following: Tensor, sequences: PackedSequences) -> Tensor:
         assert self._cache is not None
@@ -344,7 +353,7 @@ class EagleSpeculator:
         else:
             assert self._base.embed is not None
             embedded = self._base.embed.word(following)
-        return self._draft.follow(hidden, embedded, sequences, self._cache.states["draft"])
+        return self.draft.follow(hidden, embedded, sequences, self._cache.states["draft"])
 
     def stand(self, slots: Tensor, hidden: Tensor) -> None:
         """Let guesses of ``slots [R]`` follow these outputs ``[R, h]`` of :meth:`read`."""
@@ -363,7 +372,7 @@ class EagleSpeculator:
     def _chain(self, slots: Tensor, sequences: Sequence[PackedSequences]) -> list[Tensor]:
         assert self._hidden is not None
         hidden = self._hidden[slots]
-        with torch.no_grad(), evaluating(self._draft), evaluating(self._base):
+        with torch.no_grad(), evaluating(self.draft), evaluating(self._base):
             found = [self._top(hidden)]
             for each in sequences:
                 # Its own output takes the place of the base's hidden states.
@@ -372,7 +381,7 @@ class EagleSpeculator:
         return found
 
     def _top(self, hidden: Tensor) -> Tensor:
-        top = self._draft.head.top(hidden)
+        top = self.draft.head.top(hidden)
         return self._ids[top] if len(self._ids) else top
 
     def drop(self) -> None:

@@ -122,7 +122,7 @@ class VirtualMemory:
         Raises:
             torch.OutOfMemoryError: the device has too little memory.
         """
-        torch.cuda.synchronize(self.device)  # makes the device's context current, too
+        torch.cuda.synchronize(self.device)  # makes the device's context current
         made = _Range(self.device, math.prod(shape) * dtype.itemsize)
         made.map()
         self._ranges.append(made)
@@ -140,7 +140,7 @@ class VirtualMemory:
         Raises:
             torch.OutOfMemoryError: the device has too little. All memory is released then.
         """
-        torch.cuda.synchronize(self.device)
+        torch.cuda.synchronize(self.device)  # makes the device's context current
         try:
             for each in self._ranges:
                 each.map()

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import megalight
-from megalight.errors import ConfigurationError
+from megalight.errors import ConfigurationError, MegalightError
 from megalight.inference import Completion, DynamicEngine, ParallelGPT, SamplingParams, generate
 from megalight.nn.init import initialize
 from tests.inference.test_engine import raising
 from tests.inference.test_generate_parallel import LAYOUTS, PP, PROMPTS, SP, divided, one_device
 from tests.parallel.expert.model import build
+from tests.support.fake_driver import FakeDriver, fake_driver
 from tests.support.workers import run
 
 
@@ -212,6 +214,48 @@ def test_one_rank_is_asked(name: str, ranks: int, options: dict[str, Any]) -> No
     assert len(found) > 15
     for tokens, prompt, seed, count in found.values():
         assert tokens == generate(model, [prompt], max_new_tokens=count, seed=seed)[0]
+
+
+def _refused(name: str, options: dict[str, Any], folder: Path) -> Any:
+    _, _, model = divided(name, options)
+    own = folder / str(int(model.first))
+    own.mkdir()
+    with pytest.MonkeyPatch.context() as patch, fake_driver(own, patch) as driver:
+        return _resume_twice(model, driver)
+
+
+def _resume_twice(model: ParallelGPT, driver: FakeDriver) -> Any:
+    engine = DynamicEngine(model, num_blocks=20, block_size=3, first_rank_only=True)
+    if not model.first:
+        resume, refusals = engine._resume, []
+
+        def scarce() -> str | None:
+            driver.limit = 0 if len(refusals) < 2 else 1 << 40
+            refusals.append(resume())
+            return refusals[-1]
+
+        engine._resume = scarce  # type: ignore[method-assign]
+        engine.follow()
+        return refusals
+    for prompt in PROMPTS:
+        engine.add(prompt, max_new_tokens=6, sampling_params=SamplingParams(temperature=0))
+    engine.step()
+    engine.suspend(keep_cache=True)
+    for _ in range(2):
+        with pytest.raises(MegalightError, match=r"is still suspended, .*: another rank of the replica has too little"):
+            engine.resume()
+        assert driver.mapped == 0
+    engine.resume()
+    found = engine.run()
+    engine.close()
+    return [completion.tokens for completion in found.values()]
+
+
+def test_a_rank_without_memory_keeps_all_suspended(tmp_path: Path) -> None:
+    found, refusals = run(_refused, 2, "gqa", SP, tmp_path)
+    assert found == generate(one_device("gqa"), PROMPTS, max_new_tokens=6, temperature=0)
+    assert refusals[2:] == [None]
+    assert all("has less than" in each for each in refusals[:2])
 
 
 def _asked_with_experts(ahead: bool) -> Any:

@@ -20,6 +20,7 @@ from tests.inference.test_engine import MODELS, PROMPTS, SAMPLED, alone, tokens_
 from tests.inference.test_generate import build
 from tests.inference.test_speculator import Told, draft_of
 from tests.parallel.graphs.tape import Tape
+from tests.support.fake_driver import fake_driver
 
 D = InferenceBatchDimensions
 DIMENSIONS = [D(8, 5, 0), D(6, 2, 3), D(4, 1, 2), D(5, 0, 5), D(2, 0, 2)]
@@ -141,6 +142,44 @@ def test_steps_with_guesses_are_recorded(name: str, kind: str, poison: None) -> 
     assert guesses == guessed
     assert sum(count for used, count in uses.items() if used.prefill_req_count) > 5
     assert run(True, ahead=True)[0] == plain
+
+
+@pytest.mark.parametrize("kind", ["eagle", "small"])
+def test_the_loop_of_a_draft_survives_a_suspend(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tape = build(), Tape()
+    expected = alone(model, seed=11)
+    speculator: Speculator = EagleSpeculator(draft_of(model), model, 3)
+    if kind == "small":
+        speculator = DraftSpeculator(build(**MODELS["windowed"]), model, 3, max_sequences=5)
+    with fake_driver(tmp_path, monkeypatch) as driver:
+        engine = DynamicEngine(model, num_blocks=20, block_size=3, max_sequences=5, speculator=speculator)
+        dimensions = with_guesses([D(5, 0, 5)], speculator.guesses, 99)
+        cache, passes = engine._scheduler.cache, engine._passes
+        passes.graphs = StepGraphs(model, cache, passes.newest, dimensions, tape, speculator)  # type: ignore[arg-type]
+        engine.create_cuda_graphs()
+        made = tape.made
+        for turn in range(2):
+            for number, prompt in enumerate(PROMPTS):
+                engine.add(prompt, max_new_tokens=9, sampling_params=SAMPLED, seed=11 + number)
+            found: dict[int, Completion] = {}
+            for count, step in enumerate(engine):
+                found |= step.finished
+                if count in (2, 5):
+                    engine.suspend(keep_cache=count == 2 * turn)
+                    assert driver.mapped == 0
+                    engine.resume()
+            assert tokens_of(dict(sorted(found.items()))) == expected
+        assert tape.made == made == len(tape.tapes)
+        assert speculator.loop is not None
+        assert sum(each.recording.replays for each in speculator.loop._graphs.values()) > 5  # type: ignore[attr-defined]
+        assert speculator.draft is not None
+        engine.suspend()
+        weight = next(speculator.draft.parameters())
+        weight.data = weight.data.clone()
+        engine.resume()
+        assert not tape.tapes
+        del engine, cache, passes, speculator, step
+        tape.tapes.clear()
 
 
 def test_a_step_that_cannot_be_recorded_runs_without(caplog: pytest.LogCaptureFixture) -> None:

@@ -31,7 +31,7 @@ class Told:
 
     def __init__(self, texts: Sequence[Sequence[int]], wrong: int, vocabulary: int = 61) -> None:
         self.texts, self.wrong, self.vocabulary, self.guesses, self.longest = texts, wrong, vocabulary, 4, 10**6
-        self.loop = None
+        self.loop = self.draft = None
 
     def join(self, cache: Cache, newest: NewestTokens) -> None:
         self.newest = newest
