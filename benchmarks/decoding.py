@@ -511,9 +511,9 @@ def suspend(arguments: argparse.Namespace) -> Row:
     """Time suspend and resume of an engine with graphs and 32 running texts, and which share of the cache it frees.
 
     ``slowdown`` is that of the first step after it; ``captures``: how many graphs are recorded after resume; "on
-    demand": no page is prefetched at resume; "torch": level 0 in torch's own memory. Memory of managed
-    pages on the host counts as in use until another allocation needs it: ``others_take_s`` is how long one takes that
-    gets all that was free before, and 95 % of what the suspend gave back; None: it gets less.
+    demand": no page is prefetched at resume; "torch": level 0 in torch's own memory. ``others_take_s`` is how long an
+    allocation takes that gets all that was free before, and 95 % of what the suspend gave back; None: it gets less.
+    At levels 1 and 2 only plans "for others" try it: the first step then finds pages away.
     """
     from megalight.inference import DynamicEngine, SamplingParams
     from megalight.inference import engine as module
@@ -553,16 +553,20 @@ def suspend(arguments: argparse.Namespace) -> Row:
         ("cache, torch", 0, {}),
         ("kept cache, torch", 0, {"keep_cache": True}),
         ("cache", 1, {}),
+        ("cache for others", 1, {}),
         ("kept cache", 1, {"keep_cache": True}),
         ("cache and weights", 2, {"keep_cache": True, "weights": True}),
         ("cache and weights on demand", 2, {"keep_cache": True, "weights": True}),
     )
     for name, level, options in plans:
+        if str(level) not in arguments.levels:
+            continue
+        begin = time.perf_counter()
         module.why_not = (lambda _: "torch's is asked for") if "torch" in name else why_not
         engine = DynamicEngine(model, num_blocks=4000, max_sequences=32, step_tokens=2048, memory_level=level)
         for prompt in requests(32):
             engine.add(prompt, max_new_tokens=200, sampling_params=greedy)
-        for _ in range(60):
+        for _ in range(24):
             engine.step()
         row: Row = {"level": engine.memory_level, "usual_step_s": clock(engine.step)[0]}
         cache = sum(each.nbytes for each in engine._scheduler.cache.tensors)
@@ -572,7 +576,8 @@ def suspend(arguments: argparse.Namespace) -> Row:
             row["suspend_s"], _ = clock(partial(engine.suspend, **options))
             row["freed_of_cache"] = (free() - before) / cache
             gone = cache + (sum(each.nbytes for each in model.parameters()) if "weights" in options else 0)
-            row["others_take_s"] = others_take(before + int(0.95 * gone) - 2**28)
+            if level == 0 or "others" in name:
+                row["others_take_s"] = others_take(before + int(0.95 * gone) - 2**28)
             if "demand" in name:
                 engine._pages.move = engine._pages.move_weights = lambda *_: None  # type: ignore[union-attr, method-assign]
             made = captures[0]
@@ -580,13 +585,13 @@ def suspend(arguments: argparse.Namespace) -> Row:
             row["first_step_s"], _ = clock(engine.step)
             if "demand" in name:
                 del engine._pages.move, engine._pages.move_weights  # type: ignore[union-attr]
-            for _ in range(8):
+            for _ in range(16):  # prompts have run again after 11
                 engine.step()
             row["captures"] = captures[0] - made
         row["slowdown"] = row["first_step_s"] / row["usual_step_s"] - 1
         kept.append(engine._pages)
         out[f"{name} {level}"] = row
-        print(name, row, flush=True)
+        print(name, row, f"({time.perf_counter() - begin:.0f} s)", flush=True)
         del engine
         torch.cuda.empty_cache()
     return out
@@ -907,6 +912,7 @@ def main() -> None:
     parser.add_argument("result", type=Path)
     parser.add_argument("--shapes", default="", help="kernels: only shapes of decode steps whose names have this")
     parser.add_argument("--chosen", action="store_true", help="kernels: no other blocks and splits")
+    parser.add_argument("--levels", default="012", help="suspend: only these levels of memory, such as 12")
     parser.add_argument("--package", type=Path, default=Path(__file__).resolve().parents[1])
     arguments = parser.parse_args()
     sys.path.insert(0, str(arguments.package))
