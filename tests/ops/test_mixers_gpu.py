@@ -28,7 +28,7 @@ def test_causal_conv(lengths: list[int], channels: int, taps: int, dtype: torch.
     check_causal_conv(Kernels(causal_conv), "cuda", dtype, lengths, channels, taps)
 
 
-@pytest.mark.parametrize("lengths", [[512], [5, 1, 260, 333], [127, 1, 200], [1, 1, 64, 64]])
+@pytest.mark.parametrize("lengths", [[20], [512], [5, 1, 260, 333], [127, 1, 200], [1, 1, 64, 64]])
 @pytest.mark.parametrize("sizes", [(4, 2, 128, 128), (6, 3, 100, 20), (2, 2, 64, 128)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_delta_rule(lengths: list[int], sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:

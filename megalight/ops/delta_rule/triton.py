@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalight.ops.common import apply, once_differentiable
-from megalight.ops.jit import OVERLAP, Value, cdiv, constexpr, jit, next_power, start_dependents, tl
+from megalight.ops.jit import OVERLAP, Value, cdiv, constexpr, jit, next_power, start_dependents, tl, triton
 from megalight.types import PackedSequences, Pages
 
 FEATURES = 32
@@ -125,7 +125,8 @@ def _write(
     tl.store(erased + every * WIDTH + feature, found.to(erased.dtype.element_ty))
 
 
-@jit
+# Where `chunks` is known to be 1, Triton 3.6 drops the loop, and the state after it is wrong on an H200.
+@triton.jit(do_not_specialize=["chunks"])  # type: ignore[untyped-decorator]
 def _pass(
     k: Value, written: Value, erased: Value, totals: Value, starts: Value, kept: Value, states: Value, entries: Value,
     before: Value, after: Value, chunks: Value, tokens: Value, heads: Value, per: Value, k_token: Value, k_group: Value,
