@@ -48,7 +48,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 151552,
     },
     "gpt_oss": {
-        "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 4,
+        "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 2,
         "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088,
         "num_local_experts": 32, "num_experts_per_tok": 4,
     },
@@ -57,7 +57,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 96,
     },
 }  # fmt: skip
-"""Qwen3-8B, Gemma-3 4B and GLM-4 9B with 8 layers, gpt-oss 20B with 4, and one for the CPU."""
+"""Qwen3-8B, Gemma-3 4B and GLM-4 9B with 8 layers, gpt-oss 20B with 2, and one for the CPU."""
 ROWS = {
     1: ("ddp", "ddp compile", "megatron", "megatron fused", "megatron true fused"),
     2: ("transformers tp2", "megatron true tp2", "megatron true tp2 fused", "gpt true tp2", "fsdp2"),
