@@ -704,7 +704,7 @@ def app_of(
         ("/tokenize", routes.tokenize, TokenizeBody),
         ("/detokenize", routes.detokenize, DetokenizeBody),
     ):
-        app.post(path, response_model=None, responses=ERRORS, openapi_extra=_described(body))(route)
+        app.post(path, response_model=None, responses=ERRORS, openapi_extra=_described(body, name))(route)
     for path, get in (
         ("/health", routes.health),
         ("/ready", routes.ready),
@@ -717,7 +717,7 @@ def app_of(
     if control_keys:
         for path, control in zip(CONTROLS, (routes.pause, routes.suspend, routes.resume), strict=False):
             app.post(path, response_model=None, responses=ERRORS)(control)
-        described = _described(WeightsBody)
+        described = _described(WeightsBody, name)
         app.post("/weights", response_model=None, responses=ERRORS, openapi_extra=described)(routes.weights)
     for path, (file, kind) in PAGE.items():
         app.get(path, response_model=None, include_in_schema=False)(_page_route(file, kind))
@@ -750,9 +750,13 @@ def _page_route(file: str, kind: str) -> Callable[[], Awaitable[Response]]:
     return page
 
 
-def _described(body: type[Body]) -> dict[str, Any]:
-    """Return what OpenAPI says of a body. Routes read it: FastAPI's reader recurses in deeply nested ones."""
+def _described(body: type[Body], name: str) -> dict[str, Any]:
+    """Return what OpenAPI says of a body, with the model's name. Routes read it: FastAPI's reader recurses in deeply
+    nested ones.
+    """
     schema = _flat(body.model_json_schema())
+    if (model := schema["properties"].get("model")) is not None:
+        model["enum"] = [name] if "model" in schema.get("required", ()) else [name, None]
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 

@@ -4,48 +4,29 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megalight.serving.server import PAGE, PAGE_HEADERS
-from tests.serving.test_server import Served, run
+from tests.serving.listening import listening
 from tests.support import interpreters
 from tests.support.source import ROOT
 
 pytest.importorskip("uvicorn")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-FOLDER = ROOT / "megalight" / "serving" / "page"
 HOSTILE = (
     "<script>window.bad = 1</script> <img src=x onerror='window.bad = 1'> [a](javascript:window.bad=1) "
     "![b](http://192.0.2.1/x.png)\n\n```html\n<script>window.bad = 1</script>\n```\n\n"
     "| a | b |\n|---|---|\n| **c** | `d` |\n"
 )
-
-
-def test_the_page_is_three_files_that_ask_nobody_else(folder: Path) -> None:
-    html, script = (FOLDER / "index.html").read_text(), (FOLDER / "page.js").read_text()
-    assert {path.name for path in FOLDER.iterdir()} == {file for file, _ in PAGE.values()}
-    assert not re.search(r"<script(?![^>]*src=)|<style|\sstyle=|\son\w+=|https?://", html)
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b|new Function|srcdoc", script)
-
-    async def test(served: Served) -> None:
-        for path, (file, kind) in PAGE.items():
-            answer = await served.http.get(path)
-            assert answer.status_code == 200
-            assert answer.headers["content-type"] == f"{kind}; charset=utf-8"
-            assert {name: answer.headers[name] for name in PAGE_HEADERS} == PAGE_HEADERS
-            assert answer.content == (FOLDER / file).read_bytes()
-
-    run(folder, test, keys=("secret",))
 
 
 class Process:
@@ -73,37 +54,41 @@ class Process:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Process]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    process = Process(folder, port)
-    yield process
-    process.kill()
+def url(folder: Path) -> Iterator[str]:
+    with listening(folder) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api")
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     if CHROMIUM is None:
-        pytest.skip("no chromium")
+        pytest.skip("there is no chromium; apt install chromium")
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
         browser.close()
 
 
-@pytest.fixture
-def page(browser: Any, server: Process) -> Iterator[Any]:
+@contextmanager
+def opened(browser: Any, url: str) -> Iterator[Any]:
+    """The page of a server, which must have no error."""
     context = browser.new_context()
     page = context.new_page()
     wrong: list[str] = []
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.on("console", lambda line: wrong.append(line.text) if "Content Security" in line.text else None)
-    page.goto(server.url)
+    page.goto(url)
     page.wait_for_selector("#model:text-is('model')")
     yield page
     context.close()
     assert not wrong
+
+
+@pytest.fixture
+def page(browser: Any, url: str) -> Iterator[Any]:
+    with opened(browser, url) as page:
+        yield page
 
 
 def say(page: Any, text: str) -> None:
@@ -116,8 +101,7 @@ def ended(page: Any) -> str:
     return str(page.locator("article.assistant").last.inner_text())
 
 
-@pytest.mark.full
-def test_type_stream_stop_edit_try_again_and_reload_by_keyboard_alone(page: Any) -> None:
+def test_type_stream_edit_try_again_and_reload_by_keyboard_alone(page: Any) -> None:
     settings = {"max_tokens": "24", "temperature": "0", "probabilities": True}
     page.evaluate("value => localStorage.setItem('megalight.settings', value)", json.dumps(settings))
     page.reload()
@@ -159,27 +143,34 @@ def test_type_stream_stop_edit_try_again_and_reload_by_keyboard_alone(page: Any)
     assert not page.locator("#settings").is_visible()
 
 
-@pytest.mark.full
-def test_an_answer_can_be_stopped_and_a_server_that_is_gone_is_told(page: Any, server: Process) -> None:
+def test_an_answer_can_be_stopped(page: Any) -> None:
     # A stream without an end, as the small model ends soon.
     page.route("**/v1/chat/completions", lambda route: None)
-    page.keyboard.type("hello")
-    page.keyboard.press("Enter")
+    say(page, "hello")
     page.wait_for_selector("#stop:visible")
     page.keyboard.press("Escape")
     assert "stopped" in ended(page)
-    page.unroute("**/v1/chat/completions")
-    server.kill()
-    say(page, "are you there?")
-    assert "not whole" in ended(page)
-    assert "The server is gone" in page.locator("#status").inner_text()
-    server.start()
-    page.wait_for_selector("#status", state="hidden", timeout=20_000)
-    page.get_by_role("button", name="Try again").last.press("Enter")
-    assert "not whole" not in ended(page)
 
 
 @pytest.mark.full
+def test_a_server_that_is_gone_is_told(browser: Any, folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = Process(folder, port)
+    try:
+        with opened(browser, server.url) as page:
+            server.kill()
+            say(page, "are you there?")
+            assert "not whole" in ended(page)
+            assert "The server is gone" in page.locator("#status").inner_text()
+            server.start()
+            page.wait_for_selector("#status", state="hidden")
+            page.get_by_role("button", name="Try again").last.press("Enter")
+            assert "not whole" not in ended(page)
+    finally:
+        server.kill()
+
+
 def test_what_a_model_writes_stays_text(page: Any) -> None:
     def event(**delta: Any) -> str:
         choice = {"index": 0, "delta": delta, "finish_reason": None if delta else "stop", "logprobs": None}
@@ -208,7 +199,6 @@ def test_what_a_model_writes_stays_text(page: Any) -> None:
     assert len(page.locator("article.assistant").last.text_content()) > 900_000
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1200])
 def test_nothing_is_wider_than_the_window(page: Any, theme: str, width: int, tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ from megalight.serving.engine_loop import EngineOutput, EngineRequest, OutputQue
 from megalight.serving.engine_status import EngineStatus
 from megalight.serving.metrics import Metrics
 from megalight.serving.openai import ChatBody, CompletionAnswer, CompletionBody
-from megalight.serving.server import CONTROLS, PAGE, Endpoints, Limits, app_of, check_host
+from megalight.serving.server import CONTROLS, PAGE, PAGE_HEADERS, Endpoints, Limits, app_of, check_host
+from tests.support.source import ROOT
 
 httpx = pytest.importorskip("httpx")
 openai = pytest.importorskip("openai")
@@ -435,6 +436,24 @@ def test_keys_are_needed_on_every_route(folder: Path) -> None:
     for host in ("0.0.0.0", "192.168.1.2", "::", "example.org"):
         with pytest.raises(ConfigurationError, match="no API key"):
             check_host(host, [])
+
+
+def test_the_page_is_three_files_that_ask_nobody_else(folder: Path) -> None:
+    folder_of_page = ROOT / "megalight" / "serving" / "page"
+    html, script = (folder_of_page / "index.html").read_text(), (folder_of_page / "page.js").read_text()
+    assert {path.name for path in folder_of_page.iterdir()} == {file for file, _ in PAGE.values()}
+    assert not re.search(r"<script(?![^>]*src=)|<style|\sstyle=|\son\w+=|https?://", html)
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b|new Function|srcdoc", script)
+
+    async def test(served: Served) -> None:
+        for path, (file, kind) in PAGE.items():
+            answer = await served.http.get(path)
+            assert answer.status_code == 200
+            assert answer.headers["content-type"] == f"{kind}; charset=utf-8"
+            assert {name: answer.headers[name] for name in PAGE_HEADERS} == PAGE_HEADERS
+            assert answer.content == (folder_of_page / file).read_bytes()
+
+    run(folder, test, keys=("secret",))
 
 
 def test_too_many_requests_are_told_when_to_come_again(folder: Path) -> None:
