@@ -32,12 +32,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import serving_load
 from benchmarks.coordinator import TimedEngine
+from megalight.serving.async_llm import AsyncClient, AsyncLLM
 from megalight.serving.engine_loop import EngineLoop, EngineOptions
 from megalight.serving.engine_worker import EngineWorker
 from megalight.serving.inference_client import InferenceClient
-from megalight.serving.llm import AsyncClient, AsyncLLM, ModelText, ServedModel
 from megalight.serving.processes import end_process, freeze_objects, say, settings_of, start_process
 from megalight.serving.replicas import ReplicatedLLM
+from megalight.serving.served_model import ModelText, ServedModel
 from megalight.serving.server import serve
 
 Row = dict[str, Any]

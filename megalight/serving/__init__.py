@@ -4,24 +4,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megalight.serving.async_llm import AsyncLLM as AsyncLLM
     from megalight.serving.embeddings import EmbeddingOutput as EmbeddingOutput
     from megalight.serving.engine_loop import EngineLoop as EngineLoop
     from megalight.serving.engine_loop import EngineOutput as EngineOutput
     from megalight.serving.engine_loop import EngineRequest as EngineRequest
     from megalight.serving.llm import LLM as LLM
-    from megalight.serving.llm import AsyncLLM as AsyncLLM
     from megalight.serving.llm import GenerationOutput as GenerationOutput
-    from megalight.serving.llm import ServedModel as ServedModel
+    from megalight.serving.served_model import ServedModel as ServedModel
 
 _MEMBERS = {
     "EmbeddingOutput": "megalight.serving.embeddings",
     **dict.fromkeys(("EngineLoop", "EngineOutput", "EngineRequest"), "megalight.serving.engine_loop"),
-    **dict.fromkeys(("LLM", "AsyncLLM", "GenerationOutput", "ServedModel"), "megalight.serving.llm"),
+    **dict.fromkeys(("LLM", "GenerationOutput"), "megalight.serving.llm"),
+    "AsyncLLM": "megalight.serving.async_llm",
+    "ServedModel": "megalight.serving.served_model",
 }
 
 
 def __getattr__(name: str) -> Any:
-    # Late: a coordinator needs neither torch nor models.
+    # Late: a coordinator needs neither torch nor models, and a server no Lightning.
     if name not in _MEMBERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_MEMBERS[name]), name)

@@ -9,10 +9,11 @@ from megalight.errors import ConfigurationError
 from megalight.inference.blocks import BLOCK_SIZE
 from megalight.inference.grammar import GrammarSource
 from megalight.inference.weights import NewWeights
+from megalight.serving.async_llm import AsyncClient, InFlight
 from megalight.serving.embeddings import EmbeddingModel, EmbeddingOutput
 from megalight.serving.engine_loop import EngineOutput, EngineRequest
 from megalight.serving.engine_status import EngineStatus
-from megalight.serving.llm import AsyncClient, InFlight, ModelText, Prompt
+from megalight.serving.served_model import ModelText, Prompt
 
 
 class AsyncEncoder(AsyncClient):

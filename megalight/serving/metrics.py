@@ -16,8 +16,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from megalight.errors import MegalightError
+from megalight.serving.async_llm import AsyncClient
 from megalight.serving.engine_loop import EngineOutput, EngineRequest
-from megalight.serving.llm import AsyncClient
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 """Bounds of the histograms of times."""

@@ -22,9 +22,9 @@ from megalight.data.tokenizer import Tokenizer
 from megalight.errors import DataError, MegalightError
 from megalight.inference import SamplingParams
 from megalight.inference.grammar import GrammarSource
+from megalight.serving.async_llm import InFlight
 from megalight.serving.embeddings import EmbeddingOutput
 from megalight.serving.engine_loop import EngineOutput
-from megalight.serving.llm import InFlight
 from megalight.serving.tool_calls import AnswerParser, Part, ToolForm, call_id
 
 TEXT = "\0"

@@ -30,13 +30,14 @@ from megalight.errors import ConfigurationError, LayoutError, MegalightError, in
 from megalight.inference.grammar import GrammarSource
 from megalight.inference.text import tokenizer_of
 from megalight.inference.weights import NewWeights
+from megalight.serving.async_llm import AsyncClient, InFlight, check_in_flight
 from megalight.serving.engine_loop import EngineOptions, EngineOutput, EngineRequest
 from megalight.serving.engine_status import EngineStatus
 from megalight.serving.engine_worker import EngineWorker
 from megalight.serving.inference_client import InferenceClient
-from megalight.serving.llm import AsyncClient, InFlight, ModelText, ServedModel, check_in_flight
 from megalight.serving.processes import close_input, end_process, freeze_objects, say, settings_of, start_process
 from megalight.serving.rank_processes import HOST, ReplicaRanks, as_settings, from_settings, replicas_sharing_experts
+from megalight.serving.served_model import ModelText, ServedModel
 
 log = logging.getLogger(__name__)
 WATCH_SECONDS = 0.05
@@ -276,6 +277,7 @@ def be_replica() -> None:
             **weights,
         )
         loop = served.loop
+        served.prepare_template()
     except MegalightError as error:
         say(settings, error=type(error).__name__, message=str(error))
         sys.exit(1)

@@ -29,10 +29,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from megalight import __version__
 from megalight.errors import ConfigurationError, DataError, MegalightError, integer
 from megalight.inference.grammar import GrammarSource
+from megalight.serving.async_llm import AsyncClient
 from megalight.serving.encoder_client import AsyncEncoder
 from megalight.serving.engine_loop import EngineOutput, EngineRequest
 from megalight.serving.grammar_worker import GrammarWorker
-from megalight.serving.llm import NO_EMBEDDINGS, AsyncClient
 from megalight.serving.metrics import Metrics
 from megalight.serving.openai import (
     COMPLETION_TOKENS,
@@ -49,6 +49,7 @@ from megalight.serving.openai import (
     event,
     refused,
 )
+from megalight.serving.served_model import NO_EMBEDDINGS
 from megalight.serving.tool_calls import END_THINK, THINK, AnswerParser, ToolForm, marks_of, rules
 
 log = logging.getLogger(__name__)
@@ -332,6 +333,7 @@ class Endpoints:
         self.metrics = Metrics(self.llm, self.name, self.events)
         self._grammars: GrammarWorker | None = None
         self._state, self._controlling = "running", asyncio.Lock()
+        self.llm.served.prepare_template()
 
     async def health(self) -> Response:
         """Say that the process lives."""

@@ -541,9 +541,7 @@ def test_over_tcp_only_those_with_the_keys_get_in(tmp_path: Path, tokenizer: Tok
     asyncio.run(asyncio.wait_for(main(), 30))
 
 
-def test_what_an_engine_cannot_read_is_refused_and_a_coordinator_needs_no_torch(
-    tmp_path: Path, tokenizer: Tokenizer
-) -> None:
+def test_what_an_engine_cannot_read_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
     async def test(cluster: Cluster, client: InferenceClient) -> None:
         for params in ({"heat": 1}, {"temperature": "hot"}):
             fields = RequestFields("bad", [1], 3, params)
@@ -555,8 +553,17 @@ def test_what_an_engine_cannot_read_is_refused_and_a_coordinator_needs_no_torch(
         assert await answer(client, hot) == alone(hot, tokenizer)
 
     run(tmp_path, tokenizer, test)
-    code = "import sys, megalight.serving.coordinator; sys.exit('torch' in sys.modules or 'lightning' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_coordinator_starts_without_torch_and_an_engine_without_lightning(folder: Path) -> None:
+    code = (
+        "import sys, megalight.serving.coordinator\n"
+        "assert 'torch' not in sys.modules\n"
+        "import megalight.serving.replicas, megalight.serving.server\n"
+        "megalight.serving.ServedModel.from_checkpoint(sys.argv[1], device='cpu').loop\n"
+        "assert 'lightning' not in sys.modules and 'transformers' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(folder)], check=True)
 
 
 def test_an_endpoint_that_others_reach_is_refused() -> None:

@@ -137,12 +137,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     import torch  # after the checks: importing it takes seconds
 
+    from megalight.serving.async_llm import AsyncClient, AsyncLLM
     from megalight.serving.embeddings import EmbeddingModel, has_embeddings
     from megalight.serving.encoder_client import AsyncEncoder
     from megalight.serving.engine_loop import EngineOptions
-    from megalight.serving.llm import AsyncClient, AsyncLLM, ServedModel
     from megalight.serving.processes import freeze_objects
     from megalight.serving.rank_processes import ReplicaRanks, replicas_sharing_experts
+    from megalight.serving.served_model import ServedModel
     from megalight.serving.server import Limits, check_host, serve
 
     keys = arguments.api_key or [key for key in [os.environ.get(KEY)] if key]
