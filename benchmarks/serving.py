@@ -5,8 +5,9 @@
     python benchmarks/serving.py http peers RESULT.json  # and `transformers serve` with continuous batching
     python benchmarks/serving.py fake RESULT.json      # an engine without a model: CPU time of the server
 
-``--tiny`` runs the same on a CPU in seconds. Clients are processes of their own, which read what sockets give. Prompts
-have 64 to 192 tokens and completions ``--tokens``; arrivals are a Poisson process with a mean of one second for all.
+Each stage says when it has ended. ``--tiny`` runs the same on a CPU in seconds. Clients are processes of their own,
+which read what sockets give. Prompts have 64 to 192 tokens and completions ``--tokens``; arrivals are a Poisson process
+with a mean of one second for all.
 """
 
 from __future__ import annotations
@@ -42,9 +43,16 @@ from megalight.serving.served_model import ModelText, ServedModel
 from megalight.serving.server import serve
 
 Row = dict[str, Any]
+STARTED = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+"""When this process began, in seconds since the machine did."""
 CONTROL = "control"
 WORDS = 128_256
 """Tokens of the Llama-3 vocabulary."""
+
+
+def note(text: str) -> None:
+    """Print what has ended, and when: in seconds since this process began."""
+    print(f"{time.clock_gettime(time.CLOCK_BOOTTIME) - STARTED:6.1f} s  {text}", flush=True)
 
 
 def arrivals(streams: int, seed: int = 0) -> list[float]:
@@ -70,6 +78,7 @@ def load(port: int, bodies: Sequence[Row], path: str = "/v1/completions", pauses
         share = slice(number, None, count)
         settings: Row = {"port": port, "path": path, "bodies": bodies[share], "at": at[share], "key": CONTROL}
         settings["pauses"] = [begin + each for each in pauses] if number == 0 else []
+        settings["tells"] = number == 0
         words = [sys.executable, "-S", serving_load.__file__]
         client = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert client.stdin is not None
@@ -80,7 +89,10 @@ def load(port: int, bodies: Sequence[Row], path: str = "/v1/completions", pauses
     for client in clients:
         assert client.stdout is not None
         with client:
-            found += json.loads(client.stdout.read())
+            said = client.stdout.read()
+        if client.returncode:
+            raise SystemExit("a client has ended early; its output says why")
+        found += json.loads(said)
     measured = [seconds for each in found for seconds in each.pop("pauses", ())]
     found = [each for each in found if each]
     first = sorted(each["times"][0] - each["start"] for each in found)
@@ -205,6 +217,7 @@ class OneEngine(ReplicatedLLM):
             self._children.append(start_process(function, settings, environment, passed=[write]))
             os.close(write)
             pipes.append(os.fdopen(read))
+        note("the processes are started")
         tokenizer = words_of(vocabulary)  # while they start
         _, self.own = [json.loads(pipe.readline()) for pipe in pipes]
         AsyncClient.__init__(self, ModelText(tokenizer=tokenizer, vocab_size=1 << 20, **self.own.pop("text")))
@@ -232,14 +245,15 @@ def be_engine() -> None:
         tokenizer, text = words_of(2048), {"max_sequence_length": 2048, "num_blocks": 1 << 20}
         loop = EngineLoop(TimedEngine([*range(300, 900)], arguments.step_ms / 1e3, 0.0, 0), tokenizer)  # type: ignore[arg-type]
     else:
-        start = time.monotonic()
+        note("engine: modules are imported")
         model = model_of(arguments.tiny, arguments.layers)
-        print(f"the model is there after {time.monotonic() - start:.1f} s", flush=True)
+        start = time.monotonic()
+        note("engine: the model is there")
         served = ServedModel.of(model, words_of(model.config.vocab_size), frozenset(), options=options)
         text = {"max_sequence_length": served.max_sequence_length, "num_blocks": served.num_blocks}
         loop = served.loop
         found = {"ready seconds": time.monotonic() - start, "own": {}}
-        print(f"the engine is ready after {found['ready seconds']:.1f} s", flush=True)
+        note(f"engine: ready, {found['ready seconds']:.1f} s after the model")
         own(loop.engine, prompts(4, model.config.vocab_size, 9), 8)
         for each in streams:
             found["own"][each] = own(loop.engine, prompts(each, model.config.vocab_size), arguments.tokens)
@@ -266,7 +280,7 @@ def http(arguments: argparse.Namespace) -> Row:
             tell(streams, "http", row["http"] | {"share": row["share"]})
         bodies = bodies_of(prompts(arguments.streams[0], vocabulary, 3), arguments.tokens)
         rows["pause"] = load(port, bodies, pauses=[0.6, 0.9, 1.2])["pause ms"]
-        print("pause ms", rows["pause"], flush=True)
+        note(f"pause ms: {rows['pause']}")
 
     served(llm, measure)
     return rows
@@ -311,6 +325,7 @@ def folder_of(place: Path, tiny: bool, layers: int | None) -> int:
     vocabulary: int = model.config.vocab_size
     del model
     torch.cuda.empty_cache()
+    note("the model's folder is written")
     return vocabulary
 
 
@@ -329,17 +344,16 @@ def replicas(arguments: argparse.Namespace) -> Row:
                 rows["replicas"][count] = row
                 tell(streams * count, f"{count} replicas", row)
 
-            start = time.monotonic()
             llm = ReplicatedLLM(Path(place) / "model", replicas=count, options=options)
-            print(f"{count} replicas are ready after {time.monotonic() - start:.1f} s", flush=True)
+            note(f"{count} replicas are ready")
             served(llm, measure)
     rows["share"] = rows["replicas"][2]["tokens/s"] / rows["replicas"][1]["tokens/s"]
-    print("two of one:", rows["share"], flush=True)
+    note(f"two of one: {rows['share']:.3f}")
     return rows
 
 
 def peers(arguments: argparse.Namespace) -> Row:
-    """Measure `transformers serve` with continuous batching on the same shape."""
+    """Measure `transformers serve` with continuous batching on the same shape, for at most ``--peer-seconds``."""
     import transformers
 
     rows: Row = {"transformers": transformers.__version__, "streams": {}}
@@ -349,40 +363,51 @@ def peers(arguments: argparse.Namespace) -> Row:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         start = "from transformers.cli.transformers import main; main()"
-        words = [sys.executable, "-c", start, "serve", f"{place}/model", "--port", str(port), "--continuous-batching"]
+        words = [sys.executable, "-c", start, "serve", f"{place}/model", "--host", "127.0.0.1", "--port", str(port)]
+        words += ["--continuous-batching", "--log-level", "error"]
         # On a CPU its cache would otherwise take all memory.
         tiny = ["--device", "cpu", "--dtype", "float32", "--cb-num-blocks", "512", "--cb-max-batch-tokens", "512"]
         words += tiny if arguments.tiny else ["--dtype", "bfloat16"]
         with subprocess.Popen(words) as server:
+            limit = threading.Timer(arguments.peer_seconds, server.kill)
+            limit.start()
             try:
-                _wait(port, server)
+                while not listens(port):
+                    if server.poll() is not None:
+                        raise SystemExit("transformers serve does not start")
+                    time.sleep(0.2)
+                note("transformers serve listens")
                 draw = random.Random(5)
                 for streams in (2, *arguments.streams):
                     texts = [" ".join(draw.choices("abcdefgh", k=draw.randrange(32, 97))) for _ in range(streams)]
                     common = {"model": f"{place}/model", "stream": True, "max_tokens": arguments.tokens}
                     asked = [{**common, "messages": [{"role": "user", "content": text}]} for text in texts]
                     row = load(port, asked, "/v1/chat/completions")
+                    if server.poll() is not None:
+                        raise SystemExit("transformers serve has ended")
                     rows["streams"][streams] = row
                     tell(streams, "transformers", row)
+            except SystemExit:
+                if limit.is_alive():
+                    raise
+                rows["cut after seconds"] = arguments.peer_seconds
+                note(f"transformers serve is cut after {arguments.peer_seconds:g} s")
             finally:
+                limit.cancel()
                 server.kill()
     return rows
 
 
-def _wait(port: int, server: subprocess.Popen[bytes]) -> None:
-    end = time.monotonic() + 90
-    while time.monotonic() < end and server.poll() is None:
-        with socket.socket() as link:
-            if link.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.2)
-    raise SystemExit("transformers serve does not start")
+def listens(port: int) -> bool:
+    """Return whether a port accepts connections."""
+    with socket.socket() as link:
+        return link.connect_ex(("127.0.0.1", port)) == 0
 
 
 def tell(streams: int, name: str, row: Row) -> None:
     """Print a line."""
     text = ", ".join(f"{key} {value:.4g}" for key, value in row.items() if isinstance(value, int | float))
-    print(f"{streams:4} streams, {name}: {text}", flush=True)
+    note(f"{streams} streams, {name}: {text}")
 
 
 def main(words: list[str] | None = None) -> int:
@@ -396,9 +421,11 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--step-ms", type=float, default=10.0, help="of an engine without a model (default: 10)")
     parser.add_argument("--layers", type=int, help="of the model (default: 32)")
     parser.add_argument("--folder", help="where models are written (default: that of temporary files)")
+    parser.add_argument("--peer-seconds", type=float, default=240, help="time of a peer, with its start (default: 240)")
     arguments = parser.parse_args(words)
     every = {"http": http, "replicas": replicas, "peers": peers, "fake": fake}
     result: Row = {"command": " ".join(sys.argv)}
+    note("modules are imported")
     for mode in arguments.modes:
         result[mode] = every[mode](arguments)
         arguments.result.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

@@ -55,8 +55,19 @@ async def _load(settings: Row) -> list[Row]:
         asyncio.create_task(_Stream(settings["path"], body).run(port, at))
         for body, at in zip(settings["bodies"], settings["at"], strict=True)
     ]
+    telling = asyncio.create_task(_tell(tasks)) if settings["tells"] else None
     pauses = [await _paused(port, at, settings["key"]) for at in settings["pauses"]]
-    return [*await asyncio.gather(*tasks), {"pauses": pauses}]
+    found = await asyncio.gather(*tasks)
+    if telling is not None:
+        telling.cancel()
+    return [*found, {"pauses": pauses}]
+
+
+async def _tell(tasks: list[asyncio.Task[Row]]) -> None:
+    """Say every few seconds how many streams of this process have ended."""
+    while True:
+        await asyncio.sleep(5)
+        print(f"  {sum(task.done() for task in tasks)} of {len(tasks)} streams of a client have ended", file=sys.stderr)
 
 
 async def _paused(port: int, at: float, key: str) -> float:
