@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import hashlib
 import hmac
 import ipaddress
 import logging
 import signal
 import socket
+import threading
 import time
 import uuid
 from collections import defaultdict, deque
@@ -80,6 +82,8 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     503: {"description": "The engine has stopped, or gives no token in time"},
 }
 """Statuses of errors that routes declare."""
+TEMPLATE_SECONDS = 10.0
+"""Time in which a chat template must write a conversation."""
 CLOSED_REQUEST = 499
 """The status of a request whose client has gone."""
 
@@ -434,7 +438,8 @@ class Endpoints:
                 ids = await asyncio.to_thread(served.ids_of, body.prompt or "")
             else:
                 tools = [tool.model_dump(exclude_unset=True) for tool in body.tools or []]
-                ids = await asyncio.to_thread(served.chat_ids, [each.values for each in body.messages], tools or None)
+                messages = [each.values for each in body.messages]
+                ids = await asyncio.to_thread(interrupted, lambda: served.chat_ids(messages, tools or None))
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": served.max_sequence_length})
 
     async def detokenize(self, request: Request) -> Response:
@@ -469,8 +474,9 @@ class Endpoints:
             tools, form, source = body.callable_tools, None, served.template.source
             if tools and (form := ToolForm.of(source)) is None:
                 raise APIError(400, "tools: the model's chat template has none of the forms of tools served.", "tools")
+            messages = [each.values for each in body.messages]
             text = await asyncio.to_thread(
-                served.template.render, [each.values for each in body.messages], tools or None, answer=True
+                interrupted, lambda: served.template.render(messages, tools or None, answer=True)
             )
             ids = await asyncio.to_thread(served.ids_of, text)
             ends = served.ends | served.template_ends
@@ -631,6 +637,41 @@ def _refusing(body: Body, lost: Callable[[], bool] = lambda: False) -> Iterator[
         raise refused(error, body) from error
     except MegalightError as error:
         raise APIError(503, "the engine has stopped; send the request again.", None, "unavailable", 1) from error
+
+
+class _Interrupted(BaseException):
+    """Ends a template that runs for too long."""
+
+
+def interrupted(work: Callable[[], T]) -> T:
+    """Return what running a template gives.
+
+    Raises:
+        DataError: it takes more than :data:`TEMPLATE_SECONDS`.
+    """
+    thread, lock, ended, late = ctypes.c_ulong(threading.get_ident()), threading.Lock(), False, False
+
+    def interrupt() -> None:
+        nonlocal late
+        with lock:
+            if not ended:
+                late = True
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_Interrupted))
+
+    timer = threading.Timer(TEMPLATE_SECONDS, interrupt)
+    timer.daemon = True
+    timer.start()
+    try:
+        found = work()
+        with lock:
+            ended = True
+        while late:
+            time.sleep(0)  # the exception comes here, and not later
+        return found
+    except _Interrupted:
+        raise DataError(f"the chat template takes more than {TEMPLATE_SECONDS:g} seconds for these messages.") from None
+    finally:
+        timer.cancel()
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:

@@ -19,6 +19,7 @@ from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError
 from megalight.inference import SamplingParams
 from megalight.serving import LLM, AsyncLLM
+from megalight.serving import server as serving
 from megalight.serving.engine_loop import EngineOutput, EngineRequest, OutputQueue
 from megalight.serving.engine_status import EngineStatus
 from megalight.serving.metrics import Metrics
@@ -371,20 +372,24 @@ def test_a_stream_of_a_bad_request_is_no_stream(folder: Path) -> None:
     run(folder, test)
 
 
-def test_a_template_that_refuses_is_the_requests_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_that_refuses_or_loops_is_the_requests_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(served: Served) -> None:
-        words = served.llm.served.words
-        template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}x{{ 1/0 if 0 }}"
-        monkeypatch.setattr(words, "chat_template", template)
-        body = {"model": "small", "messages": [{"role": "system", "content": "a"}, *HELLO]}
-        answer = await served.post("/v1/chat/completions", body)
-        assert answer.status_code == 400
-        assert "no system" in answer.json()["error"]["message"]
-        monkeypatch.setattr(words, "chat_template", None)
-        served.llm.served.__dict__.pop("template", None)
-        answer = await served.post("/v1/chat/completions", {"model": "small", "messages": HELLO})
-        assert answer.status_code == 400
-        assert "no chat template" in answer.json()["error"]["message"]
+        async def refused(template: str | None, messages: list[dict[str, str]], message: str) -> None:
+            monkeypatch.setattr(served.llm.served.words, "chat_template", template)
+            served.llm.served.__dict__.pop("template", None)
+            for path in ("/v1/chat/completions", "/tokenize"):
+                answer = await served.post(path, {"model": "small", "messages": messages})
+                assert (answer.status_code, message in answer.json()["error"]["message"]) == (400, True), answer.text
+
+        system = [{"role": "system", "content": "a"}, *HELLO]
+        fails = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}x{{ 1/0 if 0 }}"
+        await refused(fails, system, "no system")
+        await refused(None, HELLO, "no chat template")
+        monkeypatch.setattr(serving, "TEMPLATE_SECONDS", 0.2)
+        loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+        await refused("{% if messages|length > 1 %}" + loop + "{% endif %}", system, "more than 0.2 seconds")
+        monkeypatch.setattr(serving, "TEMPLATE_SECONDS", 10)
+        await refused("{% for a in range(10**9) %}{% endfor %}", system, "the chat template refuses")
 
     run(folder, test)
 
@@ -418,6 +423,13 @@ def test_keys_are_needed_on_every_route(folder: Path) -> None:
             answer = await served.http.request(method, path, headers={"Authorization": "Bearer secret"})
             assert answer.status_code != 401
         assert (await served.http.get("/health")).json() == {"status": "ok"}
+        # Pages of other sites may not read answers.
+        asks = {"Origin": "http://example.org", "Access-Control-Request-Method": "POST"}
+        for answer in (
+            await served.http.options("/v1/completions", headers={**asks, "Authorization": "Bearer secret"}),
+            await served.http.get("/health", headers=asks),
+        ):
+            assert not [name for name in answer.headers if name.startswith("access-control")]
         for host, status in (("::1", 200), ("192.168.1.2", 401), ("", 401)):
             transport = httpx.ASGITransport(served.app, client=(host, 1))
             async with httpx.AsyncClient(transport=transport, base_url="http://server") as away:
