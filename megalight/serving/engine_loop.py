@@ -217,11 +217,29 @@ class OutputQueue:
         return found or await self.get()
 
 
+class _Spans:
+    """A number of spans of time, and their seconds together."""
+
+    def __init__(self) -> None:
+        self.of: tuple[int, float] = (0, 0.0)
+
+    def add(self, count: int, seconds: float) -> None:
+        """Count spans."""
+        self.of = (self.of[0] + count, self.of[1] + seconds)
+
+
 class _Running:
-    """A request in the engine."""
+    """A request in the engine.
+
+    Attributes:
+        came, first: when it came, and got its first token.
+        new: number of its tokens since.
+    """
 
     def __init__(self, request: EngineRequest, tokenizer: Tokenizer | None) -> None:
         self.id, self.stops = request.id, bool(request.stop)
+        self.came = self.first = time.perf_counter()
+        self.new = 0
         self._read, self._text = 0, ""
         self._detokenizer = None
         if tokenizer is not None:
@@ -282,7 +300,9 @@ class EngineLoop:
         self._grammars: OrderedDict[GrammarSource, Grammar] = OrderedDict()
         self._running: dict[int, _Running] = {}
         self._numbers: dict[str, int] = {}
-        self._steps = self._preempted = 0
+        self._steps = self._preempted = self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
+        self._step_seconds = 0.0
+        self._first, self._between, self._ended = _Spans(), _Spans(), _Spans()
 
     @property
     def status(self) -> EngineStatus:
@@ -296,11 +316,18 @@ class EngineLoop:
             blocks_free=blocks.free,
             cache_tokens=blocks.count * BLOCK_SIZE,
             steps=self._steps,
+            step_seconds=self._step_seconds,
             graphed=self.engine.step_log.graphed,
             preempted=self._preempted,
             weights_epoch=self.weights_epoch,
             drafted=tuple(rounds.drafted),
             accepted=tuple(rounds.accepted),
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            completion_tokens=self._completion_tokens,
+            first=self._first.of,
+            between=self._between.of,
+            ended=self._ended.of,
         )
 
     def grammar(self, source: GrammarSource) -> Grammar:
@@ -348,6 +375,7 @@ class EngineLoop:
             grammar=None if request.grammar is None else self.grammar(request.grammar),
         )
         self._running[number], self._numbers[request.id] = running, number
+        self._prompt_tokens += len(request.prompt)
 
     def abort(self, request_id: str) -> None:
         """Take a request out and its blocks back. Nothing happens if it has ended."""
@@ -401,9 +429,11 @@ class EngineLoop:
         Where replicas share experts, all of them call this again and again, also idle ones: each takes part in the
         passes of the others, and a paused or suspended one holds them all.
         """
-        held = self.paused or self.engine.suspended
+        held, begin = self.paused or self.engine.suspended, time.perf_counter()
         step = self.engine.step(hold=True) if held else self.engine.step()
         self.rests = step is None
+        if step is not None:
+            self._step_seconds += time.perf_counter() - begin
         return [] if step is None else self._outputs(step)
 
     def settle(self, meet: int = 0) -> Iterator[list[EngineOutput]]:
@@ -424,7 +454,9 @@ class EngineLoop:
     def _outputs(self, step: EngineStep) -> list[EngineOutput]:
         self._steps += 1
         self._preempted += len(step.preempted)
-        outputs = []
+        self._cached_tokens += sum(step.shared.values())
+        self._completion_tokens += len(step.tokens)
+        outputs, now = [], time.perf_counter()
         for number in {**step.shared, **step.tokens, **step.finished}:
             # A pass that ran ahead may tell of a request that was aborted since.
             if (running := self._running.get(number)) is None:
@@ -433,6 +465,10 @@ class EngineLoop:
             if tokens and not running.stops:
                 running.read(tokens[0])
             completion = step.finished.get(number)
+            if tokens and not running.new:
+                running.first = now
+                self._first.add(1, now - running.came)
+            running.new += len(tokens)
             log_probs, top, prompt = self._log_probs(number, running, completion, len(tokens))
             outputs.append(
                 EngineOutput(
@@ -449,6 +485,8 @@ class EngineLoop:
             )
             if completion is not None:
                 del self._running[number], self._numbers[running.id]
+                self._ended.add(1, now - running.came)
+                self._between.add(max(0, running.new - 1), now - running.first)
         return outputs
 
     def _log_probs(

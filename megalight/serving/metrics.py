@@ -12,7 +12,13 @@ from itertools import accumulate, zip_longest
 from typing import Any, TextIO
 
 import prometheus_client as prometheus
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 from prometheus_client.registry import Collector
 
 from megalight.errors import MegalightError
@@ -166,14 +172,28 @@ class _Engines(Collector):
             (GaugeMetricFamily, "cache_blocks", "Blocks of the KV cache", "blocks"),
             (GaugeMetricFamily, "cache_blocks_free", "Blocks that no running sequence holds", "blocks_free"),
             (CounterMetricFamily, "steps", "Forward passes", "steps"),
+            (CounterMetricFamily, "step_seconds", "Seconds of forward passes", "step_seconds"),
             (CounterMetricFamily, "graphed_steps", "Forward passes that were a CUDA graph", "graphed"),
             (CounterMetricFamily, "preemptions", "Sequences that gave their blocks back", "preempted"),
             (GaugeMetricFamily, "weights_epoch", "How often the weights were replaced", "weights_epoch"),
+            (CounterMetricFamily, "engine_prompt_tokens", "Tokens of prompts", "prompt_tokens"),
+            (CounterMetricFamily, "engine_cached_prompt_tokens", "Those that the prefix cache had", "cached_tokens"),
+            (CounterMetricFamily, "engine_completion_tokens", "Tokens of completions", "completion_tokens"),
         ):
             family = kind(f"megalight_{name}", what, labels=["model", "engine"])
             for engine, status in engines.items():
                 family.add_metric([self._model, engine], getattr(status, field))
             yield family
+        for name, what, field in (
+            ("time_to_first_token", "From a request to its first token, in the engine", "first"),
+            ("time_between_tokens", "From one token of a completion to its next, in the engine", "between"),
+            ("completion", "From a request to its end, in the engine", "ended"),
+        ):
+            summary = SummaryMetricFamily(f"megalight_engine_{name}_seconds", what, labels=["model", "engine"])
+            for engine, status in engines.items():
+                count, seconds = getattr(status, field)
+                summary.add_metric([self._model, engine], count_value=count, sum_value=seconds)
+            yield summary
 
 
 class _Drafts(Collector):

@@ -666,6 +666,21 @@ def test_metrics_count_what_was_done(folder: Path) -> None:
         assert values[f"megalight_requests_running{own}"] == values[f"megalight_requests_waiting{own}"] == "0.0"
         assert values[f"megalight_cache_blocks_free{own}"] == values[f"megalight_cache_blocks{own}"]
         assert float(values[f"megalight_steps_total{own}"]) >= done.usage.completion_tokens
+        for name, count in {
+            "prompt_tokens_total": done.usage.prompt_tokens,
+            "cached_prompt_tokens_total": 0,
+            "completion_tokens_total": done.usage.completion_tokens,
+            "time_to_first_token_seconds_count": 1,
+            "time_between_tokens_seconds_count": done.usage.completion_tokens - 1,
+            "completion_seconds_count": 1,
+        }.items():
+            assert float(values[f"megalight_engine_{name}{own}"]) == count
+        first, whole, between = (
+            float(values[f"megalight_engine_{name}_seconds_sum{own}"])
+            for name in ("time_to_first_token", "completion", "time_between_tokens")
+        )
+        assert 0 < first < whole == pytest.approx(first + between)
+        assert 0 < float(values[f"megalight_step_seconds_total{own}"]) <= whole
         await served.post("/v1/completions", {**GREEDY, "prompt": [9999]})
         told = [json.loads(line) for line in events.getvalue().splitlines()]
         assert [each["event"] for each in told] == ["add", "first_token", "finish", "add", "fail"]
