@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import random
 import subprocess
@@ -33,6 +34,7 @@ from megalight.serving.curve_keys import CurveKeys  # noqa: E402
 from megalight.serving.engine_worker import EngineWorker  # noqa: E402
 from megalight.serving.inference_client import InferenceClient  # noqa: E402
 from megalight.serving.messages import (  # noqa: E402
+    LARGEST,
     Connect,
     Control,
     EngineReply,
@@ -105,6 +107,7 @@ def run(
     tokenizer: Tokenizer,
     test: Callable[[Cluster, InferenceClient], Coroutine[Any, Any, None]],
     engines: int = 2,
+    seconds: float = 60,
     **options: Any,
 ) -> None:
     async def main() -> None:
@@ -114,7 +117,7 @@ def run(
                 cluster.engine()
             await cluster.ready(engines)
             async with InferenceClient(cluster.endpoint, retry=options.get("retry", True)) as client:
-                await asyncio.wait_for(test(cluster, client), 60)
+                await asyncio.wait_for(test(cluster, client), seconds)
         finally:
             await cluster.end()
 
@@ -394,7 +397,7 @@ def test_an_id_that_comes_twice_is_answered_once(tmp_path: Path, tokenizer: Toke
     run(tmp_path, tokenizer, test)
 
 
-@pytest.mark.parametrize("count", [3000, pytest.param(200_000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [3000, pytest.param(1_000_000, marks=[pytest.mark.full, pytest.mark.timeout(3600)])])
 def test_frames_that_are_none_are_dropped(tmp_path: Path, tokenizer: Tokenizer, count: int) -> None:
     requests = mixed(8, tokens=100)
 
@@ -428,14 +431,17 @@ def test_frames_that_are_none_are_dropped(tmp_path: Path, tokenizer: Tokenizer, 
             await socket.send(b"\x91" * 100_000)
             await socket.send_multipart([b"a", b"b", b"c"])
             await socket.send(b"")
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(5 + count / 1000):
                 while cluster.coordinator.dropped["malformed"] < sent + 3:
                     await asyncio.sleep(0.01)
         assert sent > count // 3
+        async with dealer(cluster) as socket:
+            await socket.send(bytes(LARGEST + 1))  # its connection ends
         assert await answers == [alone(each, tokenizer) for each in requests]
         assert await client.pause() == "PAUSED"
+        assert cluster.coordinator.dropped["malformed"] == sent + 3
 
-    run(tmp_path, tokenizer, test)
+    run(tmp_path, tokenizer, test, seconds=60 + count / 500)
 
 
 def test_requests_go_where_their_beginning_was_unless_that_is_busy(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -539,6 +545,78 @@ def test_over_tcp_only_those_with_the_keys_get_in(tmp_path: Path, tokenizer: Tok
         await asyncio.to_thread(thread.join)
 
     asyncio.run(asyncio.wait_for(main(), 30))
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(10_000, marks=[pytest.mark.full, pytest.mark.timeout(3600)])])
+def test_half_handshakes_and_replays_over_tcp_reach_nobody(
+    tmp_path: Path, tokenizer: Tokenizer, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (coordinating, inference_client):
+        monkeypatch.setattr(module, "SILENCE", 20.0)  # nobody is gone: all that is dropped is of strangers
+    keys, recorded, chosen = CurveKeys.create(tmp_path / "keys"), bytearray(), random.Random(11)
+    port, way = free_port(), free_port()
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kept: bytearray | None) -> None:
+        while data := await reader.read(65_536):
+            writer.write(data)
+            if kept is not None:
+                kept += data
+        writer.close()
+
+    async def record(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(copy(reader, back, recorded), copy(there, writer, None))
+
+    def strange() -> bytes:
+        data = bytearray(recorded)
+        kind = chosen.randrange(5)
+        if kind == 0:  # half a handshake
+            return bytes(data[: chosen.randrange(1, 600)])
+        if kind == 1:  # all that a client with the keys has sent
+            return bytes(data)
+        if kind == 2:
+            for _ in range(chosen.randrange(1, 8)):
+                data[chosen.randrange(600)] = chosen.randrange(256)
+            return bytes(data)
+        if kind == 3:  # the greeting, and a frame of 2 ** 62 bytes
+            return bytes(data[:64]) + b"\x06" + (2**62).to_bytes(8) + chosen.randbytes(1000)
+        return chosen.randbytes(chosen.randrange(1, 2000))
+
+    async def stranger() -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(strange())
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            await writer.drain()
+            await asyncio.wait_for(reader.read(64), 0.2)
+        writer.close()
+
+    async def main() -> None:
+        endpoint = f"tcp://127.0.0.1:{port}"
+        coordinator = DataParallelInferenceCoordinator(endpoint, keys=keys)
+        thread = threading.Thread(target=coordinator.run, daemon=True)
+        thread.start()
+        loop = EngineLoop(FakeEngine(0.001), tokenizer)  # type: ignore[arg-type]
+        worker = asyncio.create_task(EngineWorker(loop, endpoint, keys=keys).run())
+        recorder = await asyncio.start_server(record, "127.0.0.1", way)
+        async with InferenceClient(f"tcp://127.0.0.1:{way}", keys=keys) as client:
+            assert await answer(client, request(1)) == alone(request(1), tokenizer)
+        recorder.close()
+        assert len(recorded) > 600
+        requests = mixed(8, tokens=100)
+        async with InferenceClient(endpoint, keys=keys) as client:
+            answers = asyncio.gather(*(answer(client, each) for each in requests))
+            for _ in range(count // 20):
+                await asyncio.gather(*(stranger() for _ in range(20)))
+            assert await answers == [alone(each, tokenizer) for each in requests]
+            assert await answer(client, request(99)) == alone(request(99), tokenizer)
+            assert len(loop.engine.prompts) == 10  # type: ignore[attr-defined]
+            assert not coordinator.dropped
+            assert not coordinator.duplicates
+            assert await client.stop() == "STOPPED"
+        await worker
+        await asyncio.to_thread(thread.join)
+
+    asyncio.run(asyncio.wait_for(main(), 60 + count / 5))
 
 
 def test_what_an_engine_cannot_read_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
