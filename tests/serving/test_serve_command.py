@@ -8,12 +8,16 @@ import shutil
 import signal
 import socket
 import subprocess
+import threading
+import urllib.error
 import urllib.request
 from pathlib import Path
 
 import pytest
 
 from megalight.cli.main import main
+from megalight.errors import MegalightError
+from megalight.serving import AsyncLLM
 from tests.support import interpreters
 from tests.support.source import ROOT
 
@@ -86,3 +90,34 @@ def test_a_port_that_is_taken_is_told(folder: Path, capsys: pytest.CaptureFixtur
         port = taken.getsockname()[1]
         assert main(["serve", str(folder), "--device", "cpu", "--port", str(port)]) == 2
     assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+
+
+def test_a_server_ends_with_what_ended_its_engine(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megalight.serving.server import serve
+
+    llm, statuses = AsyncLLM(folder, device="cpu"), []
+
+    def fails() -> None:
+        raise RuntimeError("no memory is left")
+
+    def ask(port: int) -> None:
+        body = json.dumps({"model": "small", "prompt": "a"}).encode()
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/completions", body, timeout=60)
+        except urllib.error.HTTPError as error:
+            statuses.append(error.code)
+
+    monkeypatch.setattr(llm.served.loop.engine, "step", fails)
+    asking: list[threading.Thread] = []
+
+    def ready(port: int) -> None:
+        asking.append(threading.Thread(target=ask, args=(port,)))
+        asking[0].start()
+
+    with pytest.raises(MegalightError, match="the engine has stopped: no memory is left"):
+        serve(llm, "small", port=0, ready=ready)
+    asking[0].join()
+    assert statuses == [503]
+    assert "RuntimeError: no memory is left" in caplog.text
