@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,40 +20,7 @@ from torch.distributed import ProcessGroup
 from megalight.errors import DataError
 from megalight.parallel.mesh import ParallelMesh, new_group
 from megalight.parallel.shard import ShardSpec
-from megalight.types import Loss
-
-
-@dataclass  # not frozen: Lightning moves batches to the device by copying dataclasses field by field
-class Empty:
-    """A batch, or a micro-batch, that runs like ``batch`` and contributes nothing."""
-
-    batch: Any
-
-
-def is_empty(batch: Any) -> bool:
-    """Whether a micro-batch contributes nothing."""
-    return isinstance(batch, Empty)
-
-
-def contents(batch: Any) -> Any:
-    """Return the batch to run for a micro-batch."""
-    return batch.batch if isinstance(batch, Empty) else batch
-
-
-def emptied(batch: Any) -> Empty:
-    """Return the same batch, marked to contribute nothing."""
-    return Empty(contents(batch))
-
-
-def nothing(loss: Loss) -> Loss:
-    """Return the loss of an empty micro-batch: zero, with a gradient of zero through the same graph.
-
-    If the loss is not finite, its gradient is not zero. But then that of the real micro-batch is not finite either.
-    """
-    aux_losses = {name: value * 0 for name, value in loss.aux_losses.items()}
-    metrics = {name: (torch.zeros_like(a), torch.zeros_like(b)) for name, (a, b) in loss.metrics.items()}
-    # Times zero, and not a new zero: the graph stays, so the backward takes part in its collectives.
-    return Loss(loss.sum * 0, aux_losses, metrics)
+from megalight.types.batch import emptied
 
 
 def couples(specs: Iterable[ShardSpec], mesh: ParallelMesh, modules: Iterable[nn.Module]) -> bool:
@@ -112,20 +78,17 @@ REPLICA_AXES = ("pp", "cp", "tp")
 
 
 def check_same(batch: Any, mesh: ParallelMesh, device: torch.device) -> None:
-    """Compare a batch over the ranks of a replica; all of them call this.
+    """Compare a batch over the ranks of a replica, of which there are several; all of them call this.
 
     Without this check training would continue silently, with tokens of one batch and labels of another.
 
     Raises:
         DataError: on all of them, if any rank got another batch.
     """
-    group = mesh.group(*REPLICA_AXES)
-    if group is None:
-        return
     found = checksum(batch)
     # One MAX reduction of (x, -x) gives both the largest and the smallest checksum.
     bounds = torch.tensor([found, -found], device=device)
-    dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(bounds, dist.ReduceOp.MAX, group=mesh.group(*REPLICA_AXES))
     # Here the host waits. Only the first batch of a run is compared.
     most, least = int(bounds[0]), -int(bounds[1])
     if most != least:

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from megalight.attachments import STAGE
 from megalight.errors import ConfigurationError
 from megalight.nn.aux_losses import AttachedAuxLosses, ZeroAuxLosses, collecting, end_step
-from megalight.parallel import coupling
 from megalight.parallel.collectives import all_reduce
+from megalight.parallel.coupling import REPLICA_AXES, check_same
 from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.frozen_model import FrozenModel, FrozenRun
 from megalight.parallel.mesh import TOKEN_AXES, ParallelMesh
@@ -32,6 +32,7 @@ from megalight.parallel.pipeline.p2p_communication import Carry
 from megalight.parallel.pipeline.stages import DeclaredStage
 from megalight.parallel.pipeline.timeline import Timetable
 from megalight.types import Loss, Totals, WithResults, inverse, mean
+from megalight.types.batch import contents, emptied, is_empty, nothing
 
 
 class MetricNames(NamedTuple):
@@ -351,7 +352,8 @@ class StepDriver:
         # Once per run, because the host waits for the result.
         if not self._compared:
             self._compared = True
-            coupling.check_same(batch, self.model.mesh, self.model.device)
+            if self.model.mesh.group(*REPLICA_AXES) is not None:
+                check_same(batch, self.model.mesh, self.model.device)
 
     def train(self, micro_batches: Sequence[Any], scale: float = 1.0, sync: bool = True) -> StepOutcome:
         """Run forward and backward of this rank's share of a global batch.
@@ -409,13 +411,13 @@ class StepDriver:
             cut: False: all ranks run whole sequences.
         """
         if cut:
-            self.check([coupling.contents(micro_batch) for micro_batch in micro_batches])
+            self.check([contents(micro_batch) for micro_batch in micro_batches])
         peers = self.model.coupling
         joined = micro_batches if peers is None else peers.fill_up(micro_batches)
         cut = cut and self.model.mesh.cp > 1
         if not cut and not self.frozen:
             return joined
-        given = batches = [coupling.contents(micro_batch) for micro_batch in joined]
+        given = batches = [contents(micro_batch) for micro_batch in joined]
         if self.frozen:
             with self.context():
                 # In the same order on all ranks: each of these models exchanges tensors over all of them.
@@ -426,8 +428,8 @@ class StepDriver:
         if self.frozen:
             rows = [{name: results[place] for name, results in found.items()} for place in range(len(batches))]
             given = [WithResults(batch, results) for batch, results in zip(given, rows, strict=True)]
-        empty = map(coupling.is_empty, joined)
-        return [coupling.emptied(new) if none else new for new, none in zip(given, empty, strict=True)]
+        empty = map(is_empty, joined)
+        return [emptied(new) if none else new for new, none in zip(given, empty, strict=True)]
 
     def _share(self, batch: Any) -> Any:
         """Return this rank's share of the sequences of a micro-batch."""
@@ -492,7 +494,7 @@ class StepDriver:
     def _count(self, micro_batches: Sequence[Any], scale: float) -> GlobalCounts:
         """Count with one reduction, and without a wait for the device."""
         device = self.model.device
-        real = sum(not coupling.is_empty(micro_batch) for micro_batch in micro_batches)
+        real = sum(not is_empty(micro_batch) for micro_batch in micro_batches)
         here = {"": self._tokens(micro_batches), **self._aux_loss_counts(micro_batches)}
         # float64: float32 counts no further than 16.8 million, and a global batch may have more tokens. The last entry
         # is the number of micro-batches.
@@ -551,7 +553,7 @@ class StepDriver:
     @contextmanager
     def _around(self, batch: Any) -> Iterator[None]:
         """Enter the contexts of the task's code for one micro-batch."""
-        empty = coupling.is_empty(batch)
+        empty = is_empty(batch)
         losses = self._of_empty if empty else self.layer_aux_losses
         with self.context(), self.around_empty() if empty else nullcontext(), collecting(losses):
             yield
@@ -562,8 +564,8 @@ class StepDriver:
         stage: DeclaredStage | None = STAGE.get(chunk)
         with self._around(batch):
             if stage is not None:
-                return stage.run(lambda whole: self.task.forward_step(whole, coupling.contents(batch)), carry)
-            return self.task.forward_step(chunk, coupling.contents(batch), carry)
+                return stage.run(lambda whole: self.task.forward_step(whole, contents(batch)), carry)
+            return self.task.forward_step(chunk, contents(batch), carry)
 
     def _attached(self, carry: Carry, batch: Any) -> Loss:
         """Return the micro-batch's loss, with its auxiliary losses attached to the sum."""
@@ -576,23 +578,23 @@ class StepDriver:
     def _loss_step(self, carry: Carry, batch: Any) -> Loss:
         self.running = len(self.model.pipeline_layout.stages) - 1
         with self._around(batch):
-            loss = self.task.loss_step(carry, coupling.contents(batch))
+            loss = self.task.loss_step(carry, contents(batch))
         if not isinstance(loss, Loss):
             raise ConfigurationError(
                 f"{type(self.task).__name__}.loss_step returned {type(loss).__name__}; return "
                 "megalight.types.Loss(sum=...), the sum of the losses of the micro-batch's tokens."
             )
         # An empty micro-batch runs for its collectives alone; its loss is multiplied away, but it keeps its graph.
-        return coupling.nothing(loss) if coupling.is_empty(batch) else loss
+        return nothing(loss) if is_empty(batch) else loss
 
 
 def _batches(micro_batches: Sequence[Any]) -> list[Any]:
     """Return the batches as the task knows them, without results of frozen models."""
-    given = [coupling.contents(micro_batch) for micro_batch in micro_batches]
+    given = [contents(micro_batch) for micro_batch in micro_batches]
     return [batch.batch if isinstance(batch, WithResults) else batch for batch in given]
 
 
 def _counted(counts: Sequence[Tensor], micro_batches: Sequence[Any]) -> Tensor:
     """Return the sum of the counts of micro-batches. Those of empty ones are zero."""
-    empty = [coupling.is_empty(micro_batch) for micro_batch in micro_batches]
+    empty = [is_empty(micro_batch) for micro_batch in micro_batches]
     return torch.stack([n.detach() * 0 if none else n.detach() for n, none in zip(counts, empty, strict=True)]).sum()

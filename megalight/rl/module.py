@@ -25,14 +25,13 @@ from megalight.models.module import Carry
 from megalight.models.saved import Keys
 from megalight.ops.batch_invariant import batch_invariant_mode
 from megalight.optim import AdamConfig
-from megalight.parallel.coupling import contents, emptied, is_empty
 from megalight.parallel.frozen_model import FrozenModel
 from megalight.parallel.layout import Layout
 from megalight.rl.environment import PromptBatch
 from megalight.rl.loss import PolicyLoss, Scale, deviation, divergence, group_advantages
 from megalight.rl.rollouts import Policy, Rollouts, Trajectory, roll_out
 from megalight.types import Loss, TokenBatch, WithResults
-from megalight.types.batch import opened
+from megalight.types.batch import contents, emptied, is_empty, opened
 
 OLD_LOG_PROBS, ADVANTAGES, COUNTS, ENDS = "old_log_probs", "advantages", "counts", "ends"
 PER_TOKEN = {OLD_LOG_PROBS, ADVANTAGES, COUNTS, ENDS}

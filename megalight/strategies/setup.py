@@ -27,7 +27,7 @@ from megalight.optim import Muon, shard_optimizer
 from megalight.optim.sharded import sharding_of
 from megalight.parallel.apply import find_plan, parallelize, styles_for
 from megalight.parallel.context.divided_calls import interfaces_of
-from megalight.parallel.coupling import Coupling, emptied
+from megalight.parallel.coupling import Coupling
 from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.initial_values import broadcast_values
 from megalight.parallel.layout import Layout
@@ -43,6 +43,7 @@ from megalight.strategies.mesh_strategy import MeshStrategy
 from megalight.strategies.step import guard_clipping, unguard_clipping
 from megalight.strategies.user_module import defines, root_of, seed_of
 from megalight.strategies.whole_model import outline
+from megalight.types.batch import emptied
 
 
 def return_metrics(module: pl.LightningModule, device: torch.device) -> None:
@@ -271,7 +272,7 @@ class _PaddedLoader:
         batch = None
         for batch in self.loader:
             yield batch
-        # The last batch again, as `coupling.Empty` says. Its losses are multiplied by zero.
+        # The last batch again, as `Empty` says. Its losses are multiplied by zero.
         for _ in range(self.length - len(self.loader)):
             yield emptied(batch)
 

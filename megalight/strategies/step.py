@@ -24,7 +24,6 @@ from megalight.errors import ConfigurationError
 from megalight.models.batches import Loaded, count_samples, loaded, split_batch, weights
 from megalight.models.module import MegalightModule
 from megalight.optim.sharded import sharding_of
-from megalight.parallel.coupling import contents, emptied, is_empty
 from megalight.parallel.data_parallel import DataParallelEngine, clip_coefficient
 from megalight.parallel.data_parallel.grad_norm import permit_clipping, refuse_clipping
 from megalight.parallel.model import ParallelModel
@@ -36,6 +35,7 @@ from megalight.strategies.micro_batches import MicroBatchSize
 from megalight.strategies.stage_logs import StageLogs
 from megalight.strategies.user_module import UserStages, WeightedBatch, defines_step, intercepted_log
 from megalight.types import mean
+from megalight.types.batch import contents, emptied, is_empty
 
 IN_PART = (
     "cannot clip under MegatronStrategy, which divides gradients over ranks here: each would clip its part by its own "

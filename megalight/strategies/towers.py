@@ -21,7 +21,6 @@ from megalight.models.vlm.model import TowerPart
 from megalight.models.vlm.module import VLMModule
 from megalight.models.vlm.task import check_images
 from megalight.parallel.bridge import BridgeCommunicator
-from megalight.parallel.coupling import contents, emptied, is_empty
 from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
@@ -35,6 +34,7 @@ from megalight.strategies.user_module import STEPS, defines_step, layout_for
 from megalight.towers.colocated import ColocatedExecutor
 from megalight.towers.disjoint import FeatureReceiver, TowerRunner
 from megalight.towers.placement import Placement, TowerPlacement, divided, graft_tower, tower_layout
+from megalight.types.batch import contents, emptied, is_empty
 
 
 class Relay:

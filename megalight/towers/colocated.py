@@ -20,7 +20,6 @@ from torch import Tensor
 from megalight.data.multimodal.batch import ImageTextBatch
 from megalight.data.multimodal.images import Images
 from megalight.models.vlm.config import VLMConfig
-from megalight.parallel.coupling import contents
 from megalight.parallel.data_parallel import unit_memory
 from megalight.parallel.data_parallel.unshard import Units
 from megalight.parallel.frozen_model import TensorRoute, exchange
@@ -31,6 +30,7 @@ from megalight.parallel.pipeline.p2p_communication import Carry, CarryEntry
 from megalight.parallel.pipeline.timeline import RankSchedule
 from megalight.towers.placement import balanced, concatenated, features, padded, take
 from megalight.types import Loss
+from megalight.types.batch import contents
 
 Sizes = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
 """Rows of each image of a micro-batch, and of their windows."""

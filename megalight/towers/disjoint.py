@@ -13,13 +13,13 @@ from megalight.data.multimodal.batch import ImageTextBatch
 from megalight.errors import DataError
 from megalight.models.vlm.config import VLMConfig
 from megalight.parallel.bridge import BridgeCommunicator
-from megalight.parallel.coupling import contents
 from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.data_parallel.unit_memory import UnitPass
 from megalight.parallel.layout import Layout
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.pipeline.schedules import ActionKind, build
 from megalight.towers.placement import TowerPlacement, concatenated, consecutive, features, features_of, padded, take
+from megalight.types.batch import contents
 
 
 class FeatureReceiver:

@@ -365,3 +365,36 @@ class WithResults:
 def opened(batch: Any) -> tuple[Any, Mapping[str, Mapping[str, Tensor]]]:
     """Return a micro-batch without results, and the results; none if no frozen model ran."""
     return (batch.batch, batch.results) if isinstance(batch, WithResults) else (batch, {})
+
+
+@dataclass  # not frozen: Lightning moves batches to the device by copying dataclasses field by field
+class Empty:
+    """A batch, or a micro-batch, that runs like ``batch`` and contributes nothing."""
+
+    batch: Any
+
+
+def is_empty(batch: Any) -> bool:
+    """Whether a micro-batch contributes nothing."""
+    return isinstance(batch, Empty)
+
+
+def contents(batch: Any) -> Any:
+    """Return the batch to run for a micro-batch."""
+    return batch.batch if isinstance(batch, Empty) else batch
+
+
+def emptied(batch: Any) -> Empty:
+    """Return the same batch, marked to contribute nothing."""
+    return Empty(contents(batch))
+
+
+def nothing(loss: Loss) -> Loss:
+    """Return the loss of an empty micro-batch: zero, with a gradient of zero through the same graph.
+
+    If the loss is not finite, its gradient is not zero. But then that of the real micro-batch is not finite either.
+    """
+    aux_losses = {name: value * 0 for name, value in loss.aux_losses.items()}
+    metrics = {name: (torch.zeros_like(a), torch.zeros_like(b)) for name, (a, b) in loss.metrics.items()}
+    # Times zero, and not a new zero: the graph stays, so the backward takes part in its collectives.
+    return Loss(loss.sum * 0, aux_losses, metrics)

@@ -19,12 +19,12 @@ from megalight.errors import ConfigurationError, LayoutError
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.nn.init import initialize
 from megalight.nn.moe import BalanceConfig, CapacityConfig, MoEConfig, Router, RouterConfig
-from megalight.parallel.coupling import Empty
 from megalight.parallel.expert import ExpertOptions
 from megalight.parallel.recompute import RecomputeOptions
 from megalight.strategies import MegatronStrategy, PipelineOptions
 from megalight.strategies.step import Stepper
 from megalight.types import Loss, TokenBatch
+from megalight.types.batch import Empty
 from tests.strategies.test_layout_changes import Again, contents
 from tests.strategies.training import (
     ADAM,

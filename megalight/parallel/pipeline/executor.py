@@ -30,7 +30,6 @@ from megalight.parallel.pipeline.p2p_communication import (
     Forms,
     P2PCommunicator,
     ReceiveQueue,
-    check_carry,
     decode,
     encode,
     form_of,
@@ -193,7 +192,9 @@ class _Run:
         self.forward_step = forward_step
         self.loss_step = loss_step
         self.objective = objective
-        self.signatures = [None if executor.varying else signature(batch) for batch in micro_batches]
+        # A single stage gets no messages.
+        known = not executor.varying and len(executor.layout.stages) > 1
+        self.signatures = [signature(batch) if known else None for batch in micro_batches]
         self.flights: dict[tuple[int, int], InFlight] = {}
         self.losses: dict[int, Loss] = {}
         self.carries: dict[int, Carry] = {}
@@ -396,6 +397,21 @@ class _Run:
                 f"pipeline rank {stage.rank})"
             )
             raise
+
+
+def check_carry(carry: Any, where: str) -> Carry:
+    """Check that a carry is a dict of tensors by name, and return it.
+
+    Raises:
+        TypeError: it is not.
+    """
+    step = "it must return a dict of tensors (hidden states for the next chunk, or what loss_step reads)."
+    if not isinstance(carry, dict):
+        raise TypeError(f"forward_step returned {type(carry).__name__} on {where}; {step}")
+    for name, value in carry.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise TypeError(f"forward_step returned {name!r}: {type(value).__name__} on {where}; {step}")
+    return carry
 
 
 def passes_of(actions: Actions) -> list[UnitPass]:

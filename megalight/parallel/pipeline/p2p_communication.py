@@ -85,21 +85,6 @@ def form_of(carry: Mapping[str, Tensor]) -> Form:
     return tuple(CarryEntry(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in carry.items())
 
 
-def check_carry(carry: Any, where: str) -> Carry:
-    """Check that a carry is a dict of tensors by name, and return it.
-
-    Raises:
-        TypeError: it is not.
-    """
-    step = "it must return a dict of tensors (hidden states for the next chunk, or what loss_step reads)."
-    if not isinstance(carry, dict):
-        raise TypeError(f"forward_step returned {type(carry).__name__} on {where}; {step}")
-    for name, value in carry.items():
-        if not isinstance(name, str) or not isinstance(value, Tensor):
-            raise TypeError(f"forward_step returned {name!r}: {type(value).__name__} on {where}; {step}")
-    return carry
-
-
 def encode(form: Form) -> bytes:
     """Encode a form as JSON."""
     # Only what a receiver needs to allocate a tensor and to ask for its gradient.

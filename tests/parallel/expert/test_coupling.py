@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalight.nn.init import initialize
-from megalight.parallel.coupling import Coupling, Empty
+from megalight.parallel.coupling import Coupling
 from megalight.parallel.data_parallel import DataParallelOptions
 from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
@@ -20,6 +20,7 @@ from megalight.parallel.pipeline.p2p_communication import Carry
 from megalight.parallel.run_engine import engine_over
 from megalight.parallel.step import StepDriver
 from megalight.types import Loss, PackedSequences
+from megalight.types.batch import Empty
 from tests.parallel.expert.model import build
 from tests.parallel.gathering import gather_canonical, relative_error
 from tests.parallel.test_apply import canonical

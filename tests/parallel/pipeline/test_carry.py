@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalight.parallel.pipeline.p2p_communication import Forms, check_carry, decode, encode, form_of, signature
+from megalight.parallel.pipeline.executor import check_carry
+from megalight.parallel.pipeline.p2p_communication import Forms, decode, encode, form_of, signature
 from megalight.types import TokenBatch
 
 CARRY = {
