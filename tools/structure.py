@@ -1,24 +1,28 @@
-"""Count what a newcomer has to learn, or draw the package: ``python tools/structure.py [--enter | --tree]``.
+"""Count what a newcomer has to learn, or draw the package: ``python tools/structure.py [--enter [--files] | --tree]``.
 
 It prints the number of files of the package, their lines, lines of code and median, the share of imports, classes that
-share a name, public names, arguments of the strategies, and, with ``--enter``, how many files one token batch and one
-weight enter: files of the package in which a Python function runs during a training step of a small GPT under
-``MegatronStrategy``, and during the set-up of the strategy (split, storage, values, optimizer). ``--tree`` writes the
-subpackages by import level into ``docs/structure.md``.
+share a name, public names and arguments of the strategies.
+
+``--enter`` also counts the files that one token batch enters in a training step of a small GPT under
+``MegatronStrategy``, and one weight (``layers.0.attention.qkv.weight``) in the set-up: split, storage, values,
+optimizer. A file is entered if one of its functions has the thing in hand, as an argument, a variable or a result: the
+batch and any tensor computed from it, gradients too; the weight, its shape, its module, or flat memory that holds it.
+The number of files in which any function runs meanwhile, checks and registries too, is printed beside it. ``--files``
+lists both. ``--tree`` writes the subpackages by import level into ``docs/structure.md``.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
 import inspect
 import re
 import statistics
 import sys
 import tokenize
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,24 +87,86 @@ def arguments() -> dict[str, int]:
     return {f"arguments of {name}": len(inspect.signature(value).parameters) for name, value in sorted(found.items())}
 
 
-@contextmanager
-def watched(entered: set[str]) -> Iterator[None]:
-    """Add to ``entered`` the files of the package whose functions run."""
-
-    def profile(frame: Any, event: str, argument: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(str(PACKAGE)):
-            entered.add(frame.f_code.co_filename)
-
-    before = sys.getprofile()
-    sys.setprofile(profile)
-    try:
-        yield
-    finally:
-        sys.setprofile(before)
+WEIGHT = 192, 64
+"""Shape of the weight that is followed. No other of the small GPT has it."""
 
 
-def entered() -> dict[str, int]:
-    """Train one step of a small GPT, and return how many files run for its weights and for its batch."""
+def of_batch(value: object) -> bool:
+    """Whether a value is computed from the batch: in a step, every tensor but a parameter."""
+    import torch
+
+    return isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
+
+
+def of_weight(value: object) -> bool:
+    """Whether a value is the weight, its shape, or flat memory with room for it."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape) == WEIGHT or (value.ndim == 1 and value.numel() >= WEIGHT[0] * WEIGHT[1])
+    return isinstance(value, tuple) and all(type(each) is int for each in value) and value == WEIGHT
+
+
+def in_hand(value: Any, wanted: Callable[[object], bool], depth: int = 3) -> bool:
+    """Whether a value is wanted, or has a wanted one inside: containers, dataclasses, a module's own parameters."""
+    import torch
+
+    if wanted(value):
+        return True
+    if isinstance(value, torch.nn.Module):
+        return any(map(wanted, vars(value).get("_parameters", {}).values()))
+    if isinstance(value, dict):
+        inside = list(value.values())
+    elif isinstance(value, list | tuple | set):
+        inside = list(value)
+    elif dataclasses.is_dataclass(value) or type(value).__module__.startswith("megalight.types"):
+        inside = list(getattr(value, "__dict__", {}).values())
+    else:
+        return False
+    return depth > 0 and any(in_hand(each, wanted, depth - 1) for each in inside)
+
+
+class Files:
+    """The files of the package that something enters.
+
+    Args:
+        wanted: whether a value is the thing, or a part of it.
+
+    Attributes:
+        entered: those with a function that has it in hand.
+        run: those with a function that runs.
+    """
+
+    def __init__(self, wanted: Callable[[object], bool]) -> None:
+        self.wanted = wanted
+        self.entered: set[str] = set()
+        self.run: set[str] = set()
+
+    def during(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function, which then adds to the files in each call."""
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            before = sys.getprofile()
+            sys.setprofile(self._profile)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                sys.setprofile(before)
+
+        return watched
+
+    def _profile(self, frame: Any, event: str, result: Any) -> None:
+        file = frame.f_code.co_filename
+        if event not in ("call", "return") or not file.startswith(str(PACKAGE)):
+            return
+        file = str(Path(file).relative_to(PACKAGE))
+        self.run.add(file)
+        if file not in self.entered and in_hand([result, *frame.f_locals.values()], self.wanted, 4):
+            self.entered.add(file)
+
+
+def entered() -> tuple[Files, Files]:
+    """Train two steps of a small GPT, and return the files of its batches, and of one of its weights."""
     import lightning.pytorch as pl
     import torch
 
@@ -109,20 +175,11 @@ def entered() -> dict[str, int]:
     from megalight.strategies import MegatronStrategy
     from megalight.types import TokenBatch
 
-    weight: set[str] = set()
-    batch: set[str] = set()
-
-    def within(function: Callable[..., Any], files: set[str]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with watched(files):
-                return function(*args, **kwargs)
-
-        return run
-
+    batch, weight = Files(of_batch), Files(of_weight)
     strategy = MegatronStrategy()
-    strategy.setup = within(strategy.setup, weight)  # type: ignore[method-assign]
-    strategy.training_step = within(strategy.training_step, batch)  # type: ignore[method-assign]
-    strategy.optimizer_step = within(strategy.optimizer_step, batch)  # type: ignore[method-assign]
+    strategy.setup = weight.during(strategy.setup)  # type: ignore[method-assign]
+    strategy.training_step = batch.during(strategy.training_step)  # type: ignore[method-assign]
+    strategy.optimizer_step = batch.during(strategy.optimizer_step)  # type: ignore[method-assign]
     model = GPTModule(GPTConfig(num_layers=2, hidden_size=64, num_heads=4, vocab_size=256, max_sequence_length=64))
     rows = torch.arange(8 * 65).view(8, 65) % 256
 
@@ -138,7 +195,7 @@ def entered() -> dict[str, int]:
         "enable_model_summary": False,
     }
     pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_steps=2, **quiet).fit(model, loader)
-    return {"files that a batch enters": len(batch), "files that a weight enters": len(weight)}
+    return batch, weight
 
 
 def tree() -> str:
@@ -164,17 +221,23 @@ def drawn(page: str) -> str:
 def main() -> None:
     """Print the figures, or write the tree."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--enter", action="store_true", help="also train one step, and count the files that run for it")
+    parser.add_argument("--enter", action="store_true", help="also count the files that a batch and a weight enter")
+    parser.add_argument("--files", action="store_true", help="list these files")
     parser.add_argument("--tree", action="store_true", help="write the tree of docs/structure.md")
     sys.path.insert(0, str(ROOT))
-    if parser.parse_args().tree:
+    given = parser.parse_args()
+    if given.tree:
         PAGE.write_text(drawn(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
         return
     figures = counts() | arguments()
-    if parser.parse_args().enter:
-        figures |= entered()
+    followed = dict(zip(("a batch", "a weight"), entered(), strict=True)) if given.enter or given.files else {}
+    for name, files in followed.items():
+        figures |= {f"files that {name} enters": len(files.entered), f"files that run for {name}": len(files.run)}
     for name, value in figures.items():
         print(f"{name:34} {value}")
+    for name, files in followed.items() if given.files else ():
+        print(f"\n{name} enters:", *sorted(files.entered), sep="\n  ")
+        print("\nbeside these run:", *sorted(files.run - files.entered), sep="\n  ")
 
 
 if __name__ == "__main__":
