@@ -155,7 +155,7 @@ class FullyShard(PlainRun):
         # those of the shards send the sums to masters in host memory.
         optimizer.register_step_pre_hook(self._before_step)
         shard_optimizer(optimizer, self.engine)
-        self._whole = self.engine.parameters.homes_of(module.parameters())
+        self._whole = self.engine.parameters.gatherer.buckets_of(module.parameters())
         # Made once: a copy from the host to the device would make the host wait in every step.
         self._scale = torch.tensor(1 / mesh.dp, dtype=torch.float64, device=self.engine.device) if average else None
         self._reduced = False

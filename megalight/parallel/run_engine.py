@@ -265,7 +265,7 @@ def _read(
 ) -> None:
     """Read each rank's shards, and gather parameters from them; ``pending``: also read tensors that are in no shard."""
     # frozen parameters have no masters, so there is nothing to read for them if they have values
-    shards = [*engine.shards, *(bucket.shard for bucket in engine.frozen if pending)]
+    shards = [*engine.shards, *(bucket.shard for bucket in engine.frozen_shards.buckets if pending)]
     # A source fills pieces only, and padding must be zero in parameters and masters.
     model.clear_padding()
     for shard in shards:
@@ -274,7 +274,9 @@ def _read(
     found = shard_targets([shard.master for shard in shards], shards)
     targets = [target for target in found if target.name.startswith(model.prefix)]
     if pending:
-        held = {id(info.parameter) for bucket in (*engine.buckets, *engine.frozen) for info in bucket.infos}
+        held = {
+            id(info.parameter) for bucket in (*engine.buckets, *engine.frozen_shards.buckets) for info in bucket.infos
+        }
         others = [(name, tensor) for name, tensor in model.tensors().items() if id(tensor) not in held]
         targets += parameter_targets(others, model.specs)
     # The source may be older than an adapter, which keeps its initial values then.

@@ -62,7 +62,11 @@ class GlobalTotals:
 
     def sum(self, value: Tensor, *axes: str) -> Tensor:
         """Sum over mesh axes; by default over the ranks with different data."""
-        return self._sum(value, axes or TOKEN_AXES)
+        group = self.mesh.group(*(axes or TOKEN_AXES))
+        if group is not None:
+            value = value.contiguous()
+            dist.all_reduce(value, group=group)
+        return value
 
     def of(
         self,
@@ -96,7 +100,7 @@ class GlobalTotals:
         # One tensor, one all-reduce, for all sums and counts of all stages. Stages without a value give 0.
         local = torch.stack([value.to(zero.device, torch.float64, non_blocking=True) for value in sums])
         # Over `pp` too, because only the last stage has the rows, and any stage may have auxiliary losses.
-        reduced = self._sum(local, ("pp", *TOKEN_AXES))
+        reduced = self.sum(local, "pp", *TOKEN_AXES)
         size = len(names.rows)
         totals = {name: (reduced[i], reduced[size + i]) for i, name in enumerate(names.rows)}
         for i, name in enumerate(names.aux_losses):
@@ -113,13 +117,6 @@ class GlobalTotals:
         shared = values or [None]
         dist.broadcast_object_list(shared, src=self.mesh.ranks("pp")[-1], group=group, device=self.device)
         return shared
-
-    def _sum(self, value: Tensor, axes: Sequence[str]) -> Tensor:
-        group = self.mesh.group(*axes)
-        if group is not None:
-            value = value.contiguous()
-            dist.all_reduce(value, group=group)
-        return value
 
     def _names_of(self, stage: str, here: MetricNames) -> MetricNames:
         """Return the names of all totals. Pipeline stages exchange theirs once."""
@@ -455,7 +452,9 @@ class StepDriver:
             shared = {name: factor / self.token_shares for name, factor in counts.aux_loss_scales.items()}
             self.layer_aux_losses.begin(counts.micro_batch_scale / self.token_shares, shared)
             self.aux_losses.begin(counts.micro_batch_scale, counts.aux_loss_scales)
-            losses = self._differentiate(micro_batches, counts, sync)
+            # The engine counts gradients inside, to send each bucket as soon as it is complete.
+            with self.engine.micro_batches(len(micro_batches), sync):
+                losses = self._play(micro_batches, counts)
             rows = [{"loss": (loss.sum, counts.tokens), **loss.metrics} for loss in losses]
             totals = self.totals.of("train", rows, self._aux_losses(), counts.micro_batches, counts.aux_loss_counts)
             totals["loss"] = totals["loss"][0], counts.tokens  # the number of tokens is already global
@@ -531,12 +530,6 @@ class StepDriver:
         rows = [] if counts is None else [counts(batch) for batch in _batches(micro_batches)]
         # Sorted: the reduction adds place by place, so all ranks need the same order of names.
         return {name: _counted([row[name] for row in rows], micro_batches) for name in sorted(rows[0])} if rows else {}
-
-    def _differentiate(self, micro_batches: Sequence[Any], counts: GlobalCounts, sync: bool) -> list[Loss]:
-        assert self.engine is not None
-        # The engine counts gradients inside, to send each bucket as soon as it is complete.
-        with self.engine.micro_batches(len(micro_batches), sync):
-            return self._play(micro_batches, counts)
 
     def _play(self, micro_batches: Sequence[Any], counts: GlobalCounts) -> list[Loss]:
         def objective(loss: Loss) -> Tensor:

@@ -98,12 +98,6 @@ PACKAGE = Package(
 )
 
 
-def package_why_not(device: str, feature: str, *paths: str) -> str | None:
-    """Return why the package cannot serve ``feature``, or None. Extensions are separate modules in ``paths``."""
-    # No minimum: all its releases call themselves 0.1.
-    return PACKAGE.why_not(device, feature, *paths)
-
-
 # Norms
 
 
@@ -117,7 +111,7 @@ def _why_not(spec: NormSpec, function: str) -> str | None:
     if spec.dtype != spec.weight_dtype:
         return f"needs a weight in the dtype of the input, {spec.dtype}"
     reason = whole_why_not(spec.divided)
-    return reason or package_why_not(spec.device, "the fused norm", f"{MODULE}:{function}", NORM_EXTENSION)
+    return reason or PACKAGE.why_not(spec.device, "the fused norm", f"{MODULE}:{function}", NORM_EXTENSION)
 
 
 def rms_why_not(spec: NormSpec) -> str | None:
@@ -162,7 +156,7 @@ def weight_gradient_why_not(spec: WeightGradientSpec) -> str | None:
     """Return why it cannot serve an accumulation, or None."""
     if spec.dtype not in HALF or spec.main_dtype not in (torch.float32, spec.dtype):
         return "needs half operands, and a main gradient in float32 or their type"
-    return package_why_not(spec.device, "the fused weight gradient", "apex", _kernel(spec.main_dtype))
+    return PACKAGE.why_not(spec.device, "the fused weight gradient", "apex", _kernel(spec.main_dtype))
 
 
 def accumulate(main_grad: Tensor, grad_y: Tensor, x: Tensor, write: bool) -> None:
@@ -198,7 +192,7 @@ def adam_why_not(spec: AdamSpec) -> str | None:
     if {spec.dtype, spec.grad_dtype, *spec.state_dtypes} != {torch.float32}:
         return "needs parameters, gradients and moments in float32"
     kernels = (f"{ADAM_EXTENSION}:multi_tensor_adam", f"{ADAM_EXTENSION}:multi_tensor_adam_capturable")
-    return package_why_not(spec.device, "fused Adam", APPLY, *kernels)
+    return PACKAGE.why_not(spec.device, "fused Adam", APPLY, *kernels)
 
 
 # Functions, as nothing of the package may be imported before it is used.

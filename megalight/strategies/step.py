@@ -80,8 +80,8 @@ def unscale(engine: DataParallelEngine, scale: float) -> bool:
     """Divide gradients by the loss scale. Return whether all of them are finite, on every rank. The host waits."""
     # The norm is over all ranks, so they agree: one that skipped the update alone would have other weights.
     finite = bool(torch.isfinite(engine.grad_norm()))
-    if engine.gradients:
-        torch._foreach_mul_(engine.gradients, 1 / scale)
+    if engine.main_gradients.values:
+        torch._foreach_mul_(engine.main_gradients.values, 1 / scale)
     return finite
 
 
@@ -167,31 +167,26 @@ class Stepper:
         so their gradients are discarded at once. So are those of steps that are replayed, and those of a model with
         released weights: hooks could not read them in the middle of a step.
         """
-        assert self.engine is not None
+        assert self.step.engine is not None
         self._zero_due = True
         waits = self._by_user and not self._recording
-        if not waits or self.engine.level.parameters:
+        if not waits or self.step.engine.level.parameters:
             self._zero_grad()
 
     def _zero_grad(self) -> None:
         """Discard all gradients, if that is due."""
         if not self._zero_due:
             return
-        assert self.engine is not None
+        assert self.step.engine is not None
         self._zero_due = False
         self.zero_hooks()
         self.has_gradients = False
-        self.engine.zero_grad()
+        self.step.engine.zero_grad()
 
     def begin(self, engine: DataParallelEngine | None) -> None:
         """Begin a run of Lightning's loops. ``engine`` is None outside ``fit``."""
         self.step.begin(engine)
         self.logs.forget()
-
-    @property
-    def engine(self) -> DataParallelEngine | None:
-        """The engine that reduces gradients. Training needs it."""
-        return self.step.engine
 
     def train(self, args: tuple[Any, ...], number: int, scale: float, sync: bool) -> tuple[Any, StepReport | None]:
         """Run forward and backward of this rank's share of a global batch.
@@ -225,7 +220,7 @@ class Stepper:
     def _train_by_user(
         self, sizes: list[int], micro_batches: Sequence[Any], others: Sequence[Any], scale: float, sync: bool
     ) -> tuple[Any, StepReport | None]:
-        engine, totals = self.engine, self.step.totals
+        engine, totals = self.step.engine, self.step.totals
         assert engine is not None
 
         def passes(micro_batches: Sequence[Any]) -> UserOutcome:

@@ -167,12 +167,12 @@ class TowerStepper(Stepper):
 
     def train(self, args: tuple[Any, ...], number: int, scale: float, sync: bool) -> tuple[Any, StepReport | None]:
         """Run forward and backward of the images; the gradients that come back have the scale."""
-        assert self.engine is not None
+        assert self.step.engine is not None
         self.precision.begin(number)
         sizes, micro_batches = self._split(args[0])
         samples = sum(sizes)
         self.has_gradients = True
-        passes = partial(self.runner.train, engine=self.engine, sync=sync)
+        passes = partial(self.runner.train, engine=self.step.engine, sync=sync)
         shared = self.logs.shared(self.module, "train")
         with self.micro_batches.step(samples), shared, self.precision.step(sync):
             self.step.runner((scale, sync), self.runner.joined(micro_batches), passes)

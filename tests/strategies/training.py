@@ -122,7 +122,7 @@ def reduced(strategy: Any) -> dict[str, np.ndarray[Any, Any]]:
     """The whole model's reduced gradients by canonical name."""
     engine = strategy.engine
     named = {}
-    for bucket, gradient in zip(engine.buckets, engine.gradients, strict=True):
+    for bucket, gradient in zip(engine.buckets, engine.main_gradients.values, strict=True):
         flat = gradient.new_zeros(bucket.layout.numel)
         flat[bucket.shard.start : bucket.shard.stop] = gradient
         for group in bucket.state_groups:  # each rank holds an interval

@@ -15,7 +15,6 @@ from torch.distributed import ProcessGroup
 from megalight.errors import ConfigurationError
 from megalight.parallel.data_parallel.buffers import (
     Bucket,
-    FlatParameters,
     FlatShard,
     Groups,
     check_masters,
@@ -321,7 +320,7 @@ class DataParallelEngine:
         # Once all buffers are there: what comes later would be registered by ranks at different times.
         self._user_buffers.register(
             group
-            for bucket in (*self.buckets, *self.frozen)
+            for bucket in (*self.buckets, *self.frozen_shards.buckets)
             for group in (bucket.group, bucket.shard_group, bucket.unit_group, bucket.replica_group)
         )
         # Level `optim_grads` shards gradients only, and a model may have units whose parameters are all frozen.
@@ -447,15 +446,6 @@ class DataParallelEngine:
             if self.options.check_for_nan:
                 check_finite(self.buckets, self.grad_norm(), self.main_gradients.everyone)
 
-    @property
-    def gradients(self) -> list[Tensor]:
-        """The reduced gradients of the shards, as :meth:`finish_grad_sync` left them.
-
-        Raises:
-            MegalightError: they are not reduced yet.
-        """
-        return self.main_gradients.values
-
     def grad_norm(self) -> Tensor:
         """The L2 norm of the reduced gradients of the whole model: 0-dim, on the device, equal on every rank."""
         return self.main_gradients.norm()
@@ -494,7 +484,7 @@ class DataParallelEngine:
         """Wait until every parameter is up to date. Call it before reading weights; it costs nothing if they are.
 
         Args:
-            homes: wait for the parameters of these buckets only (:meth:`ShardedParameters.homes_of`).
+            homes: wait for the parameters of these buckets only (:meth:`.Gatherer.buckets_of`).
         """
         self.parameters.sync(homes)
 
@@ -547,7 +537,7 @@ class DataParallelEngine:
 
         Made for the float32 draws of ``parallel.initial_values``. Names that the engine does not know are ignored.
         """
-        fill([*self.buckets, *self.frozen], name, values)
+        fill([*self.buckets, *self.frozen_shards.buckets], name, values)
 
     @torch.no_grad()
     def rescale(self, factors: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
@@ -587,16 +577,11 @@ class DataParallelEngine:
     def reattach(self) -> None:
         """Take over the values of parameters whose memory somebody has replaced (``parameter.data = ...``)."""
         self.sync_parameters()
-        for bucket in (*self.buckets, *self.frozen):
+        for bucket in (*self.buckets, *self.frozen_shards.buckets):
             for info, view in bucket.replaced():
                 view.copy_(info.parameter.detach())
                 info.parameter.data = view
                 self.fill_masters(info.name, view)
-
-    @property
-    def frozen(self) -> list[FlatParameters]:
-        """The parameters of units that need no gradients, and are sharded in their own dtype."""
-        return self.frozen_shards.buckets
 
     def address_of(self, parameter: Tensor) -> int:
         """Return the address at which a parameter has its values, also while it has no memory."""

@@ -355,6 +355,7 @@ class MainGradients:
         everyone: may be set to a larger group, if ranks outside of the mesh train another part of the same model.
         of_units: the gradients that each rank keeps only its shard of.
         unused: for each bucket the places of the parameters that had no gradient in this step, on no rank.
+        reduced: whether :meth:`finish` has run since the last :meth:`zero`.
     """
 
     def __init__(
@@ -380,7 +381,7 @@ class MainGradients:
         self._pending: list[Callable[[], Tensor]] = []
         self._scaler: Callable[[Tensor | None], None] | None = None
         self._factor: Tensor | None = None
-        self._reduced = False
+        self.reduced = False
         self._any_dtype = False
         self.of_units = UnitGradients([b for b in buckets if b.shards_grads], reducer, self._stream)
         self._first = FirstWrites(self._whole)
@@ -392,7 +393,7 @@ class MainGradients:
 
     def zero(self) -> None:
         """Discard all gradients, and prepare for the micro-batches of the next step."""
-        self._reduced = False
+        self.reduced = False
         self.stepped()
         self._wait()  # reductions are pending only if the previous step was abandoned halfway
         self._unsend()
@@ -415,9 +416,9 @@ class MainGradients:
 
     def finish(self) -> None:
         """Reduce the remaining buckets, wait for all of them, and set ``bucket.reduced``; once per step."""
-        if self._reduced:
+        if self.reduced:
             return
-        self._reduced = True
+        self.reduced = True
         # Passes may have been left out altogether, and every bucket is read from here on.
         self._first.end()
         for bucket in self._whole:
@@ -443,11 +444,6 @@ class MainGradients:
     def first(self) -> bool:
         """Whether no passes have ended since :meth:`zero`: a first gradient overwrites the buffer, later ones add."""
         return self._first.wanted
-
-    @property
-    def reduced(self) -> bool:
-        """Whether :meth:`finish` has run since the last :meth:`zero`."""
-        return self._reduced
 
     @property
     def values(self) -> list[Tensor]:
@@ -550,7 +546,7 @@ class MainGradients:
         self._first.skip()
         if gradients is None:
             return
-        self._reduced = True
+        self.reduced = True
         self.unused = self._unused.frozen()
         self.stepped()
         for bucket, gradient in zip(self.buckets, gradients, strict=True):
@@ -566,7 +562,7 @@ class MainGradients:
         # Gradients that arrive after this belong to no step.
         self._arrivals.stop()
         self._pending = []
-        self._reduced = False
+        self.reduced = False
         self._unsend()
         # Nothing was written, so the next gradient must overwrite the old values.
         if first:

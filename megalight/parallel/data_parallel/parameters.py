@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -203,6 +202,7 @@ class ShardedParameters:
         written: an optimizer has already rounded its masters into ``bucket.own_params``.
         waited_by_modules: :meth:`attach_gather_hooks` was called.
         unsharder: the parameters of units; None: all parameters are always whole.
+        gatherer: gathers parameters that stay whole.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class ShardedParameters:
         self.unsharder: Unsharder | None = None
         self._device = device
         # Buckets come in the order of the backward pass. The forward pass needs the last one first.
-        self._gatherer = Gatherer([bucket for bucket in buckets[::-1] if not bucket.shards_params], device, pushes)
+        self.gatherer = Gatherer([bucket for bucket in buckets[::-1] if not bucket.shards_params], device, pushes)
         self._fp8 = FP8Parameters(self._quantized(), device)
         self.recast()
 
@@ -230,7 +230,7 @@ class ShardedParameters:
         """Copy the masters into the parameters of every rank, or start to."""
         # An earlier gather must be finished, because it still reads and writes the parameters. What the optimizer has
         # sent since is on its way with the new values.
-        self._gatherer.settle(again=not self.written)
+        self.gatherer.settle(again=not self.written)
         if self.unsharder is not None:
             self.unsharder.settle()
         if not self.written:
@@ -243,7 +243,7 @@ class ShardedParameters:
         # Quantization needs the scale of the whole weight, so ranks agree on scales before any of them sends its part.
         self._fp8.cast()
         join_replicas(self.buckets)
-        self._gatherer.start()
+        self.gatherer.start()
         if self.unsharder is not None:
             # The buffers of units still hold the values of the last step.
             self.unsharder.expire()
@@ -257,7 +257,7 @@ class ShardedParameters:
 
         The others wait for :meth:`publish`: replicas join parts of a shard, and values come from the host.
         """
-        return [b for b in self._gatherer.traveling if not (b.divides_replicas or b.on_host)]
+        return [b for b in self.gatherer.traveling if not (b.divides_replicas or b.on_host)]
 
     def send(self, bucket: Bucket) -> None:
         """Start gathering the parameters of one bucket, which an optimizer has written; :meth:`publish` follows.
@@ -266,9 +266,9 @@ class ShardedParameters:
         values whose scales depend on the new values wait for :meth:`publish`.
         """
         # A graph would hold the message without what waits for it.
-        if self._gatherer.recorded or (bucket.is_quantized and not self._fp8.cast_early(bucket)):
+        if self.gatherer.recorded or (bucket.is_quantized and not self._fp8.cast_early(bucket)):
             return
-        self._gatherer.send(bucket)
+        self.gatherer.send(bucket)
 
     def quantized_out(self, bucket: Bucket) -> list[tuple[int, int, QuantizedOutput]] | None:
         """Return ``(start, stop, output)`` for each weight of a quantized bucket; an optimizer then writes it itself.
@@ -281,25 +281,10 @@ class ShardedParameters:
 
     def sync(self, homes: Sequence[int] | None = None) -> None:
         """Wait until parameters are up to date: all of them, or those of some buckets."""
-        self._gatherer.wait(homes)
+        self.gatherer.wait(homes)
         # A wait for some buckets comes from one module's forward. Units wait in hooks of their own.
         if homes is None and self.unsharder is not None:
             self.unsharder.settle()
-
-    def recording(self) -> AbstractContextManager[None]:
-        """Record passes of a step inside: at each replay, modules wait for parameters that are then on their way.
-
-        Call :meth:`replay` before every replay.
-        """
-        return self._gatherer.recording()
-
-    def replay(self) -> None:
-        """Leave it to a replay that follows to wait for parameters; where recordings cannot wait, wait here."""
-        self._gatherer.replay()
-
-    def homes_of(self, parameters: Iterable[nn.Parameter]) -> list[int]:
-        """Return the indices of the buckets that hold these parameters, for :meth:`sync`."""
-        return self._gatherer.buckets_of(parameters)
 
     def attach_gather_hooks(self, module: nn.Module) -> None:
         """Let each submodule wait for its parameters just before its forward, so that gathering overlaps.
@@ -307,12 +292,12 @@ class ShardedParameters:
         Only for models that read every parameter inside the forward of the module that owns it, or, if that module has
         no children, of its parent.
         """
-        self._gatherer.attach(module)
+        self.gatherer.attach(module)
         self.waited_by_modules = True
 
     def release_modules(self) -> None:
         """End :meth:`attach_gather_hooks`."""
-        self._gatherer.detach()
+        self.gatherer.detach()
         self.waited_by_modules = False
 
     def recast(self) -> None:
@@ -333,9 +318,9 @@ class ShardedParameters:
         memory = RotatingBuffers(sharded, turns, self._device)
         for bucket in held:
             dtype = bucket.layout.kind.param_dtype
-            self._gatherer.widen(bucket, memory.take(bucket.layout, dtype) if bucket.shards_params else None)
+            self.gatherer.widen(bucket, memory.take(bucket.layout, dtype) if bucket.shards_params else None)
         if held:
-            self._gatherer.forget()
+            self.gatherer.forget()
         self._fp8 = FP8Parameters((), self._device)
         if sharded and self.unsharder is not None:
             self.unsharder.guard()

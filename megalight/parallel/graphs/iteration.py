@@ -147,7 +147,7 @@ class IterationGraphs:
         if not self._record_all(form, passes, way):
             return passes(form.inputs.value)
         assert form.recording is not None
-        self.engine.parameters.replay()
+        self.engine.parameters.gatherer.replay()
         form.recording.replay()
         self.replays += 1
         # No hook of autograd has run, so the engine is told what the graph has done.
@@ -284,7 +284,7 @@ class IterationGraphs:
         return False
 
     def _waiting(self, form: StepForm, passes: Callable[[Sequence[Any]], Any]) -> Any:
-        with self.engine.parameters.recording():
+        with self.engine.parameters.gatherer.recording():
             return passes(form.inputs.value)
 
     def _refuse(self, reason: str) -> None:

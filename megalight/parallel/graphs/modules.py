@@ -396,7 +396,7 @@ class ModuleGraphs:
         self.fingerprint = Fingerprint(named, address=engine.address_of)
         self._recorded_under: Any = None
         self._dropped: deque[int] = deque(maxlen=DROPS)  # the last steps at which other code had changed attributes
-        self._homes = {id(m): engine.parameters.homes_of(m.parameters()) for m in everything}
+        self._homes = {id(m): engine.parameters.gatherer.buckets_of(m.parameters()) for m in everything}
         self._casts = {id(m): [p for p in m.parameters() if cast_of(p) is not None] for m in everything}
         self._external: dict[int, Tensor] = {}  # tensors that recorded work reads besides its arguments
         for lane in self._lanes:

@@ -166,7 +166,7 @@ class TransformerEngineGraphs:
         """Gather the parameters and cast the weights, because graphs read both at fixed addresses."""
         for module in modules:
             parameters = list(module.parameters())
-            self.engine.sync_parameters(self.engine.parameters.homes_of(parameters))
+            self.engine.sync_parameters(self.engine.parameters.gatherer.buckets_of(parameters))
             for parameter in parameters:
                 if (cast := cast_of(parameter)) is not None:
                     cast.refresh(parameter)

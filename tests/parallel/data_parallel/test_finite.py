@@ -49,7 +49,7 @@ def _overflow() -> None:
     model = build(torch.float32)
     engine = DataParallelEngine(infos(model), mesh())
     accumulate(engine, model, batches(0, 1, 1, torch.float32)[0] * 0)
-    engine.gradients[0].fill_(1e38)
+    engine.main_gradients.values[0].fill_(1e38)
     with pytest.raises(MegalightError, match=r"norm of the gradients is inf, though every gradient is finite"):
         check_finite(engine.buckets, engine.grad_norm(), None)
 

@@ -67,7 +67,7 @@ def expect(reference: nn.Module) -> dict[str, Tensor]:
 def reduced(engine: DataParallelEngine) -> dict[str, tuple[Tensor, int, int]]:
     """What this rank holds of each sum, and which elements of the whole that is."""
     found = {}
-    for shard, gradient in zip(engine.shards, engine.gradients, strict=True):
+    for shard, gradient in zip(engine.shards, engine.main_gradients.values, strict=True):
         for piece, first, last, start in shard.intervals():
             found[piece.name] = gradient[start : start + last - first], first, last
     return found

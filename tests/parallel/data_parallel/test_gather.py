@@ -24,7 +24,7 @@ def _hooks_wait_for_their_own_parameters() -> None:
     for p in reference.parameters():
         p.data.mul_(2)
     engine.publish()
-    waiting = engine.parameters._gatherer._waits
+    waiting = engine.parameters.gatherer._waits
     assert len(waiting) == len(engine.buckets)
     x = batches(0, 1, 1)[0, 0]
     with engine.micro_batches(1, reduce=False):  # leaves the waiting to the modules
@@ -57,7 +57,7 @@ def _parents_wait_for_childless_children() -> None:
     engine = DataParallelEngine(infos(model), mesh(), DataParallelOptions(bucket_size=1))
     engine.parameters.attach_gather_hooks(model)
     engine.publish()
-    waiting = engine.parameters._gatherer._waits
+    waiting = engine.parameters.gatherer._waits
     hidden = model[0](torch.ones(2, 5).double())
     assert len(waiting) == 4
     model[1](hidden)
@@ -89,7 +89,7 @@ def test_modules_keep_nothing_of_an_ended_run() -> None:
 def _without_hooks(overlap: bool) -> None:
     model = build()
     engine = DataParallelEngine(infos(model), mesh(), DataParallelOptions(bucket_size=30, overlap_param_gather=overlap))
-    waiting = engine.parameters._gatherer._waits
+    waiting = engine.parameters.gatherer._waits
     for shard in engine.shards:
         shard.master.data.fill_(1 + dist.get_rank())
     engine.publish()
@@ -175,7 +175,7 @@ def _an_update_that_fails_is_published_anew() -> None:
     optimizer._update = fails  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="no more"):
         optimizer.step()
-    assert len(engine.parameters._gatherer._waits) == 3, "those that were updated are on their way"
+    assert len(engine.parameters.gatherer._waits) == 3, "those that were updated are on their way"
     for flat in engine.shards:
         flat.master.data.fill_(1 + dist.get_rank())  # a checkpoint is loaded, say
     engine.publish()

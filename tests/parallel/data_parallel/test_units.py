@@ -181,7 +181,7 @@ def _bytes(net: Net) -> tuple[dict[str, int], dict[str, int]]:
             turn = ("turn", unit % 2, bucket.layout.kind.group)
             sizes[turn] = max(sizes.get(turn, 0), bucket.layout.numel)
     frozen: dict[object, int] = {}
-    for flat in engine.frozen:
+    for flat in engine.frozen_shards.buckets:
         turn = ("turn", flat.layout.kind.unit % 2)  # type: ignore[operator]
         frozen["own", flat] = flat.layout.numel // world
         frozen[turn] = max(frozen.get(turn, 0), flat.layout.numel)
@@ -373,7 +373,7 @@ def _read_while_gathered() -> bool:
     net = Net(3).double()
     engine = engine_of(net)
     _train(net, engine, micro=1, steps=1)
-    waits = engine.parameters._gatherer._waits
+    waits = engine.parameters.gatherer._waits
     assert waits, "it is still on its way"
     assert engine.units is not None
     with engine.units.full_parameters():

@@ -89,7 +89,7 @@ def _trained(level: str, kind: str, replicate: int) -> None:
         engine = engine_of(net, level, replicate=replicate, nccl_ub=kind)
         pool = engine._user_buffers._pool
         assert isinstance(pool, Pool)
-        flat = [*engine.buckets, *engine.frozen]
+        flat = [*engine.buckets, *engine.frozen_shards.buckets]
         sent = {group for b in flat for group in (b.group, b.shard_group, b.unit_group, b.replica_group)} - {None}
         used = {group: backend for group, backend in backends.items() if backend.calls}
         assert used.keys() == sent

@@ -64,12 +64,12 @@ class Steps:
         """One step; whether it was replayed. Its loss and gradients are checked."""
         batches = [{"x": torch.randn(size, 3).double(), "weight": weight} for size in rows]
         self.engine.zero_grad()
-        expected = self.passes(batches)["loss"], [gradient.clone() for gradient in self.engine.gradients]
+        expected = self.passes(batches)["loss"], [gradient.clone() for gradient in self.engine.main_gradients.values]
         self.engine.zero_grad()
         before = self.graphs.replays
         found = self.graphs(key, batches, self.passes)["loss"]
         torch.testing.assert_close(found, expected[0], rtol=1e-14, atol=0)
-        for mine, other in zip(self.engine.gradients, expected[1], strict=True):
+        for mine, other in zip(self.engine.main_gradients.values, expected[1], strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-13, atol=1e-15)
         return self.graphs.replays > before
 

@@ -86,7 +86,7 @@ class Steps:
             for loss in waiting:
                 loss.backward()
         self.engine.finish_grad_sync()
-        return losses, [gradient.clone() for gradient in self.engine.gradients]
+        return losses, [gradient.clone() for gradient in self.engine.main_gradients.values]
 
     def __call__(self, rows: int = 5, count: int = 4, in_flight: int = 1, power: int = 1) -> int:
         """One step, checked; how many forwards were replayed in it."""

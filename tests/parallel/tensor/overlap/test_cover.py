@@ -141,7 +141,9 @@ def covered(size: int, links: float) -> list[str]:
                 model((tokens + first + index) % 101, sequences, labels).losses.sum().backward()
         engine.finish_grad_sync()
         # The sums over replicas of this rank's part of each parameter.
-        return {each.infos[0].name: sums for each, sums in zip(engine.buckets, engine.gradients, strict=True)}
+        return {
+            each.infos[0].name: sums for each, sums in zip(engine.buckets, engine.main_gradients.values, strict=True)
+        }
 
     wanted = gradients(TensorOptions(overlap="plain"), RecomputeOptions())
     waited: list[float] = []
