@@ -181,7 +181,7 @@ def _units_of(model: ParallelModel, options: DataParallelOptions) -> list[Unit]:
     sought = options.units
     if sought and model.mesh.pp > 1:
         # A class may be on other stages only, and that is no mistake.
-        here = [any(is_a(module, wanted) for module in model.root.modules()) for wanted in sought]
+        here = [any(_has_class(module, wanted) for module in model.root.modules()) for wanted in sought]
         stages: list[Any] = [None] * model.mesh.pp
         dist.all_gather_object(stages, here, group=model.mesh.group("pp"))
         elsewhere = [any(held) and not own for own, *held in zip(here, *stages, strict=True)]
@@ -358,7 +358,7 @@ def units_of(model: nn.Module, classes: Sequence[str | type] = ()) -> list[Unit]
         return [unit for unit in (first, *layers, last, *((depth,) for depth in depths)) if unit]
     found = list(_of_classes(model, classes))
     for wanted in classes:
-        if not any(is_a(unit, wanted) for unit in found):
+        if not any(_has_class(unit, wanted) for unit in found):
             name = wanted if isinstance(wanted, str) else wanted.__name__
             kinds = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
             raise ConfigurationError(
@@ -446,14 +446,14 @@ def _called(layer: nn.Module) -> Iterator[nn.Module]:
 
 def _of_classes(module: nn.Module, classes: Sequence[str | type]) -> Iterator[nn.Module]:
     for child in module.children():
-        if any(is_a(child, wanted) for wanted in classes):
+        if any(_has_class(child, wanted) for wanted in classes):
             yield child
         # Outermost matches only: a unit inside a unit would be gathered twice.
         else:
             yield from _of_classes(child, classes)
 
 
-def is_a(module: nn.Module, wanted: str | type) -> bool:
+def _has_class(module: nn.Module, wanted: str | type) -> bool:
     """Whether a module is of a class, or of one with this name."""
     if isinstance(wanted, str):
         return any(kind.__name__ == wanted for kind in type(module).__mro__)
