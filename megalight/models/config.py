@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any, Self, get_args, get_type_hints
 
-from megalight.errors import ConfigurationError, DataError, nearest
-from megalight.types import PackedSequences
+from megalight.errors import ConfigurationError, nearest
 
 UNBINDING = {
     "dropout",
@@ -244,18 +243,4 @@ def check_heads(hidden_size: int, num_heads: int, remedy: str = "") -> None:
     if hidden_size % num_heads:
         raise ConfigurationError(
             f"hidden_size {hidden_size} is not a multiple of num_heads {num_heads}; change one of them{remedy}."
-        )
-
-
-def check_length(sequences: PackedSequences, limit: int) -> None:
-    """Refuse sequences longer than ``limit``, the model's ``max_sequence_length``.
-
-    Raises:
-        DataError: a sequence is too long.
-    """
-    # The longest one is known on the host, so this check does not wait for the device.
-    if sequences.longest > limit:
-        raise DataError(
-            f"a sequence has {sequences.longest} tokens, but the model takes at most max_sequence_length = {limit}; "
-            "shorten the sequences or configure a longer model."
         )

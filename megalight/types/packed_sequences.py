@@ -374,6 +374,18 @@ class PackedSequences:
             return max(self.context.real_lengths)
         return max(self.pages.bounds) if self.pages is not None else (self.keys or self).max_length
 
+    def check_longest(self, limit: int) -> None:
+        """Refuse sequences longer than ``limit``, the model's ``max_sequence_length``. Nothing waits for the device.
+
+        Raises:
+            DataError: a sequence is too long.
+        """
+        if self.longest > limit:
+            raise DataError(
+                f"a sequence has {self.longest} tokens, but the model takes at most max_sequence_length = {limit}; "
+                "shorten the sequences or configure a longer model."
+            )
+
     @property
     def device(self) -> torch.device:
         """The device of ``cu_seqlens`` and ``positions``."""

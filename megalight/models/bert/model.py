@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from megalight.errors import DataError
 from megalight.models.bert.config import BertConfig
-from megalight.models.config import check_length
 from megalight.nn import (
     MLP,
     Activation,
@@ -195,7 +194,7 @@ class Bert(nn.Module):
         Raises:
             DataError: a sequence is longer than ``max_sequence_length``, or the input of this part is missing.
         """
-        check_length(sequences, self.config.max_sequence_length)
+        sequences.check_longest(self.config.max_sequence_length)
         if self.embed is not None:
             if tokens is None:
                 raise DataError("tokens is None, but this model begins with its embedding; pass token ids [T].")

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megalight.models.config import check_length
 from megalight.models.eagle.config import EagleConfig
 from megalight.models.gpt.model import ROTARY, build_head, build_mlp, build_norm, build_rotary
 from megalight.nn import (
@@ -176,7 +175,7 @@ class DraftModel(nn.Module):
         Raises:
             DataError: a sequence is longer than ``max_sequence_length``.
         """
-        check_length(sequences, self.config.max_sequence_length)
+        sequences.check_longest(self.config.max_sequence_length)
         hidden, state, found = self.fuse(auxiliary), DraftState(), []
         for each, places, target in zip(embedded, labels, targets, strict=True):
             hidden = self.step(hidden, each, sequences, state)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from megalight.errors import DataError
-from megalight.models.config import check_length
 from megalight.models.gpt.config import GPTConfig
 from megalight.nn import (
     MLP,
@@ -426,7 +425,7 @@ class GPT(nn.Module):
         Raises:
             DataError: a sequence is longer than ``max_sequence_length``, or the input of this part is missing.
         """
-        check_length(sequences, self.config.max_sequence_length)
+        sequences.check_longest(self.config.max_sequence_length)
         if self.embed is not None and hidden is None:
             if tokens is None:
                 raise DataError("tokens is None, but this model begins with its embedding; pass token ids [T].")
