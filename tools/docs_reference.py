@@ -221,7 +221,7 @@ def _verbs() -> Iterator[str]:
         parser = argparse.ArgumentParser(add_help=False)
         verb.add_arguments(parser)
         yield f"## megalight {name}"
-        line = verb.describe().splitlines()[0]
+        line = verb.DESCRIPTION.splitlines()[0]
         yield f"{line[0].upper()}{line[1:]}."
         yield _table(
             [

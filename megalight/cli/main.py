@@ -155,7 +155,7 @@ def _dispatch(name: str, rest: list[str]) -> int:
     verb = load(name)
     parser = Parser(
         prog=f"megalight {name}",
-        description=verb.describe(),
+        description=verb.DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         passed_on=getattr(verb, "PASSED_ON", None),
     )
@@ -232,7 +232,7 @@ def _show(prog: str, text: str) -> int:
 
 
 def _overview() -> str:
-    rows = [*TRAINER_VERBS.items(), *((name, load(name).describe().splitlines()[0]) for name in VERBS)]
+    rows = [*TRAINER_VERBS.items(), *((name, load(name).DESCRIPTION.splitlines()[0]) for name in VERBS)]
     commands = "\n".join(f"  {name:<16} {line}" for name, line in rows)
     return (
         "usage: megalight COMMAND [arguments]\n\n"

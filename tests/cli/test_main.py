@@ -66,7 +66,7 @@ def test_version(capsys):
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_verbs_describe_themselves_in_one_line(verb):
-    assert len(load(verb).describe().splitlines()[0]) < 90
+    assert len(load(verb).DESCRIPTION.splitlines()[0]) < 90
 
 
 @pytest.mark.parametrize("verb", TRAINER_VERBS)

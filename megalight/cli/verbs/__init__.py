@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
+
+if TYPE_CHECKING:
+    import torch
 
 TRAINER_VERBS = {
     "fit": "train a model",
@@ -48,8 +51,8 @@ class Verb(Protocol):
     ``check(arguments)`` for its own options, which is called before those of the other verb are checked.
     """
 
-    def describe(self) -> str:
-        """Return the line for the overview. Further lines are shown by ``--help`` of the verb."""
+    DESCRIPTION: str
+    """The line for the overview. Further lines are shown by ``--help`` of the verb."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the arguments."""
@@ -72,3 +75,38 @@ def add_weights_keys(parser: argparse.ArgumentParser) -> None:
         help="in a folder of transformers with other tensors than the model's: strict refuses it; log and ignore skip "
         "what is too much, and give what is missing its initial values (default: strict)",
     )
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options by which a command loads a model."""
+    parser.add_argument("--tokenizer", help="tokenizer, or its name, to use instead of the one in the checkpoint")
+    parser.add_argument(
+        "--base", help="for a checkpoint of adapters: the weights that training began with, or a run's folder"
+    )
+    add_weights_keys(parser)
+    parser.add_argument("--adapter", help="which adapter computes, for a checkpoint of several (default: the last one)")
+    add_device_arguments(parser)
+
+
+def add_device_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``--device`` and ``--dtype``."""
+    parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="dtype of the weights (default: as saved)"
+    )
+
+
+def dtype_of(arguments: argparse.Namespace) -> torch.dtype | None:
+    """Return the dtype of ``--dtype``."""
+    import torch  # slow
+
+    found: torch.dtype | None = getattr(torch, arguments.dtype) if arguments.dtype else None
+    return found
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options by which a command samples."""
+    parser.add_argument("-t", "--temperature", type=float, default=1.0, help="0 is greedy (default: 1)")
+    parser.add_argument("--top-k", type=int, help="sample from the k most probable tokens")
+    parser.add_argument("--top-p", type=float, help="sample from the fewest tokens with this total probability")
+    parser.add_argument("--seed", type=int, help="seed of the sampling (default: another one each time)")

@@ -6,14 +6,13 @@ import argparse
 from collections import defaultdict
 from pathlib import Path
 
+from megalight.cli.verbs import add_device_arguments, dtype_of
 
-def describe() -> str:
-    """Return the line for the overview. Further lines are shown by ``--help`` of the verb."""
-    return (
-        "measure how many tokens a draft model yields per round\n\n"
-        "The questions are those of MT-Bench, or others in its format: lines of JSON with turns, the user's\n"
-        "messages, and perhaps a category. The model answers them greedily, one after another, turn by turn."
-    )
+DESCRIPTION = (
+    "measure how many tokens a draft model yields per round\n\n"
+    "The questions are those of MT-Bench, or others in its format: lines of JSON with turns, the user's\n"
+    "messages, and perhaps a category. The model answers them greedily, one after another, turn by turn."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,10 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tokenizer", help="tokenizer, or its name, to use instead of the base's own")
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja file (default: the tokenizer's template)")
-    parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="dtype of the weights (default: as saved)"
-    )
+    add_device_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -57,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         latest_checkpoint(arguments.base),
         tokenizer=arguments.tokenizer,
         device=arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"),
-        dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
+        dtype=dtype_of(arguments),
     )
     template = None if arguments.plain else ChatTemplate.of(writer.tokenizer, source)
     draft = load_draft(arguments.draft, writer.whole, writer.tokenizer)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-
-def describe() -> str:
-    """Return the line for the overview."""
-    return "put the adapters of several checkpoints into one"
+DESCRIPTION = "put the adapters of several checkpoints into one"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,10 +10,7 @@ from types import ModuleType
 
 from megalight.errors import ConfigurationError
 
-
-def describe() -> str:
-    """Return the line for the overview."""
-    return "time training steps beside other frameworks, row by row of the performance table"
+DESCRIPTION = "time training steps beside other frameworks, row by row of the performance table"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

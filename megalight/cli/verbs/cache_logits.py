@@ -5,18 +5,18 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from megalight.cli.verbs import add_device_arguments, dtype_of
+
 PASSED_ON = "fit"
 """The verb whose arguments come after ``--``."""
 
 
-def describe() -> str:
-    """Return the line for the overview. Further lines are shown by ``--help`` of the verb."""
-    return (
-        "cache a teacher's logits (its most likely tokens) for the training samples of a run\n\n"
-        "The arguments after -- are those of megalight fit, for the run that will learn from the store\n"
-        "(Distillation(teacher_logits=FOLDER)). This command runs the teacher, and trains nothing. Run again, it goes\n"
-        "on where it was stopped."
-    )
+DESCRIPTION = (
+    "cache a teacher's logits (its most likely tokens) for the training samples of a run\n\n"
+    "The arguments after -- are those of megalight fit, for the run that will learn from the store\n"
+    "(Distillation(teacher_logits=FOLDER)). This command runs the teacher, and trains nothing. Run again, it goes\n"
+    "on where it was stopped."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,10 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--validation", action="store_true", help="store the validation samples, too")
     parts.add_process_arguments(parser)
     parser.add_argument("--micro-batch-size", type=int, default=1, help="samples of a forward pass (default: 1)")
-    parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="dtype of the weights (default: as saved)"
-    )
+    add_device_arguments(parser)
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
 
 
@@ -65,9 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.processes != 1:
         return parts.run_processes("cache-logits", arguments)
 
-    import torch  # after the checks: importing it takes seconds
-
-    from megalight.cli.lightning import parsed
+    from megalight.cli.lightning import parsed  # after the checks: importing torch takes seconds
     from megalight.data.module import TokenDataModule
     from megalight.inference import load_model
     from megalight.inference.cached_outputs import cache_logits, check_logits_cache
@@ -95,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     model = load_model(
         path,
         parts.device_of(arguments),
-        getattr(torch, arguments.dtype) if arguments.dtype else None,
+        dtype_of(arguments),
     )
     part, count = arguments.part
     meta = cache_logits(

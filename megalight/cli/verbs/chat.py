@@ -12,7 +12,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from megalight.cli.verbs import add_weights_keys
+from megalight.cli.verbs import add_model_arguments, add_sampling_arguments, dtype_of
 from megalight.errors import ConfigurationError, DataError, MegalightError, nearest
 
 if TYPE_CHECKING:
@@ -29,9 +29,7 @@ COMMANDS = {
 """Words that begin a line which is no message -> meaning."""
 
 
-def describe() -> str:
-    """Return the line for the overview."""
-    return "talk with a trained model in the terminal"
+DESCRIPTION = "talk with a trained model in the terminal"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,25 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-n", "--max-new-tokens", type=int, help="limit of an answer's tokens (default: what the model has room for)"
     )
-    parser.add_argument("-t", "--temperature", type=float, default=1.0, help="0 is greedy (default: 1)")
-    parser.add_argument("--top-k", type=int, help="sample from the k most probable tokens")
-    parser.add_argument("--top-p", type=float, help="sample from the fewest tokens with this total probability")
-    parser.add_argument("--seed", type=int, help="seed of the sampling (default: another one each time)")
-    parser.add_argument("--tokenizer", help="tokenizer to use instead of the one in the checkpoint")
-    parser.add_argument(
-        "--base", help="for a checkpoint of adapters: the weights that training began with, or a run's folder"
-    )
-    add_weights_keys(parser)
-    parser.add_argument("--adapter", help="which adapter computes, for a checkpoint of several (default: the last one)")
+    add_sampling_arguments(parser)
+    add_model_arguments(parser)
     parser.add_argument(
         "--tensor-parallel",
         type=int,
         default=1,
         help="processes that share each layer, each on a GPU (default: 1)",
-    )
-    parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="dtype of the weights (default: as saved)"
     )
 
 
@@ -73,9 +59,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     path = existing(arguments.checkpoint)
 
-    import torch  # after the check: importing it takes seconds
-
-    from megalight.data.chat.template import ChatTemplate, read_template
+    from megalight.data.chat.template import (
+        ChatTemplate,
+        read_template,
+    )  # after the checks: importing torch takes seconds
     from megalight.inference import SamplingParams
     from megalight.serving import ServedModel
     from megalight.serving.engine_loop import EngineOptions
@@ -89,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         options=EngineOptions(max_sequences=1),
         tokenizer=arguments.tokenizer,
         base=None if arguments.base is None else existing(arguments.base),
-        dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
+        dtype=dtype_of(arguments),
         keys=arguments.weights_keys,
         adapter=arguments.adapter,
     )

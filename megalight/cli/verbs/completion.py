@@ -16,9 +16,7 @@ For bash:  megalight completion bash > ~/.local/share/bash-completion/completion
 For zsh:   megalight completion zsh > a file _megalight in a folder of $fpath"""
 
 
-def describe() -> str:
-    """Return the line for the overview."""
-    return f"print a script by which a shell completes commands and options\n{HELP}"
+DESCRIPTION = f"print a script by which a shell completes commands and options\n{HELP}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +40,7 @@ def whole_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command")
     for name in VERBS:
         verb = load(name)
-        verb.add_arguments(commands.add_parser(name, help=verb.describe().splitlines()[0]))
+        verb.add_arguments(commands.add_parser(name, help=verb.DESCRIPTION.splitlines()[0]))
     for name, line in TRAINER_VERBS.items():
         _add_keys(commands.add_parser(name, help=line))
     return parser

@@ -26,9 +26,7 @@ MODELS = ("transformers", "checkpoint")
 """Forms that hold a model alone. The others keep all of a checkpoint."""
 
 
-def describe() -> str:
-    """Return the line for the overview."""
-    return "turn a checkpoint into a folder of transformers, and back, or into another format"
+DESCRIPTION = "turn a checkpoint into a folder of transformers, and back, or into another format"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -58,9 +58,7 @@ MAX_RANKS = 32
 """Ranks that the table of a layout shows."""
 
 
-def describe() -> str:
-    """Return the line for the overview."""
-    return "show whether this machine is ready: versions, devices, what works, what is missing"
+DESCRIPTION = "show whether this machine is ready: versions, devices, what works, what is missing"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

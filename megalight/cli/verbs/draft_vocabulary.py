@@ -6,14 +6,11 @@ import argparse
 import json
 from pathlib import Path
 
-
-def describe() -> str:
-    """Return the line for the overview. Further lines are shown by ``--help`` of the verb."""
-    return (
-        "write the most frequent token ids of data, for a draft model\n\n"
-        "EagleModule(draft_vocabulary=FILE) reads the file. Count data like what the model will write: of\n"
-        "conversations, the tokens of answers are counted."
-    )
+DESCRIPTION = (
+    "write the most frequent token ids of data, for a draft model\n\n"
+    "EagleModule(draft_vocabulary=FILE) reads the file. Count data like what the model will write: of\n"
+    "conversations, the tokens of answers are counted."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

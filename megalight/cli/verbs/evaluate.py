@@ -6,18 +6,15 @@ import argparse
 from pathlib import Path
 
 from megalight.cli.processes import add_layout_arguments, check_ranks, joined_ranks
-from megalight.cli.verbs import add_weights_keys
+from megalight.cli.verbs import add_model_arguments, dtype_of
 from megalight.errors import ConfigurationError
 from megalight.imports import require
 
-
-def describe() -> str:
-    """Return the line for the overview. Further lines are shown by ``--help`` of the verb."""
-    return (
-        "score a model on tasks of lm-eval (MMLU, GSM8K ..., or your own)\n\n"
-        "Under torchrun, --tensor-parallel and --pipeline-parallel divide the model; further processes are replicas,\n"
-        "which share the questions. Scores do not depend on the layout."
-    )
+DESCRIPTION = (
+    "score a model on tasks of lm-eval (MMLU, GSM8K ..., or your own)\n\n"
+    "Under torchrun, --tensor-parallel and --pipeline-parallel divide the model; further processes are replicas,\n"
+    "which share the questions. Scores do not depend on the layout."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,17 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="samples for the standard errors of metrics without a formula for them; 0: none (default: 100000)",
     )
     parser.add_argument("--seed", type=int, default=1234, help="of the choice of examples (default: 1234)")
-    parser.add_argument("--tokenizer", help="tokenizer, or its name, to use instead of the one in the checkpoint")
-    parser.add_argument(
-        "--base", help="for a checkpoint of adapters: the weights that training began with, or a run's folder"
-    )
-    add_weights_keys(parser)
-    parser.add_argument("--adapter", help="which adapter computes, for a checkpoint of several (default: the last one)")
+    add_model_arguments(parser)
     add_layout_arguments(parser)
-    parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="dtype of the weights (default: as saved)"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -99,9 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigurationError("--chat-template is the form of a conversation; add --apply-chat-template.")
     check_ranks(arguments, replicas=True)
 
-    import torch  # after the checks: importing it takes seconds
-
-    from megalight.evaluation import lm as runs
+    from megalight.evaluation import lm as runs  # after the checks: importing torch takes seconds
     from megalight.evaluation.lm import MegalightLM
     from megalight.inference import TextGenerator
 
@@ -125,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
             tokenizer=tokenizer,
             device=device,
             base=base,
-            dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
+            dtype=dtype_of(arguments),
             mesh=mesh,
             keys=arguments.weights_keys,
             adapter=arguments.adapter,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from megalight.cli.processes import add_layout_arguments
-from megalight.cli.verbs import add_weights_keys
+from megalight.cli.verbs import add_model_arguments, add_sampling_arguments, dtype_of
 from megalight.errors import ConfigurationError, MegalightError
 
 if TYPE_CHECKING:
@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from megalight.inference import TextGenerator, TextRequest
 
 
-def describe() -> str:
-    """Return the line for the overview."""
-    return "complete text with a trained model"
+DESCRIPTION = "complete text with a trained model"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,23 +72,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-n", "--max-new-tokens", type=int, help="limit of new tokens (default: 128, or what the model has room for)"
     )
-    parser.add_argument("-t", "--temperature", type=float, default=1.0, help="0 is greedy (default: 1)")
-    parser.add_argument("--top-k", type=int, help="sample from the k most probable tokens")
-    parser.add_argument("--top-p", type=float, help="sample from the fewest tokens with this total probability")
-    parser.add_argument("--seed", type=int, help="seed of the sampling (default: another one each time)")
-    parser.add_argument("--tokenizer", help="tokenizer, or its name, to use instead of the one in the checkpoint")
-    parser.add_argument(
-        "--base", help="for a checkpoint of adapters: the weights that training began with, or a run's folder"
-    )
-    add_weights_keys(parser)
-    parser.add_argument("--adapter", help="which adapter computes, for a checkpoint of several (default: the last one)")
+    add_sampling_arguments(parser)
+    add_model_arguments(parser)
     parser.add_argument("--draft", help="a draft model's checkpoint, which guesses tokens: faster, and the same text")
     parser.add_argument("--guesses", type=int, help="tokens that the draft guesses at a time (default: 4)")
     add_layout_arguments(parser)
-    parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="dtype of the weights (default: as saved)"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -106,9 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     source = _template(arguments)
     check_ranks(arguments)
 
-    import torch  # after the checks: importing it takes seconds
-
-    from megalight.data.multimodal.images import decode
+    from megalight.data.multimodal.images import decode  # after the checks: importing torch takes seconds
     from megalight.inference import TextGenerator
     from megalight.inference.images import read
 
@@ -125,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
             tokenizer=tokenizer,
             device=device,
             base=base,
-            dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
+            dtype=dtype_of(arguments),
             mesh=mesh,
             keys=arguments.weights_keys,
             adapter=arguments.adapter,

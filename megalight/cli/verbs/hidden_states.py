@@ -9,14 +9,12 @@ PASSED_ON = "fit"
 """The verb whose arguments come after ``--``."""
 
 
-def describe() -> str:
-    """Return the line for the overview. Further lines are shown by ``--help`` of the verb."""
-    return (
-        "store a base's hidden states for the samples of a run of its draft\n\n"
-        "The arguments after -- are those of megalight fit for a run of EagleModule beside its base. With\n"
-        "--model.base=FOLDER, the same run then learns from the folder, without the base. Run again, the command\n"
-        "goes on where it was stopped."
-    )
+DESCRIPTION = (
+    "store a base's hidden states for the samples of a run of its draft\n\n"
+    "The arguments after -- are those of megalight fit for a run of EagleModule beside its base. With\n"
+    "--model.base=FOLDER, the same run then learns from the folder, without the base. Run again, the command\n"
+    "goes on where it was stopped."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,10 +6,7 @@ import argparse
 
 from megalight.errors import CheckpointError, printable
 
-
-def describe() -> str:
-    """Return the line for the overview."""
-    return "show what a checkpoint holds, verify it, or compare it with another"
+DESCRIPTION = "show what a checkpoint holds, verify it, or compare it with another"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,9 +12,7 @@ TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
 """The forms of a time limit that ``sbatch`` takes."""
 
 
-def describe() -> str:
-    """Return the line for the overview."""
-    return "print a SLURM or torchrun script: megalight launch --slurm -- fit -c mine.yaml"
+DESCRIPTION = "print a SLURM or torchrun script: megalight launch --slurm -- fit -c mine.yaml"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

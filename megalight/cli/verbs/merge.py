@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-
-def describe() -> str:
-    """The verb's line in the overview."""
-    return "add adapters to the weights of their layers"
+DESCRIPTION = "add adapters to the weights of their layers"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -40,9 +40,7 @@ MOST_LABELS = 16
 LINES = ("-", "--", ":", "-.")
 
 
-def describe() -> str:
-    """Return the line for the overview."""
-    return "draw loss, learning rate, gradient norm, speed and memory of runs, and compare them"
+DESCRIPTION = "draw loss, learning rate, gradient norm, speed and memory of runs, and compare them"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

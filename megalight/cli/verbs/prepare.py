@@ -26,9 +26,7 @@ CHAT_ONLY = ("chat_template", "train_on")
 IMAGES_ONLY = ("images", "image_token", "image_text")
 
 
-def describe() -> str:
-    """Return the line for the overview."""
-    return "turn text, JSON lines, CSV or Parquet into token files"
+DESCRIPTION = "turn text, JSON lines, CSV or Parquet into token files"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,14 +11,12 @@ PASSED_ON = "validate"
 """The verb whose arguments come after ``--``."""
 
 
-def describe() -> str:
-    """Return the line for the overview. Further lines are shown by ``--help`` of the verb."""
-    return (
-        "quantize a model with ModelOpt, calibrated on validation data\n\n"
-        "The arguments after -- are those of megalight validate: the recipe, the weights\n"
-        "(model.weights), the layout, the number of batches (--trainer.limit_val_batches).\n"
-        "With --auto, a first run finds a format for each layer, and a second one quantizes by them."
-    )
+DESCRIPTION = (
+    "quantize a model with ModelOpt, calibrated on validation data\n\n"
+    "The arguments after -- are those of megalight validate: the recipe, the weights\n"
+    "(model.weights), the layout, the number of batches (--trainer.limit_val_batches).\n"
+    "With --auto, a first run finds a format for each layer, and a second one quantizes by them."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 
-
-def describe() -> str:
-    """Return the line for the overview."""
-    return "list named recipes (jobs with every preset on 1, 4 and 8 GPUs), or print one as YAML"
+DESCRIPTION = "list named recipes (jobs with every preset on 1, 4 and 8 GPUs), or print one as YAML"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

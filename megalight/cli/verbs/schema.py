@@ -11,9 +11,7 @@ In an editor with the YAML language server, write as the first line of a recipe:
   # yaml-language-server: $schema=./megalight.schema.json"""
 
 
-def describe() -> str:
-    """Return the line for the overview."""
-    return f"print the JSON schema of configuration files, for YAML editors\n{EPILOG}"
+DESCRIPTION = f"print the JSON schema of configuration files, for YAML editors\n{EPILOG}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

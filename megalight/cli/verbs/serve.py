@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from megalight.cli.verbs import add_weights_keys
+from megalight.cli.verbs import add_model_arguments, dtype_of
 from megalight.errors import ConfigurationError
 
 KEY = "MEGALIGHT_API_KEY"
@@ -16,9 +16,7 @@ COORDINATOR = "USE_COORDINATOR"
 """Environment variable: whether also a single engine is in a process of its own, behind a coordinator: 1 or 0."""
 
 
-def describe() -> str:
-    """Return the line for the overview."""
-    return "answer requests over HTTP, in the form of OpenAI's API"
+DESCRIPTION = "answer requests over HTTP, in the form of OpenAI's API"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,27 +64,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const=True,
         help="log-probabilities do not depend on other requests, in any bit; slower",
     )
-    parser.add_argument("--tokenizer", help="tokenizer, or its name, to use instead of the one in the checkpoint")
-    parser.add_argument(
-        "--base", help="for a checkpoint of adapters: the weights that training began with, or a run's folder"
-    )
     for option, what in (
         ("tensor-parallel", "processes that share each layer, on GPUs of their own (default: 1)"),
         ("expert-parallel", "processes that share the experts: those of a replica, or of several (default: 1)"),
         ("replicas", "engines with a model each, on GPUs of their own, behind a coordinator (default: 1)"),
     ):
         parser.add_argument(f"--{option}", type=int, default=1, help=what)
-    add_weights_keys(parser)
-    parser.add_argument("--adapter", help="which adapter computes, for a checkpoint of several (default: the last one)")
-    parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
+    add_model_arguments(parser)
     parser.add_argument(
         "--quantization",
         choices=("auto", "fp8", "none"),
         default="auto",
         help="fp8: weights take a byte each; auto: those that were published so (default); none: all are widened",
-    )
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="dtype of the weights (default: as saved)"
     )
 
 
@@ -157,7 +146,7 @@ def run(arguments: argparse.Namespace) -> int:
         "options": EngineOptions(**sizes),
         "tokenizer": tokenizer,
         "base": base,
-        "dtype": getattr(torch, arguments.dtype) if arguments.dtype else None,
+        "dtype": dtype_of(arguments),
         "keys": arguments.weights_keys,
         "adapter": arguments.adapter,
         "quantization": arguments.quantization,
@@ -168,7 +157,7 @@ def run(arguments: argparse.Namespace) -> int:
     if has_embeddings(path):
         if max(arguments.replicas, arguments.tensor_parallel, experts) > 1:
             raise ConfigurationError(f"{path} is an encoder, which one process serves; leave the layout out.")
-        dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
+        dtype = dtype_of(arguments)
         llm = AsyncEncoder(EmbeddingModel(path, tokenizer=tokenizer, device=arguments.device, dtype=dtype))
     elif uses_coordinator(arguments.replicas, torch.device(device).type == "cuda"):
         from megalight.serving.replicas import ReplicatedLLM
