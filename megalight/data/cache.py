@@ -8,8 +8,9 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from filelock import FileLock
@@ -66,6 +67,32 @@ def build_once(
     if arrays is None:
         raise DataError(f"the index cache {entry} cannot be read back; remove it, or set cache_dir to another folder.")
     return arrays
+
+
+class CachedDataset:
+    """A data set that another process makes again from its arguments: cached arrays are mapped, not pickled."""
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Self:
+        """Keep the arguments."""
+        found = super().__new__(cls)
+        found._arguments = arguments, options
+        return found
+
+    _arguments: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __reduce__(self) -> tuple[Callable[..., Self], tuple[Any, ...]]:
+        arguments, options = self._arguments
+        return partial(type(self), **options), arguments
+
+
+def cache_folder(given: str | os.PathLike[str] | None, prefix: str) -> str | os.PathLike[str]:
+    """Return the folder of cached indices of token files: the given one, or ``cache`` beside them."""
+    return given or os.path.join(os.path.dirname(prefix), "cache")
+
+
+def order_of(facts: object) -> str:
+    """Return the hash of all that the order of samples depends on, as JSON values."""
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
 
 def _load(entry: Path, text: str) -> Arrays | None:

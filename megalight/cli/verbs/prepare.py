@@ -90,65 +90,48 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.chat or arguments.multimodal:
         which = "--chat" if arguments.chat else "--multimodal"
         _refuse(arguments, TEXT_ONLY, f"is for text, not for conversations; leave it or {which} out")
+    common = {
+        "tokenizer": arguments.tokenizer,
+        "format": arguments.format,
+        "workers": arguments.workers,
+        "on_bad": "skip" if arguments.skip_bad else "raise",
+        "progress": not arguments.quiet,
+    }
+    conversations = {**common, "chat_template": arguments.chat_template, "train_on": arguments.train_on or "all"}
     if arguments.multimodal:
         from megalight.data.multimodal.prepare import prepare_multimodal
         from megalight.data.multimodal.template import IMAGE_TOKEN
 
-        _print(
-            prepare_multimodal(
-                inputs,
-                arguments.output,
-                tokenizer=arguments.tokenizer,
-                images=arguments.images,
-                image_token=arguments.image_token or IMAGE_TOKEN,
-                image_text=arguments.image_text,
-                chat_template=arguments.chat_template,
-                train_on=arguments.train_on or "all",
-                format=arguments.format,
-                workers=arguments.workers,
-                on_bad="skip" if arguments.skip_bad else "raise",
-                progress=not arguments.quiet,
-            )
+        report = prepare_multimodal(
+            inputs,
+            arguments.output,
+            images=arguments.images,
+            image_token=arguments.image_token or IMAGE_TOKEN,
+            image_text=arguments.image_text,
+            **conversations,
         )
-        return 0
-    if arguments.chat:
+    elif arguments.chat:
         from megalight.data.chat.prepare import prepare_chat
 
-        _print(
-            prepare_chat(
-                inputs,
-                arguments.output,
-                tokenizer=arguments.tokenizer,
-                chat_template=arguments.chat_template,
-                train_on=arguments.train_on or "all",
-                format=arguments.format,
-                workers=arguments.workers,
-                on_bad="skip" if arguments.skip_bad else "raise",
-                progress=not arguments.quiet,
-            )
-        )
-        return 0
-    # Their defaults are empty, so whatever is set was asked for.
-    _refuse(arguments, CHAT_ONLY, "is for conversations; add --chat or --multimodal")
-    from megalight.data.prepare import prepare
+        report = prepare_chat(inputs, arguments.output, **conversations)
+    else:
+        # Their defaults are empty, so whatever is set was asked for.
+        _refuse(arguments, CHAT_ONLY, "is for conversations; add --chat or --multimodal")
+        from megalight.data.prepare import prepare
 
-    report = prepare(
-        inputs,
-        arguments.output,
-        tokenizer=arguments.tokenizer,
-        train_tokenizer=arguments.train_tokenizer,
-        vocab_size=arguments.vocab_size,
-        special_tokens=arguments.special_tokens,
-        text_key=arguments.text_key,
-        format=arguments.format,
-        workers=arguments.workers,
-        append_eod=not arguments.no_eod,
-        eod_token=arguments.eod_token,
-        split_sentences=arguments.split_sentences,
-        special_as_text=arguments.special_as_text,
-        on_bad="skip" if arguments.skip_bad else "raise",
-        progress=not arguments.quiet,
-    )
+        report = prepare(
+            inputs,
+            arguments.output,
+            train_tokenizer=arguments.train_tokenizer,
+            vocab_size=arguments.vocab_size,
+            special_tokens=arguments.special_tokens,
+            text_key=arguments.text_key,
+            append_eod=not arguments.no_eod,
+            eod_token=arguments.eod_token,
+            split_sentences=arguments.split_sentences,
+            special_as_text=arguments.special_as_text,
+            **common,
+        )
     _print(report)
     return 0
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from megalight.data.bert.batch import IGNORED, BertBatch
-from megalight.data.cache import build_once
+from megalight.data.cache import CachedDataset, build_once, cache_folder, order_of
 from megalight.data.indexed import IndexedDataset
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import DataError
@@ -268,7 +267,7 @@ def filler(words: Words) -> PairSample:
     return PairSample(tokens, np.array([0, 0, 1]), np.full(3, IGNORED), IGNORED)
 
 
-class BertDataset:
+class BertDataset(CachedDataset):
     """Samples of one split of a pair of token files, in shuffled order.
 
     All random choices in a sample depend only on the seed and the number of the sample, not on the process that reads
@@ -306,7 +305,6 @@ class BertDataset:
         self.data = data
         self.options = options
         self.seed = seed
-        self._arguments = (data, sentences, options, num_samples, seed, label, cache_dir)
         lengths = data.lengths[sentences.start : sentences.stop]
         begin, end = np.searchsorted(data.documents, [sentences.start, sentences.stop])
         documents = data.documents[begin : end + 1]
@@ -318,10 +316,10 @@ class BertDataset:
         }
         # Without the number of samples: a longer run begins with the same samples.
         facts = [description, options.mask_probability]
-        self.order = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
+        self.order = order_of(facts)
         try:
             self.runs = build_once(
-                cache_dir or os.path.join(os.path.dirname(data.prefix), "cache"),
+                cache_folder(cache_dir, data.prefix),
                 f"{type(self).__name__}-{label}",
                 {**description, "first": sentences.start, "samples": num_samples},
                 lambda: {
@@ -339,9 +337,6 @@ class BertDataset:
         except DataError as error:
             raise DataError(f"{label} split of {data.prefix}: {error}") from error
 
-    def __reduce__(self) -> tuple[Callable[..., BertDataset], tuple[Any, ...]]:
-        return _rebuild, self._arguments  # another process maps the cached arrays itself; they are not pickled
-
     def __len__(self) -> int:
         return len(self.runs)
 
@@ -356,18 +351,6 @@ class BertDataset:
         # same as an unbroken one.
         generator = np.random.Generator(np.random.PCG64([self.seed, 1, index]))
         return make_pair([self.data.get(k) for k in range(first, last)], self.options, generator)
-
-
-def _rebuild(
-    data: IndexedDataset,
-    sentences: range,
-    options: PairOptions,
-    num_samples: int | None,
-    seed: int,
-    label: str,
-    cache_dir: str | os.PathLike[str] | None,
-) -> BertDataset:
-    return BertDataset(data, sentences, options, num_samples=num_samples, seed=seed, label=label, cache_dir=cache_dir)
 
 
 def collate(samples: Sequence[PairSample]) -> BertBatch:

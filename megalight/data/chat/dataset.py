@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any, Literal, get_args
@@ -15,7 +14,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from megalight.data.cache import build_once
+from megalight.data.cache import CachedDataset, build_once, cache_folder, order_of
 from megalight.data.corpus import Corpus
 from megalight.data.gpt.dataset import GPTSample
 from megalight.data.gpt.dataset import collate as collate_text
@@ -56,7 +55,7 @@ class PackOptions:
             raise ConfigurationError(f"too_long is {self.too_long!r}; it must be one of {get_args(TooLong)}.")
 
 
-class PackedDataset:
+class PackedDataset(CachedDataset):
     """Rows of conversations, with attention inside each and positions that restart. Each occurs whole, in one row.
 
     A conversation of ``n`` tokens takes ``n - 1`` positions: its last token is only a label. Documents of text without
@@ -93,9 +92,8 @@ class PackedDataset:
     ) -> None:
         self.corpus = corpus
         self.options = options
-        self._arguments = (corpus, documents, options, num_samples, seed, label, cache_dir)
         self._seed, self._label = seed, label
-        self.cache_folder = cache_dir or os.path.join(os.path.dirname(corpus.data.prefix), "cache")
+        self.cache_folder = cache_folder(cache_dir, corpus.data.prefix)
         lengths = corpus.data.lengths[documents.start : documents.stop]
         # All that the rows depend on: another value must find no cached rows.
         description = {
@@ -108,7 +106,7 @@ class PackedDataset:
             **{key: value for key, value in asdict(options).items() if key not in ("pad_id", "vocab_size")},
             **self.measured(),
         }
-        self.order = hashlib.blake2b(json.dumps(description).encode(), digest_size=16).hexdigest()
+        self.order = order_of(description)
         arrays = build_once(
             self.cache_folder,
             f"{type(self).__name__}-{label}",
@@ -122,9 +120,6 @@ class PackedDataset:
         self._length = passes * self.num_rows
         # Two passes, as loaders read ahead into the next one.
         self._permutation = lru_cache(maxsize=2)(self._permuted)
-
-    def __reduce__(self) -> tuple[Callable[..., PackedDataset], tuple[Any, ...]]:
-        return _rebuild, self._arguments  # another process maps the cached arrays itself; they are not pickled
 
     def __len__(self) -> int:
         return self._length
@@ -280,20 +275,6 @@ def _pieces(corpus: Corpus, documents: range, options: PackOptions, label: str) 
             f"too_long={options.too_long!r}. Raise sequence_length, or prepare more data."
         )
     return items.astype(np.int64)
-
-
-def _rebuild(
-    corpus: Corpus,
-    documents: range,
-    options: PackOptions,
-    num_samples: int | None,
-    seed: int,
-    label: str,
-    cache_dir: str | os.PathLike[str] | None,
-) -> PackedDataset:
-    return PackedDataset(
-        corpus, documents, options, num_samples=num_samples, seed=seed, label=label, cache_dir=cache_dir
-    )
 
 
 # Bin packing

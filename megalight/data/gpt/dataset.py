@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megalight.data.cache import build_once
+from megalight.data.cache import CachedDataset, build_once, cache_folder, order_of
 from megalight.data.indexed import IndexedDataset
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError, DataError, nearest
@@ -377,7 +376,7 @@ def _document_lengths(lengths: Sequence[int], s: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-class GPTDataset:
+class GPTDataset(CachedDataset):
     """Samples of one split of a pair of token files, in shuffled order. Megatron-LM has the same order for equal seeds.
 
     Args:
@@ -424,7 +423,6 @@ class GPTDataset:
         self.options = options
         self.seed = seed
         self.fim = fim
-        self._arguments = (data, documents, options, num_samples, seed, label, cache_dir, drop_last_partial, fim)
         # What decides the order of samples: another value must find no cached indices.
         description = {
             "lengths": hashlib.blake2b(lengths.tobytes(), digest_size=16).hexdigest(),
@@ -435,9 +433,9 @@ class GPTDataset:
             "samples": self.plan.num_samples,
             "seed": seed,
         }
-        self.order = hashlib.blake2b(json.dumps(description).encode(), digest_size=16).hexdigest()
+        self.order = order_of(description)
         arrays = build_once(
-            cache_dir or os.path.join(os.path.dirname(data.prefix), "cache"),
+            cache_folder(cache_dir, data.prefix),
             f"{type(self).__name__}-{label}",
             description,
             lambda: build(data.lengths, documents, self.plan, seed),
@@ -445,9 +443,6 @@ class GPTDataset:
         self.document_index = arrays["document_index"]
         self.sample_index = arrays["sample_index"]
         self.shuffle_index = arrays["shuffle_index"]
-
-    def __reduce__(self) -> tuple[Callable[..., GPTDataset], tuple[Any, ...]]:
-        return _rebuild, self._arguments  # another process maps the cached arrays itself; they are not pickled
 
     def __len__(self) -> int:
         return self.plan.num_samples
@@ -477,30 +472,6 @@ class GPTDataset:
             return [get(documents[0], start, stop - start + 1)]
         middle = [get(document) for document in documents[1:-1]]
         return [get(documents[0], start), *middle, get(documents[-1], 0, stop + 1)]
-
-
-def _rebuild(
-    data: IndexedDataset,
-    documents: range,
-    options: SampleOptions,
-    num_samples: int | None,
-    seed: int,
-    label: str,
-    cache_dir: str | os.PathLike[str] | None,
-    drop_last_partial: bool,
-    fim: FillInMiddle | None,
-) -> GPTDataset:
-    return GPTDataset(
-        data,
-        documents,
-        options,
-        num_samples=num_samples,
-        seed=seed,
-        label=label,
-        cache_dir=cache_dir,
-        drop_last_partial=drop_last_partial,
-        fim=fim,
-    )
 
 
 def collate(samples: Sequence[GPTSample]) -> TokenBatch:

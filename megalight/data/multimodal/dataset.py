@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from megalight.data.cache import build_once
 from megalight.data.chat.dataset import PackedDataset, PackOptions
-from megalight.data.corpus import SCAN_LIMIT, Corpus
+from megalight.data.corpus import SCAN_LIMIT
 from megalight.data.gpt.dataset import GPTSample
 from megalight.data.gpt.dataset import collate as collate_text
 from megalight.data.indexed import IndexedDataset, paths
@@ -84,9 +84,6 @@ class ImageDataset(PackedDataset):
     """
 
     options: ImagePackOptions
-
-    def __reduce__(self) -> tuple[Callable[..., ImageDataset], tuple[Any, ...]]:
-        return _rebuild, self._arguments
 
     def measured(self) -> dict[str, Any]:
         """Return which images are measured: texts with others, or of earlier files, may be as long as these."""
@@ -301,17 +298,3 @@ def _measured(images: IndexedDataset) -> NDArray[np.int32]:
     """Return width and height of each image."""
     sizes = [measure(images.get(number).tobytes(), f"{images.prefix}, image {number}") for number in range(len(images))]
     return np.array(sizes, np.int32).reshape(-1, 2)
-
-
-def _rebuild(
-    corpus: Corpus,
-    documents: range,
-    options: ImagePackOptions,
-    num_samples: int | None,
-    seed: int,
-    label: str,
-    cache_dir: str | os.PathLike[str] | None,
-) -> ImageDataset:
-    return ImageDataset(
-        corpus, documents, options, num_samples=num_samples, seed=seed, label=label, cache_dir=cache_dir
-    )
