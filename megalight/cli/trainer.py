@@ -55,37 +55,17 @@ def claim(root: str, version: int) -> int:
 GPUS = {"gpu": (CUDAAccelerator, MPSAccelerator), "cuda": (CUDAAccelerator,), "mps": (MPSAccelerator,)}
 """Name of an accelerator -> Lightning's kinds that it means."""
 
-DEVICES = re.compile(r"auto|-1|[1-9]\d*|\d+,(\s*\d+,?)*|\[.*\]|")
-"""What ``--trainer.devices`` takes: a number, ids, or ``auto``."""
-
 COUNTS = {
-    "max_steps": (-1, "the optimizer steps of the run, or -1 for no limit"),
-    "max_epochs": (-1, "the passes over the data, or -1 for no limit"),
     "min_steps": (0, "the optimizer steps that the run has at least"),
     "min_epochs": (0, "the passes over the data that the run has at least"),
-    "num_nodes": (1, "the number of machines"),
     "num_sanity_val_steps": (-1, "the validation batches before training: 0 for none, -1 for all"),
+    "val_check_interval": (1, "the training batches from one validation to the next, or a share of an epoch as 0.25"),
     "check_val_every_n_epoch": (1, "the epochs from one validation to the next, or null to count batches alone"),
-    "reload_dataloaders_every_n_epochs": (0, "the epochs after which loaders are made again, or 0 to keep them"),
     "accumulate_grad_batches": (1, "the number of batches whose gradients are added up before each optimizer step"),
     "log_every_n_steps": (0, "the steps from one log to the next, or 0 for no logs"),
-    "fast_dev_run": (0, "the batches of a trial run"),
     "gradient_clip_val": (0, "the largest norm of gradients. Leave it out to train without clipping"),
 }
-"""Argument -> its least value, and what it means."""
-
-SHARES = {
-    **dict.fromkeys((f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict")), "the batches to use"),
-    "overfit_batches": "the batches to train with again and again",
-    "val_check_interval": "the training batches from one validation to the next",
-}
-"""Arguments that are a number of batches, or a share of all batches."""
-
-WORDS = {
-    "gradient_clip_algorithm": ("norm", "value"),
-    "profiler": ("simple", "advanced", "pytorch", "xla"),
-}
-"""Arguments that are one of a few words, or an object."""
+"""Argument -> its least value, of whole numbers, and what it means. Lightning accepts values below it silently."""
 
 DEFAULT_LOG_INTERVAL = 50
 """Lightning's ``log_every_n_steps``, if none is given."""
@@ -268,34 +248,27 @@ def with_slurm(plugins: Any) -> list[Any]:
 
 
 def check_values(arguments: Mapping[str, Any]) -> None:
-    """Refuse values of Trainer arguments that Lightning would accept silently, or refuse late or with another cause.
+    """Refuse values of Trainer arguments that Lightning would accept silently, or refuse with another cause.
 
     Raises:
         ConfigurationError: with the value, the rule and the next step.
     """
     for name, (least, meaning) in COUNTS.items():
         value = arguments.get(name)
-        if isinstance(value, int | float) and value < least:
+        share = name == "val_check_interval" and isinstance(value, float)
+        if isinstance(value, int | float) and value < least and not share:
             raise ConfigurationError(f"trainer.{name} is {value}; it must be at least {least}: {meaning}.")
-    for name, meaning in SHARES.items():
-        _check_share(name, arguments.get(name), meaning)
-    for name, words in WORDS.items():
-        word = arguments.get(name)
-        if isinstance(word, str) and word.islower() and word.isidentifier() and word not in words:
-            raise ConfigurationError(
-                f"trainer.{name} is {word!r}; choose from {', '.join(words)}.{nearest(word, words)}"
-            )
-    devices = arguments.get("devices")
-    if isinstance(devices, int | str) and not DEVICES.fullmatch(str(devices)):
+    # YAML reads 1:00:00:00 without quotes as a number of seconds, of which Lightning makes nothing.
+    if isinstance(time := arguments.get("max_time"), int | float):
         raise ConfigurationError(
-            f"trainer.devices is {devices}; give a number of at least 1, ids with commas (0,1), or auto for all."
+            f"trainer.max_time is {time}; give days, hours, minutes and seconds as DD:HH:MM:SS, for example "
+            "'00:12:00:00' for twelve hours (in a file, with quotes)."
         )
     if arguments.get("barebones") is True:
         raise ConfigurationError(
             "trainer.barebones is True, but commands log and show progress, which Lightning refuses with it. Leave it "
             "out and give --trainer.logger=false and --trainer.enable_checkpointing=false, or use a Trainer in Python."
         )
-    check_time("trainer.max_time", arguments.get("max_time"))
     if (named := arguments.get("accelerator")) in GPUS and not any(kind.is_available() for kind in GPUS[named]):
         built = "for CPUs only" if torch.version.cuda is None else f"for CUDA {torch.version.cuda}"
         raise ConfigurationError(
