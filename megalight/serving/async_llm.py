@@ -8,9 +8,8 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
-from typing import Literal, TypeAlias, TypeVar, get_args
-
-import torch
+from dataclasses import fields
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 from megalight.checkpoint.disk.latest_checkpoint import latest_checkpoint
 from megalight.errors import ConfigurationError, MegalightError
@@ -163,7 +162,8 @@ class AsyncLLM(AsyncClient):
     The first error of a step ends it: all streams raise it, and :attr:`failed` is set.
 
     Args:
-        path: see :class:`LLM`; the others, too.
+        path: see :class:`LLM`.
+        options: those of :class:`LLM`.
 
     Attributes:
         served: the model.
@@ -171,43 +171,9 @@ class AsyncLLM(AsyncClient):
         failure: its error.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        tensor_parallel: int = 1,
-        tokenizer: str | os.PathLike[str] | None = None,
-        device: str | torch.device | None = None,
-        dtype: torch.dtype | None = None,
-        base: str | os.PathLike[str] | None = None,
-        quantization: str = "auto",
-        cache_tokens: int | None = None,
-        max_sequences: int = 64,
-        step_tokens: int = 512,
-        kv_cache_dtype: str = "auto",
-        batch_invariant: bool = False,
-        draft: str | os.PathLike[str] | None = None,
-        guesses: int = 4,
-    ) -> None:
-        options = EngineOptions(
-            cache_tokens=cache_tokens,
-            max_sequences=max_sequences,
-            step_tokens=step_tokens,
-            kv_cache_dtype=kv_cache_dtype,
-            batch_invariant=batch_invariant,
-            draft=None if draft is None else os.fspath(draft),
-            guesses=guesses,
-        )
-        served = ServedModel.from_checkpoint(
-            path,
-            tensor_parallel=tensor_parallel,
-            device=device,
-            options=options,
-            tokenizer=tokenizer,
-            dtype=dtype,
-            base=base,
-            quantization=quantization,
-        )
+    def __init__(self, path: str | os.PathLike[str], **options: Any) -> None:
+        sizes = {each.name: options.pop(each.name) for each in fields(EngineOptions) if each.name in options}
+        served = ServedModel.from_checkpoint(path, options=EngineOptions(**sizes), **options)
         self._serve(served)
 
     @classmethod

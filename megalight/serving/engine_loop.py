@@ -7,6 +7,7 @@ requests come in, and go, while a step runs.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import OrderedDict
@@ -65,7 +66,7 @@ class EngineOptions:
     step_tokens: int = 512
     kv_cache_dtype: str = "auto"
     batch_invariant: bool = False
-    draft: str | None = None
+    draft: str | os.PathLike[str] | None = None
     guesses: int = 4
 
     def num_blocks(self, longest: int) -> int:

@@ -115,7 +115,7 @@ class LLM:
                 step_tokens=step_tokens,
                 kv_cache_dtype=kv_cache_dtype,
                 batch_invariant=batch_invariant,
-                draft=None if draft is None else os.fspath(draft),
+                draft=draft,
                 guesses=guesses,
             ),
             tokenizer=tokenizer,
@@ -140,12 +140,7 @@ class LLM:
         cls,
         module: pl.LightningModule,
         tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
-        *,
-        cache_tokens: int | None = None,
-        max_sequences: int = 64,
-        step_tokens: int = 512,
-        kv_cache_dtype: str = "auto",
-        batch_invariant: bool = False,
+        **sizes: Any,
     ) -> LLM:
         """Return one for the model of a LightningModule: in a notebook, or between two training steps.
 
@@ -157,7 +152,7 @@ class LLM:
                 ``transformers``, such as ``HFCausalLM`` or one of your own.
             tokenizer: the tokenizer, a ``tokenizer.json``, its folder, or its name. None: prompts are token ids, and
                 completions have no text.
-            cache_tokens, max_sequences, step_tokens, kv_cache_dtype, batch_invariant: see :class:`EngineOptions`.
+            sizes: fields of :class:`EngineOptions`, without those of drafts.
 
         Raises:
             ConfigurationError: the model does not generate text, or is sharded by a strategy of Lightning's.
@@ -166,15 +161,8 @@ class LLM:
         trained = InferenceModel(model_of(module), strategy)
         words = tokenizer if tokenizer is None or isinstance(tokenizer, Tokenizer) else Tokenizer.load(tokenizer)
         ends = frozenset[int]() if words is None or words.eod_id is None else frozenset([words.eod_id])
-        options = EngineOptions(
-            cache_tokens=cache_tokens,
-            max_sequences=max_sequences,
-            step_tokens=step_tokens,
-            kv_cache_dtype=kv_cache_dtype,
-            batch_invariant=batch_invariant,
-        )
         found = cls.__new__(cls)
-        found._served = ServedModel.of(trained.model, words, ends, options=options)
+        found._served = ServedModel.of(trained.model, words, ends, options=EngineOptions(**sizes))
         found._name, found._encoder = type(module).__name__, None
         found._trained, found._ids = trained, itertools.count()
         return found

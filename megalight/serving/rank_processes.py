@@ -64,7 +64,8 @@ def as_settings(path: str | os.PathLike[str], options: EngineOptions, weights: M
     plain = {name: value if value is None else str(value) for name, value in weights.items() if name != "dtype"}
     dtype = weights.get("dtype")
     plain["dtype"] = None if dtype is None else str(dtype).removeprefix("torch.")
-    return {"path": str(path), "options": asdict(options), "weights": plain}
+    sizes = {**asdict(options), "draft": options.draft and os.fspath(options.draft)}
+    return {"path": str(path), "options": sizes, "weights": plain}
 
 
 def from_settings(settings: Mapping[str, Any]) -> tuple[str, EngineOptions, dict[str, Any]]:
