@@ -34,13 +34,13 @@ test-full: $(READY) ## also whole matrices, kills and soaks, and GPU tests where
 test-gpu: $(READY) ## the tests that need GPUs, in JOBS processes; writes tests/results/gpu.md (GIT_COMMIT names the commit of a copy)
 	$(BIN)/python -m pytest -m gpu --numprocesses $(JOBS) --dist loadgroup --summary tests/results/gpu.md
 
-checks: $(READY) site ## lint, format, types, import levels, the documentation's site; counts files and lines
+checks: $(READY) site ## lint, format, types, import levels, the documentation's site; counts files, lines, and what a batch enters
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest tests/test_import_levels.py tests/test_package.py
-	$(BIN)/python tools/structure.py
+	$(BIN)/python tools/structure.py --enter
 
 docs-check: $(READY) ## run the commands and code that the documentation shows
 	$(BIN)/python -m pytest tests/test_docs.py

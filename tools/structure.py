@@ -17,10 +17,12 @@ import argparse
 import ast
 import dataclasses
 import inspect
+import logging
 import re
 import statistics
 import sys
 import tokenize
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -194,7 +196,9 @@ def entered() -> tuple[Files, Files]:
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_steps=2, **quiet).fit(model, loader)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    with warnings.catch_warnings(action="ignore"):
+        pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_steps=2, **quiet).fit(model, loader)
     return batch, weight
 
 
