@@ -145,6 +145,7 @@ WIDE = [
     (16, 64, 2, 5),
 ]
 LATENT = [(16, 32, 4, 2), (16, 64, 4, 2), (16, 64, 8, 2), (32, 32, 4, 2), (64, 32, 8, 2), (64, 64, 8, 2)]
+LATENT_E4M3 = [(16, 32, 4, 3), (16, 64, 4, 5), (16, 64, 8, 5), (64, 64, 8, 3), (64, 32, 8, 5)]
 LONG = [(128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 4)]
 
 
@@ -198,8 +199,8 @@ def kernels(arguments: argparse.Namespace) -> Row:
         if shared == E4M3:
             size -= count * length * (sizes[1] - 4)  # a byte less for each feature of a latent, and a scale
         given = make([1] * count, [length] * count, heads, sizes, shared)
-        blocks = [each for each in LATENT if each[0] <= max(16, heads[0])] if shared else WIDE
-        variants.decode(name, given, size, copy, () if arguments.chosen else blocks)
+        latent = [each for each in (LATENT_E4M3 if shared == E4M3 else LATENT) if each[0] <= max(16, heads[0])]
+        variants.decode(name, given, size, copy, () if arguments.chosen else latent if shared else WIDE)
         del given
         torch.cuda.empty_cache()
     for queries, length in () if arguments.shapes else ((2048, 8192), (512, 8192)):

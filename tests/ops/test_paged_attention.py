@@ -288,10 +288,10 @@ def latents_of_eight_bits(
     pages = make_pages(queries, totals, 4, blocks)
     latents = torch.zeros(blocks * 4, rank, dtype=torch.float8_e4m3fn)
     turned, scales = torch.full((blocks * 4, rotary), torch.nan, dtype=dtype), torch.full((blocks * 4,), torch.nan)
-    # Parts of one projection. Latents of one token are all 0, those of another 1,000 times as large.
+    # Parts of one projection. Latents of one token are all 0, those of another 1,000 times as small.
     given = torch.randn(sum(totals), rank + rotary).to(dtype)
     given[0, :rank] = 0
-    given[-1, :rank] *= 1000
+    given[-1, :rank] /= 1000
     rows = pages.rows(0, totals)
     new = torch.isin(rows, pages.write)
     q = torch.randn(sum(queries), 20, rank + rotary).to(dtype)
@@ -308,9 +308,7 @@ def latents_of_eight_bits(
     exact = latent.double()
     within = (found[rows] - exact).abs() <= exact.abs() / 16 + exact.abs().amax(-1, keepdim=True) * 2**-9 / 448
     assert within.all() or not rounds
-    expected = paged_attention(
-        q.double(), torch.cat([found, turned.double()], 1)[:, None], found[:, None], pages, scale=0.2
-    )
+    expected = paged_attention(q.double(), torch.cat([found, turned.double()], 1)[:, None], found[:, None], pages)
     heads = latents[:, None]
     if padding:
         q, pages = torch.cat([q, q.new_ones(padding[2] - len(q), *q.shape[1:])]), as_recorded(pages, *padding)
@@ -319,8 +317,8 @@ def latents_of_eight_bits(
     # What 8 bits cost beside full precision: values are within 1 / 16, and half of that on average.
     pool = torch.zeros(blocks * 4, 1, rank + rotary, dtype=torch.float64, device=device)
     pool[rows, 0] = given.double()
-    full = paged_attention(q.double(), pool, pool[..., :rank], pages, scale=0.2)[: sum(queries)]
-    assert error(mixed[: sum(queries)], full) < 0.04
+    full = paged_attention(q.double(), pool, pool[..., :rank], pages)[: sum(queries)]
+    assert error(mixed[: sum(queries)], full) < 0.05 or not rounds
 
 
 LATENTS: list[tuple[list[int], list[int], Any]] = [
@@ -346,7 +344,7 @@ def test_latents_of_eight_bits(
         appended, attended = append.reference_append_latents, attend.reference_paged_attention
 
     def run(q: Tensor, k: Tensor, v: Tensor, pages: Pages, scales: Any, rotary: Tensor) -> Any:
-        return attended(q, k, v, pages, True, 0.2, None, None, None, None, scales, rotary)
+        return attended(q, k, v, pages, True, None, None, None, None, None, scales, rotary)
 
     latents_of_eight_bits(appended, run, queries, totals, (18, 6), backend == "reference", padding)
 
@@ -359,7 +357,7 @@ def test_latents_of_eight_bits_on_a_gpu(queries: list[int], totals: list[int], s
         append_latents(*given, backend="triton")
 
     def attend(q: Tensor, k: Tensor, v: Tensor, pages: Pages, scales: Any, rotary: Tensor) -> Tensor:
-        return paged_attention(q, k, v, pages, scale=0.2, scales=scales, rotary_pool=rotary, backend="triton")
+        return paged_attention(q, k, v, pages, scales=scales, rotary_pool=rotary, backend="triton")
 
     latents_of_eight_bits(append, attend, queries, totals, sizes, True, None)
 

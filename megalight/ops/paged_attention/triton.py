@@ -45,6 +45,56 @@ LONG = 4096
 """Rows of a sequence from which on blocks are large."""
 
 
+@jit
+def _half(x: Value, like: Value, HARDWARE: constexpr) -> Value:
+    """Return e4m3 values in the dtype of ``like``. ``HARDWARE``: nothing is interpreted.
+
+    Assembly that is not pure stays where it is: before values go to shared memory, once for both products. Triton moves
+    its own conversion, and pure assembly, to where each product reads values. They lie there as bytes then, and a
+    product that reads them transposed loads them one by one.
+    """
+    if HARDWARE and like.dtype == tl.bfloat16:
+        # Bits are moved to where sign, exponent and mantissa are, and multiplied by 2 ** 120, as the biases differ.
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 low, high, lower, higher;
+            prmt.b32 low, $2, 0, 0x1404;
+            prmt.b32 high, $2, 0, 0x3424;
+            shr.u32 lower, low, 4;
+            shr.u32 higher, high, 4;
+            and.b32 lower, lower, 0x07f007f0;
+            and.b32 higher, higher, 0x07f007f0;
+            lop3.b32 low, low, 0x80008000, lower, 0xea;
+            lop3.b32 high, high, 0x80008000, higher, 0xea;
+            mov.b32 lower, 0x7b807b80;
+            mov.b32 higher, 0x80008000;
+            fma.rn.bf16x2 $0, low, lower, higher;
+            fma.rn.bf16x2 $1, high, lower, higher;
+            }""",
+            "=r,=r,r",
+            [x.to(tl.int8, bitcast=True)],
+            dtype=tl.bfloat16,
+            is_pure=False,
+            pack=4,
+        )
+    elif HARDWARE and like.dtype == tl.float16:  # noqa: RET505  # branches of the compiler
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high;
+            mov.b32 {low, high}, $2;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high;
+            }""",
+            "=r,=r,r",
+            [x.to(tl.int8, bitcast=True)],
+            dtype=tl.float16,
+            is_pure=False,
+            pack=4,
+        )
+    else:
+        return x.to(like.dtype)
+
+
 # Numbers and addresses that differ from step to step: a kernel compiled for each kind of them would stop a run for
 # half a second.
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -95,6 +145,7 @@ def _attend(
     SHARED: constexpr,
     QUANTIZED: constexpr,
     APART: constexpr,
+    HARDWARE: constexpr,
     PRECISION: constexpr,
     PDL: constexpr,
 ) -> None:
@@ -177,8 +228,8 @@ def _attend(
             loaded = tl.load(
                 keys[:, None] + feature[None, :], mask=present[:, None] & (feature < DIM)[None, :], other=0.0
             )
-            # Of e4m3, each value is one of half precision.
-            loaded = loaded.to(held.dtype)
+            if QUANTIZED:
+                loaded = _half(loaded, held, SHARED and HARDWARE)
             scores = tl.dot(held, tl.trans(loaded), input_precision=PRECISION)
             if QUANTIZED:
                 scale_at = rows * tl.num_programs(1) + kv_head
@@ -348,7 +399,8 @@ def _launch(
     (tokens, heads, size), kv_heads, value_size = q.shape, k_pool.shape[1], v_pool.shape[-1]
     group, shared = heads // kv_heads, v_pool.data_ptr() == k_pool.data_ptr()
     # Those of few long prompts, if all passes are to have the same.
-    rows, keys, warps, stages = _blocks(LONG if fixed else queries * group, size, value_size, shared)
+    eight = scales is not None
+    rows, keys, warps, stages = _blocks(LONG if fixed else queries * group, size, value_size, shared, eight)
     if fixed and shared and q.dtype == torch.float32:
         rows, keys, stages = 16, 16, 1  # latents of four bytes: more would not fit into shared memory
     blocks = cdiv(queries * group, rows)
@@ -388,8 +440,9 @@ def _launch(
         CAPPED=softcap is not None,
         SINK=sink is not None,
         SHARED=shared,
-        QUANTIZED=scales is not None,
+        QUANTIZED=eight,
         APART=rotary_pool is not None,
+        HARDWARE=q.is_cuda,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         PDL=pdl,
         launch_pdl=pdl,
@@ -409,8 +462,11 @@ def _launch(
         )
 
 
-def _blocks(rows: int, size: int, value_size: int, shared: bool) -> tuple[int, int, int, int]:
+def _blocks(rows: int, size: int, value_size: int, shared: bool, eight: bool) -> tuple[int, int, int, int]:
     """Return rows and keys of a block, warps and stages."""
+    if shared and eight:
+        # The copy of a block begins two blocks before it is needed, and that of its numbers two before that.
+        return (16, 32, 4, 5) if rows <= 16 else (64, 64, 8, 5)
     if shared:
         return (16, 32, 4, 2) if rows <= 16 else (32, 32, 4, 2) if rows <= 32 else (64, 64, 8, 2)
     wide = max(size, value_size) > 128
