@@ -17,7 +17,7 @@ from torch import nn
 
 from megalight.errors import LayoutError
 from megalight.parallel.context.divided_layers import WHOLE
-from megalight.parallel.sequence_regions import MIXES, by_token_arguments, computes_by_token, styles
+from megalight.parallel.sequence_regions import MIXES, by_token_arguments, computes_by_token, several_states, styles
 from megalight.parallel.structural_plan import Rules, feed_forward, is_linear, names_read
 from megalight.parallel.styles import (
     Attributes,
@@ -50,6 +50,8 @@ SCORES = {"softmax", "scaled_dot_product_attention", "matmul", "bmm", "baddbmm",
 MOVES = {"mean", "sum", "max", "cat", "transpose", "permute", "reshape", "view", "flatten", "squeeze", "unsqueeze"}
 MOVES |= {"pad", "gather", "scatter", "index_select", "index_add_", "masked_select", "topk", "sort", "T", "mT"}
 """Calls after which numbers may be those of other tokens."""
+INTERFACE = {"ALL_ATTENTION_FUNCTIONS"}
+"""What an attention reads that uses the interface of ``transformers``."""
 OUTPUT = "output.dense"
 """The projection from heads of BERT's attention, in the module around it."""
 
@@ -72,7 +74,11 @@ def context_regions(model: nn.Module, rules: Rules, towers: Sequence[str] = ()) 
     for name, stack in modules.items():
         layers = [f"{name}.{index}" for index in range(len(stack))] if isinstance(stack, nn.ModuleList) else []
         layers = [layer for layer in layers if layer in modules]
-        if any(name.startswith(f"{each}.") for each in outer) or not found.is_stack(layers):
+        if any(name.startswith(f"{each}.") for each in outer):
+            continue
+        if attention := next((layer for layer in layers if names_read(modules[layer]) & INTERFACE), None):
+            raise LayoutError(f"has attention outside of a list of layers ({attention})")
+        if not found.is_stack(layers):
             continue
         outer.append(name)
         found.stack = name
@@ -152,6 +158,8 @@ class _ContextRegions:
 
     def layer(self, name: str) -> None:
         """Give rules to a layer of a stack, or to a module that hands its tokens to others."""
+        if several := several_states(self.modules[name]):
+            raise LayoutError(f"has a layer ({name}) that {several}, and shares of one alone are taken")
         if names_read(self.modules[name]) & (MIXES | SCORES):
             self.whole(name)
             return

@@ -126,6 +126,8 @@ class _SequenceRegions:
                 "set it to 0, or turn sequence parallelism off."
             )
             self.add(name, Refused(reason, sequence_parallel=True))
+        if several := several_states(module):
+            self.add(name, Refused(f"{several}; turn sequence parallelism off.", sequence_parallel=True))
         if by_token := by_token_arguments(module):
             self.add(name, Boundary(arguments=by_token))
         self.visit(name)
@@ -219,6 +221,12 @@ class _SequenceRegions:
 
     def whole(self, name: str) -> None:
         """Let every rank compute a module with all tokens, and take its share of the output."""
+        inside = [each for each, _ in self.inside(name)]
+        rows = [each for each in inside if self.has(each, Row, ConvRow)]
+        if rows and not any(self.has(each, Column, ConvColumn) for each in inside):
+            beside = "beside what may mix tokens; turn sequence parallelism off."
+            reason = f"sums the features of all ranks ({rows[0]}) {beside}"
+            self.add(name, Refused(reason, sequence_parallel=True))
         self.keep_tokens(name)
         for each, child in self.inside(name):
             if not self.has(each, Row, ConvRow) and any(p is not None for p in child._parameters.values()):
@@ -229,6 +237,12 @@ class _SequenceRegions:
             reason = "may hand out its bias, for tokens of which ranks hold shares; turn sequence parallelism off."
             self.add(name, Refused(reason, sequence_parallel=True))
         self.add(name, Boundary(enter="join", leave="split"))
+
+
+def several_states(layer: nn.Module) -> str | None:
+    """Return that a layer gets hidden states besides its first argument, which alone is divided; None: it does not."""
+    first, *others = inspect.signature(layer.forward).parameters
+    return f"gets hidden states as {first} and as hidden_states" if "hidden_states" in others else None
 
 
 def by_token_arguments(layer: nn.Module) -> tuple[str, ...]:

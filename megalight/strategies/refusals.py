@@ -20,6 +20,7 @@ from megalight.errors import ConfigurationError
 from megalight.models.module import MegalightModule
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
+from megalight.parallel.model_plans import is_transformers
 from megalight.strategies import _lightning
 
 
@@ -193,6 +194,11 @@ def check_whole_models(root: nn.Module, mesh: ParallelMesh) -> None:
             raise ConfigurationError(
                 f"{name} is torch.compile({type(model._orig_mod).__name__}), and {layout} divides what it compiled. "
                 "Compile the layers instead, before training: layer.forward = torch.compile(layer.forward)."
+            )
+        if is_transformers(model) and model._compiled_call_impl is not None and degrees.keys() & {"pp", "cp"}:
+            raise ConfigurationError(
+                f"{name} ({kind}) is compiled by {name}.compile(), and {layout} runs it in parts. Compile the layers "
+                "instead: layer.compile()."
             )
         if getattr(model, "is_quantized", False) is True and degrees.keys() & {"tp", "ep", "etp"}:
             method = getattr(model, "quantization_method", "packed")

@@ -234,10 +234,16 @@ def test_layouts_are_refused_by_name() -> None:
     assert "layers.0 (BartDecoderLayer) draws dropout=0.1 itself" in run(_refused, 2, "bart", True, "dropout")[0]
     assert "transformer.ffns.0 (TransformerFFN) is no layer of a list" in run(_refused, 2, "xlm", True)[0]
     assert "layers get hidden states (4, 2, 8, 32)" in run(_refused, 2, "gemma3n_text", True)[0]
-    model = tiny("higgs_audio_v2")
-    plan = plan_for(model) or ParallelizePlan()
-    with pytest.raises(LayoutError, match=r"\(HiggsAudioV2DecoderLayer\) calls masked_scatter"):
-        parallelize(model, plan, ParallelMesh(2, 0, tp=2), sequence_parallel=True)
+    assert "a Bottleneck returns 4 hidden states (2, 8, 32)" in run(_refused, 2, "mobilebert", True)[0]
+    for family, message in {
+        "higgs_audio_v2": r"\(HiggsAudioV2DecoderLayer\) calls masked_scatter",
+        "reformer": r"\(ReformerLayer\) gets hidden states as prev_attn_output and as hidden_states",
+        "xmod": r"\(XmodOutput\) sums the features of all ranks \(roberta.encoder.layer.0.output.dense\) beside",
+    }.items():
+        model = tiny(family)
+        plan = plan_for(model) or ParallelizePlan()
+        with pytest.raises(LayoutError, match=message):
+            parallelize(model, plan, ParallelMesh(2, 0, tp=2), sequence_parallel=True)
     model = tiny("qwen3_moe", moe_intermediate_size=15)
     plan = plan_for(model) or ParallelizePlan()
     with pytest.raises(LayoutError, match="experts have an inner width of 15, and tp=2 does not divide it"):

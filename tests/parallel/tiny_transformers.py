@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 import math
 import warnings
 from collections.abc import Iterator
@@ -54,8 +55,11 @@ OWN: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "n_groups": 2},
     "xlnet": {"n_head": 4, "d_head": 8, "d_model": 32, "d_inner": 48, "n_layer": 2},
     "zaya": {"num_experts_per_tok": 1},
-    "zamba2": {"layer_types": ["mamba", "hybrid"]},
-    "zamba": {"layer_types": ["mamba", "hybrid"]},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "head_dim": 16, "num_key_value_heads": 4},
+    "zamba": {
+        **{"num_hidden_layers": 4, "attn_layer_period": 1, "attn_layer_offset": 0},
+        **{"head_dim": 16, "num_key_value_heads": 4, "use_mamba_kernels": False},
+    },
     "bamba": {"attn_layer_indices": [1]},
     "reformer": {"is_decoder": True, "axial_pos_embds": False, **dict.fromkeys(HASHES, 0.0), "hash_seed": 0},
     **{f: {"decoder_start_token_id": 0} for f in ("t5", "longt5", "switch_transformers")},
@@ -77,7 +81,32 @@ OWN: dict[str, dict[str, Any]] = {
         "rope_parameters": {**MROPE, "mrope_section": [1, 1, 2]},
     },
     "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0},
-    "gemma4_assistant": {"hidden_size_per_layer_input": 0},
+    # Its attention reads a rotary base that its configuration does not have by itself.
+    "dbrx": {
+        **{"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64, "resid_pdrop": 0.0, "emb_pdrop": 0.0},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        # Their names are exchanged in transformers.
+        "ffn_config": {"hidden_size": 48, "ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "mpt": {"attn_config": {"attn_pdrop": 0}},
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
+    "blt": {
+        **{f"{part}_config": {"hidden_size_global": 32} for part in ("encoder", "decoder")},
+        "encoder_hash_byte_group_vocab": 64,
+    },
+    "perceiver": {
+        **{"num_latents": 4, "d_latents": 32, "d_model": 32, "num_self_attends_per_block": 2, "vocab_size": 96},
+        **{"num_self_attention_heads": 4, "num_cross_attention_heads": 4, "max_position_embeddings": 8},
+    },
+    "vibevoice_asr": {
+        f"{part}_tokenizer_encoder_config": {"num_filters": 4, "downsampling_ratios": [2, 2], "depths": [1, 1, 1]}
+        for part in ("acoustic", "semantic")
+    },
+    "encoder-decoder": {
+        "encoder": {"model_type": "bert"},
+        "decoder": {"model_type": "bert", "is_decoder": True, "add_cross_attention": True},
+        **{"decoder_start_token_id": 1, "pad_token_id": 0},
+    },
     "nemotron_h": {
         **{"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2},
         "moe_shared_expert_intermediate_size": 16,
@@ -125,7 +154,8 @@ def _model_class(config: type[Any]) -> Any:
 def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
     """The model's own loss; of a model without a head, the mean square of its hidden states."""
     with float64():
-        if hasattr(model, "lm_head") or model.get_output_embeddings() is not None:  # type: ignore[operator]
+        forwards = [kind.forward for kind in type(model).__mro__ if "forward" in vars(kind)]
+        if any("labels" in inspect.signature(each).parameters for each in forwards):
             loss: Tensor = model(input_ids=ids, labels=ids).loss
             return loss
         hidden: Tensor = model(input_ids=ids).last_hidden_state
@@ -204,13 +234,7 @@ def tiny(family: str, **settings: Any) -> nn.Module:
     """A language model of a family, with weights that are not symmetric."""
     import transformers
 
-    kind = type(transformers.AutoConfig.for_model(family))
-    parts = kind.sub_configs if "text_config" in (kind.sub_configs or {}) else {}
-    # A tower is never called here, and would be large.
-    inner = {
-        each: _sized(part, "", settings if each == "text_config" else {}).to_dict() for each, part in parts.items()
-    }
-    config = kind(**inner) if inner else _sized(kind, family, settings)
+    config = _sized(transformers.CONFIG_MAPPING[family], family, settings)
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -218,7 +242,7 @@ def tiny(family: str, **settings: Any) -> nn.Module:
         if auto := families()[family]:
             model = getattr(transformers, auto).from_config(config, experts_implementation="eager")
         else:
-            model = _model_class(kind)._from_config(config, experts_implementation="eager")
+            model = _model_class(type(config))._from_config(config, experts_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -230,14 +254,28 @@ def tiny(family: str, **settings: Any) -> nn.Module:
 
 
 def _sized(kind: Any, family: str, settings: dict[str, Any]) -> Any:
-    plain = kind()
+    """A configuration of a family; those in it are small, too: towers, which are never called here, would be large."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    own = {**OWN.get(family, {}), **({} if "text_config" in (kind.sub_configs or {}) else settings)}
+    plain = None if kind.has_no_defaults_at_init else kind()
+    inner = {}
+    for name, part in (kind.sub_configs or {}).items():
+        theirs = {**own.pop(name, {}), **(settings if name == "text_config" else {})}
+        if part is AutoConfig:
+            part = CONFIG_MAPPING[theirs.pop("model_type")] if plain is None else type(getattr(plain, name))
+        inner[name] = _sized(part, "", theirs)
+    if plain is None:
+        return kind(**{name: part.to_dict() for name, part in inner.items()}, **own)
+    if "text_config" in inner:
+        return kind(**inner, **own)
     sizes = {name: value for name, value in SIZES.items() if name in vars(plain) or name in kind.attribute_map}
     if "kv_lora_rank" in sizes:  # latent attention has a key head for each query head
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
         sizes.pop("head_dim", None)  # that of the rotated part
     if "layer_types" in vars(plain) and plain.layer_types is None:
         sizes["layer_types"] = ["full_attention"] * 2
-    return kind(**{**sizes, **OWN.get(family, {}), **settings})
+    return kind(**{**sizes, **inner, **own})
 
 
 @contextmanager

@@ -51,6 +51,8 @@ def test_what_cannot_be_divided_is_named() -> None:
     assert "(MambaForCausalLM) has layers of type linear_attention" in _refused(tiny("mamba"))
     assert "draws dropout of 0.1 in transformer.drop" in _refused(tiny("gptj", embd_pdrop=0.1))
     assert "context_parallel=2, and not over tensor_parallel=2 besides" in _refused(tiny("gptj"), tensor_parallel=2)
+    assert "has attention outside of a list of layers (model.local_encoder.cross_attn_" in _refused(tiny("blt"))
+    assert "(reformer.encoder.layers.0) that gets hidden states as prev_attn_output and" in _refused(tiny("reformer"))
     odd = tiny("gptj", num_attention_heads=1, n_head=1)
     assert "num_attention_heads is 1; it must be an integer that 2 divides. Lower context_parallel" in _refused(odd)
 

@@ -382,6 +382,12 @@ def _quantized() -> nn.Module:
     return model
 
 
+def _compiled_in_place() -> nn.Module:
+    model = tiny("qwen3")
+    model.compile()
+    return model
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
     "compiled": (
         lambda: torch.compile(tiny("qwen3")),  # type: ignore[return-value]
@@ -400,6 +406,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
     ),
 }  # fmt: skip
 """What is wrong -> the model, ranks along ``tp``, and the message."""
+
+
+@pytest.mark.parametrize("axis", ["pp", "cp"])
+def test_models_that_are_compiled_in_place_do_not_run_in_parts(axis: str) -> None:
+    module, mesh = Holder(_compiled_in_place()), ParallelMesh(2, 0, **{axis: 2})
+    with pytest.raises(ConfigurationError, match=rf"is compiled by net.compile\(\), and {axis}=2 runs it in parts"):
+        check_plain(MegatronStrategy(), module, mesh)
 
 
 @pytest.mark.parametrize("case", MODELS)

@@ -80,6 +80,12 @@ class Boundary(Style):
             # By the same convention they come first in a tuple or list; the rest (attention
             # weights, caches) is left alone.
             if isinstance(output, tuple | list):
+                shape = output[0].shape
+                if self.leave == "split" and any(isinstance(x, Tensor) and x.shape == shape for x in output[1:]):
+                    raise LayoutError(
+                        f"a {type(module).__name__} returns {len(output)} hidden states {tuple(shape)}, and sequence "
+                        "parallelism divides the first output alone; turn it off for this model."
+                    )
                 return type(output)((change(module, output[0], first), *output[1:]))
             return change(module, output, first)
 
