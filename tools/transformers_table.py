@@ -38,6 +38,16 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
 TOLERANCE = 1e-9
 ABSENT = {"no experts": "there are none", "no stages": "is a plain LightningModule, and pp=2"}
 """Word for what a family lacks -> a part of the message. These do not count."""
+NEEDS = {
+    "gemma3n": "the package `timm`, for its tower; its language model is `gemma3n_text`",
+    "gemma4_assistant": "keys and values of the model for which it drafts",
+    "gemma4_unified_assistant": "keys and values of the model for which it drafts",
+    "git": "an image: its loss is of the tokens behind it",
+    "musicgen": "ids and labels of several codebooks",
+    "musicgen_melody": "ids and labels of several codebooks",
+    "voxtral_realtime": "sound, which is added to each token",
+}
+"""Family that computes no loss from ids alone -> what it needs."""
 
 
 def tried(family: str, layouts: list[str]) -> dict[str, list[str]]:
@@ -168,8 +178,13 @@ def page(results: dict[str, dict[str, list[str]]]) -> str:
             if (value := found.get(name, ["ok", ""]))[0] not in ("ok", "not run", *ABSENT):
                 message = value[1].replace("|", "\\|").replace("<", "&lt;")
                 lines.append(f"| `{family}` | {LAYOUTS[name][0]} | {message} |")
-    absent = sorted(name for name, found in results.items() if found["built"][0] != "ok")
-    lines += ["", f"Not built at this size, or not from ids alone: {', '.join(f'`{name}`' for name in absent)}.", ""]
+    lines += ["", "## Not tried", "", "What these need besides ids:", "", "| family | needs |", "| --- | --- |"]
+    lines += [
+        f"| `{name}` | {NEEDS.get(name) or found['built'][1]} |"
+        for name, found in sorted(results.items())
+        if found["built"][0] != "ok"
+    ]
+    lines.append("")
     return "\n".join(lines)
 
 

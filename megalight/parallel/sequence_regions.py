@@ -37,6 +37,8 @@ MIXES = {"roll", "flip", "cumsum", "conv1d"}
 """Calls by which a layer mixes tokens outside of the modules in it."""
 SELECTS = {"masked_scatter"}
 """Calls by which a layer takes some tokens, whose number is another on each rank."""
+STATES = {"hidden_states", "original_hidden_states"}
+"""Arguments of layers that are hidden states."""
 RESHAPES = {"reshape", "view", "flatten"}
 """Calls after which a linear layer of the layer itself may not see ``[B, S, h]``, whose dim 1 it would gather."""
 
@@ -242,7 +244,7 @@ class _SequenceRegions:
 def several_states(layer: nn.Module) -> str | None:
     """Return that a layer gets hidden states besides its first argument, which alone is divided; None: it does not."""
     first, *others = inspect.signature(layer.forward).parameters
-    return f"gets hidden states as {first} and as hidden_states" if "hidden_states" in others else None
+    return next((f"gets hidden states as {first} and as {each}" for each in others if each in STATES), None)
 
 
 def by_token_arguments(layer: nn.Module) -> tuple[str, ...]:

@@ -203,7 +203,7 @@ def feed_forward(name: str, module: nn.Module) -> Rules | str | None:
             return f"{sizes} features do not become {width}"
         # A norm or an activation with weights, of the inner features.
         names = {*(up.partition(".")[0] for up in ups), down.partition(".")[0]}
-        inner = [each for each, child in module.named_children() if each not in names and _sees(child, width)]
+        inner = [each for each, child in module.named_children() if each not in names and _sees(child, width, sizes)]
         if inner:
             return f"{', '.join(inner)} may see features of all ranks"
         prefix = f"{name}." if name else ""
@@ -214,9 +214,10 @@ def feed_forward(name: str, module: nn.Module) -> Rules | str | None:
     return None
 
 
-def _sees(module: nn.Module, width: int) -> bool:
-    """Return whether a module has weights for ``width`` features, or for any (single numbers)."""
-    return any(parameter.shape[-1:].numel() in (1, width) for parameter in module.parameters())
+def _sees(module: nn.Module, width: int, sizes: list[int]) -> bool:
+    """Return whether a module has weights for ``width`` features, or for any (single numbers), or makes ``sizes``."""
+    shapes = [parameter.shape for parameter in module.parameters()]
+    return any(shape[-1:].numel() in (1, width) or shape[0] in sizes for shape in shapes)
 
 
 def _attention(name: str, module: nn.Module, outer: nn.Module | None) -> Rules | str | None:

@@ -199,7 +199,8 @@ def trained(family: str, options: dict[str, Any], checkpointing: bool = False, *
     if checkpointing:
         module.net.gradient_checkpointing_enable(AGAIN)  # type: ignore[operator]
     # The default one ignores soft caps; the eager one of some families (Moshi) is not causal without a mask.
-    if getattr(whole.config, "attn_logit_softcapping", None):
+    configs = [whole.config, *(getattr(whole.config, each, None) for each in ("encoder", "decoder"))]
+    if any(getattr(each, "attn_logit_softcapping", None) for each in configs):
         whole.set_attn_implementation("eager")
     strategy = MegatronStrategy(**options)
     runner = trainer(strategy, max_steps=STEPS)

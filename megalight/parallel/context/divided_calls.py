@@ -187,7 +187,7 @@ def _divided(model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...
     following = following.to(ids.device)
     mine = take(following.masked_fill(following == ignored, IGNORED), IGNORED)
     given |= {"input_ids": take(ids, 0), "position_ids": take(places, 0), "use_cache": False, "return_dict": True}
-    with calling(share, core) as call, _own_loss(model, mine.numel()) as losses:
+    with calling(share, core) as call, _own_loss(model, mine.numel(), count) as losses:
         output = forward(**given, labels=mine, shift_labels=mine, num_items_in_batch=count)
     _check_call(model, call, losses)
     group = core.groups.all
@@ -230,12 +230,13 @@ def _documents(batch: int, length: int, device: torch.device, positions: Tensor 
 
 
 @contextmanager
-def _own_loss(model: nn.Module, tokens: int) -> Iterator[list[str]]:
+def _own_loss(model: nn.Module, tokens: int, count: Tensor) -> Iterator[list[str]]:
     """Sum the losses of this share inside, and divide them by the number of all. Yields a list that the loss extends.
 
     Args:
         model: the model.
         tokens: tokens of the share.
+        count: tokens of all shares that have a label.
 
     Raises:
         LayoutError: the model has a loss of its own, or shifts labels itself.
@@ -249,7 +250,7 @@ def _own_loss(model: nn.Module, tokens: int) -> Iterator[list[str]]:
         )
 
     @functools.wraps(found)  # fused heads know the loss by its name
-    def loss(logits: Tensor, labels: Tensor, *args: Any, num_items_in_batch: Tensor, **kwargs: Any) -> Tensor:
+    def loss(logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         called.append("loss")
         if labels.numel() != tokens:
             raise LayoutError(
@@ -258,7 +259,7 @@ def _own_loss(model: nn.Module, tokens: int) -> Iterator[list[str]]:
             )
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
         total = nn.functional.cross_entropy(wide, labels.flatten(), ignore_index=IGNORED, reduction="sum")
-        return total / num_items_in_batch
+        return total / count  # which some models do not hand on
 
     setattr(model, "loss_function", loss)  # noqa: B010  (of transformers, no module)
     try:
