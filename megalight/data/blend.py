@@ -195,9 +195,6 @@ class BlendedDataset(Generic[ItemT]):
         return self.datasets[int(self.dataset_index[index])][int(self.sample_index[index])]
 
 
-# Mixtures of corpora
-
-
 SampleT = TypeVar("SampleT")
 Data = str | list[str | float] | dict[str, float]
 """Options that name data. Paths are taken in the place of strings."""

@@ -353,9 +353,6 @@ def batches_of(missing: Sequence[int], size: int) -> list[Sequence[int]]:
     return [missing[start : start + size] for start in range(0, len(missing), size)]
 
 
-# Hidden states of the base of a draft (EAGLE)
-
-
 DTYPES = {
     "bfloat16": ("<i2", torch.int16),
     "float16": ("<f2", None),
@@ -429,9 +426,6 @@ def hidden_state_values(states: Mapping[str, Tensor], dtype: str) -> dict[str, N
     return {name: (tensor if bits is None else tensor.view(bits)).numpy() for name, tensor in found.items()}
 
 
-# Teacher logits (distillation): the most likely tokens
-
-
 LogitsDtype = Literal["float16", "float32"]
 """Dtypes of log-probabilities on disk."""
 
@@ -488,9 +482,6 @@ class CachedLogits(Records[CachedLogitsMeta]):
 
     def _of(self, record: Any) -> TopTokens:
         return TopTokens(*(torch.from_numpy(record[name].copy()) for name in ("ids", "log_probs", "log_rest")))
-
-
-# Samples with their cached outputs
 
 
 ValueT = TypeVar("ValueT", TopTokens, BaseStates)

@@ -238,9 +238,6 @@ def same_tokenizer(corpora: Iterable[Corpus]) -> CorpusMeta | None:
     return None if first is None else first.meta
 
 
-# Splits
-
-
 SPLITS = ("train", "validation", "test")
 
 SPLIT = "969,30,1"

@@ -114,9 +114,6 @@ def _cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-# Sentence splitting, for data sets of sentence pairs
-
-
 SENTENCE_END = re.compile(
     r"""
     (?<=[.!?…])["'”’)\]]*\s+(?=["'“‘(\[]*[^\W_a-z])  # end mark, closing quotes, space, then no lower-case letter
@@ -246,9 +243,6 @@ class DocumentWriter:
             append_eod=append_eod,
             num_bytes=num_bytes,
         )
-
-
-# Token frequencies, and their entropy
 
 
 CHUNK = 1 << 24

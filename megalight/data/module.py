@@ -262,7 +262,20 @@ class ResumableDataModule(pl.LightningDataModule, ABC):
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
 
-log.addFilter(only_first)
+def is_separate(data: object, own: Mapping[str, object]) -> bool:
+    """Return whether splits have data of their own (``own``, by split), in place of ``data``, which is divided.
+
+    Raises:
+        ConfigurationError: neither or both are given.
+    """
+    separate = any(value is not None for value in own.values())
+    if (data is None) != separate:
+        raise ConfigurationError(
+            "give either data, which split divides, or some of train_data, val_data and test_data; "
+            + ("neither was given." if data is None else "both were given.")
+        )
+    return separate
+
 
 OTHER_WAYS = {
     "pairs": "A loss over preference pairs is yours to write: megalight.data.corpus.Corpus.open reads them, documents "
@@ -381,12 +394,7 @@ class TokenDataModule(ResumableDataModule):
 
     def _open(self, data: Data | None, split: str, own: dict[str, Data | None]) -> dict[str, list[BlendPart]]:
         # Separate data need no division: each is wholly of its split.
-        separate = any(value is not None for value in own.values())
-        if (data is None) != separate:
-            raise ConfigurationError(
-                "give either data, which split divides, or some of train_data, val_data and test_data; "
-                + ("neither was given." if data is None else "both were given.")
-            )
+        separate = is_separate(data, own)
         parts: dict[str, list[BlendPart]] = {}
         for number, name in enumerate(SPLITS):
             given = own[name] if separate else data

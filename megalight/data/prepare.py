@@ -258,9 +258,6 @@ def _train(
     return Tokenizer.train(itertools.islice(texts, 0, None, stride), vocab_size, special_tokens=special_tokens)
 
 
-# Progress bar
-
-
 class _Rate(TextColumn):
     """Megabytes per second."""
 

@@ -435,9 +435,6 @@ def _read_config(file: Path) -> dict[str, Any]:
     return config
 
 
-# Special tokens as ordinary text
-
-
 HIDDEN = "\U0010ffff{}\U0010ffff"
 """What a token is called that no text shall be: between characters that Unicode keeps out of texts."""
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from megalight.data.chat.template import read_template
 from megalight.data.corpus import SPLIT, SPLITS, split_bounds
-from megalight.data.module import ResumableDataModule
+from megalight.data.module import ResumableDataModule, is_separate
 from megalight.data.sampler import check_sizes
 from megalight.data.text_files import Format, find
 from megalight.data.tokenizer import Tokenizer
@@ -120,12 +120,7 @@ class PromptDataModule(ResumableDataModule):
         # All rows are in memory, so there is nothing for workers to read.
         super().__init__(global_batch_size=global_batch_size, seed=seed, num_workers=0, samples=samples)
         own = dict(zip(SPLITS, (train_data, val_data, test_data), strict=True))
-        separate = any(value is not None for value in own.values())
-        if (data is None) != separate:
-            raise ConfigurationError(
-                "give either data, which split divides, or some of train_data, val_data and test_data; "
-                + ("neither was given." if data is None else "both were given.")
-            )
+        is_separate(data, own)
         self.steps_per_batch = steps_per_batch
         self.data = data
         self.own = own
@@ -246,9 +241,6 @@ def _rows(source: Source, form: Format) -> list[tuple[str, Row]]:
     if isinstance(source, RowSource):
         return [(f"{type(source).__name__} row {number}", row) for number, row in enumerate(source.rows())]
     return read_rows(_listed(source), form)
-
-
-# Several steps on the same answers
 
 
 class Use(NamedTuple):

@@ -83,9 +83,6 @@ def divergence(log_probs: Tensor, reference: Tensor) -> Tensor:
     return ratio.exp() - ratio - 1
 
 
-# Advantages
-
-
 Scale = Literal["group", "none"]
 
 SMALL = 1e-4

@@ -303,9 +303,6 @@ class HFGRPOModule(GRPO[HFConfig], HFCausalLM):
         return {name: p for name, p in values.items() if ("drop" in name) and isinstance(p, float) and p}
 
 
-# Packed sequences of answers
-
-
 def pack_trajectories(
     groups: Sequence[Sequence[Trajectory]],
     names: Sequence[str],

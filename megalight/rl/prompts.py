@@ -20,9 +20,6 @@ from megalight.data.tokenizer import Tokenizer, check_unicode
 from megalight.errors import ConfigurationError, DataError
 from megalight.rl.environment import RLTask
 
-# Rows
-
-
 Row = Mapping[str, Any]
 SUFFIXES = {suffix: kind for suffix, kind in ROWS.items() if kind != "webdataset"}
 """Suffix -> format; shards hold images, of which prompts have none."""

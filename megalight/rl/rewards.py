@@ -11,9 +11,6 @@ from typing import Any, Literal, NamedTuple, get_args
 from megalight.errors import ConfigurationError, DataError, nearest
 from megalight.rl.environment import Answer, Reward, check_reward
 
-# Numbers: separators, decimals, fractions, percents, powers of ten and LaTeX, read exactly
-
-
 LONGEST = 400
 """Characters of a number, at most; a longer text is none."""
 LARGEST_EXPONENT = 400
@@ -142,9 +139,6 @@ def _scaled(value: Fraction, exponent: str) -> Fraction | None:
     if len(exponent) > 5 or abs(int(exponent)) > LARGEST_EXPONENT:
         return None
     return value * Fraction(10) ** int(exponent)
-
-
-# Extraction
 
 
 Extractor = Literal["boxed", "tags", "hashes", "last_number"]

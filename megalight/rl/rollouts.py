@@ -18,9 +18,6 @@ from megalight.parallel.trace import span
 from megalight.rl.environment import PromptBatch, RLTask, Score
 from megalight.strategies.inference import InferenceModel
 
-# The policy as a generator
-
-
 T = TypeVar("T")
 
 
@@ -64,9 +61,6 @@ class Policy(InferenceModel):
         if why is not None:
             raise MegalightError(f"the first rank of this replica failed: {why}")
         return value  # type: ignore[return-value]  # it has not failed
-
-
-# Rollouts
 
 
 @dataclass(frozen=True, kw_only=True)

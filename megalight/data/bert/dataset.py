@@ -18,9 +18,6 @@ from megalight.data.indexed import IndexedDataset
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import DataError
 
-# Words of a vocabulary
-
-
 CLASSIFY = ("[CLS]", "<s>", "<cls>")
 SEPARATE = ("[SEP]", "</s>", "<sep>")
 MASK = ("[MASK]", "<mask>")
@@ -108,9 +105,6 @@ def _letter_of_bytes(character: str) -> bool:
     on, and higher bytes as U+00A1 to U+00FF or from U+0122 on.
     """
     return character.isalnum() if character.isascii() else not 0x100 <= ord(character) <= 0x121
-
-
-# Masking
 
 
 KEPT = 0.1
@@ -363,9 +357,6 @@ def collate(samples: Sequence[PairSample]) -> BertBatch:
         tuple(len(sample.tokens) for sample in samples),
     )
     return batch.with_rows()
-
-
-# Sample index: consecutive sentences of one document, filled greedily to a target length
 
 
 Runs = NDArray[np.int64]

@@ -277,9 +277,6 @@ def _pieces(corpus: Corpus, documents: range, options: PackOptions, label: str) 
     return items.astype(np.int64)
 
 
-# Bin packing
-
-
 def best_fit(sizes: NDArray[Any], capacity: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Put each item into the fullest bin that has room for it (best-fit decreasing).
 

@@ -230,9 +230,6 @@ def document_positions(lengths: Sequence[int], images: Sequence[tuple[int, tuple
     return np.concatenate(found, axis=1)
 
 
-# Checks of the tokens that stand for features
-
-
 ADVICE = "with_images and with_cuts of megalight.data.multimodal.batch make batches whose numbers fit."
 
 

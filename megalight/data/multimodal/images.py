@@ -367,9 +367,6 @@ def rgb(image: Any, channels: int) -> Any:
     return image.convert("RGB" if channels == 3 else "L")
 
 
-# Decoding
-
-
 def decode(data: bytes, place: str) -> Any:
     """Return the Pillow image in the bytes of a file: decoded as a whole, in 8-bit colors, upright as the file says.
 
@@ -485,9 +482,6 @@ def _unreadable(data: bytes, place: str, error: Exception) -> str:
 
 def _pillow() -> ModuleType:
     return require("PIL.Image", "images")
-
-
-# Videos
 
 
 VIDEO_KEYS = ("video", "videos")

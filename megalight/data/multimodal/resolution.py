@@ -15,8 +15,6 @@ from megalight.data.multimodal.template import MIXED, NEWLINE, ImageFormat, Imag
 from megalight.errors import DataError
 from megalight.imports import require
 
-# AnyRes: the whole image, and a grid of tiles without its borders
-
 
 class Lines(NamedTuple):
     """Where the tokens of an image are in its grid of features.
@@ -187,9 +185,6 @@ def mixtures(rows: NDArray[np.int64], shape: tuple[int, int]) -> tuple[NDArray[n
     return corners.reshape(4, -1).T.copy(), weights.reshape(4, -1).T.copy()
 
 
-# Dynamic resolution: each image keeps its shape, and nearly its size
-
-
 LONGEST = 200
 """Images that are more than so many times as long as wide are refused, as by Qwen2.5-VL."""
 
@@ -339,9 +334,6 @@ class DynamicForm:
             for left in range(0, columns, side)
         ]
         return np.concatenate(parts), tuple(map(len, parts))
-
-
-# The form of a model
 
 
 def form_of(config: Any, resize: Resize | None = None) -> ImageFormat:

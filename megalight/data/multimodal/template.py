@@ -176,9 +176,6 @@ def axis_positions(length: int, images: Sequence[tuple[int, tuple[int, int]]]) -
     return found
 
 
-# Images of a row of conversations
-
-
 KEYS = ("images", "image")
 """Keys of rows that hold images. A null is as no key: Parquet fills with it what a row does not have."""
 TYPES = ("image", "image_url")
@@ -215,9 +212,6 @@ def _parts(record: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         for message in value if key not in KEYS and isinstance(value, list) else ():
             content = message.get("content") if isinstance(message, Mapping) else None
             yield from filter(is_image, content if isinstance(content, list) else ())
-
-
-# Placeholders: ``<image>``, and what models have in its place
 
 
 IMAGE_TOKEN = "<image>"
@@ -294,9 +288,6 @@ def image_text_of(image_token: str, vocabulary: Mapping[str, int], given: str | 
 
 def _tokens(frame: ImageText) -> list[str]:
     return [f"<{part}" for part in frame.whole.strip().split("<")[1:]]
-
-
-# Templates
 
 
 IMAGE = {"type": "image"}
