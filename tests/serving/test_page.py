@@ -217,4 +217,6 @@ def test_nothing_is_wider_than_the_window(page: Any, theme: str, width: int, tmp
     folder = Path(os.environ.get("MEGALIGHT_SCREENSHOTS", tmp_path))
     page.screenshot(path=str(folder / f"{theme}-{width}.png"))
     page.keyboard.press("Alt+s")
+    heights = page.evaluate("[...document.querySelectorAll('.grid input')].map(each => each.offsetHeight)")
+    assert len({*heights}) == 1
     page.screenshot(path=str(folder / f"{theme}-{width}-settings.png"))
