@@ -587,7 +587,8 @@ def test_half_handshakes_and_replays_over_tcp_reach_nobody(
         writer.write(strange())
         with contextlib.suppress(ConnectionError, TimeoutError):
             await writer.drain()
-            await asyncio.wait_for(reader.read(64), 0.2)
+            while await asyncio.wait_for(reader.read(4096), 0.1):
+                pass  # what it answers, until it ends or says no more
         writer.close()
 
     async def main() -> None:
