@@ -264,8 +264,16 @@ def _bytes_free() -> int:
     return torch.cuda.mem_get_info()[0]
 
 
-@pytest.mark.parametrize("name", ["llama", "windowed", "mamba", "delta", "convolutions"])
-def test_graphs_are_recorded_once_while_memory_comes_and_goes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, "") for name in ("llama", "windowed", "mamba", "delta", "convolutions")),
+        *(("llama", kind) for kind in ("small", "eagle")),
+    ],
+)
+def test_graphs_are_recorded_once_while_memory_comes_and_goes(
+    name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if (reason := why_not(torch.device("cuda", 0))) is not None:
         pytest.skip(reason)
     captures, record = [0], CUDARecorder.record
@@ -275,7 +283,9 @@ def test_graphs_are_recorded_once_while_memory_comes_and_goes(name: str, monkeyp
         return record(*given, **options)
 
     monkeypatch.setattr(CUDARecorder, "record", counted)
-    engine = DynamicEngine(build(name), num_blocks=20_000, max_sequences=8, cuda_graphs=4)
+    model = build(name)
+    speculator = speculator_of(kind, model) if kind else None
+    engine = DynamicEngine(model, num_blocks=20_000, max_sequences=8, cuda_graphs=4, speculator=speculator)
     engine.create_cuda_graphs()
     pools, made = engine._scheduler.cache.tensors, captures[0]
     addresses, size = [each.data_ptr() for each in pools], sum(each.nbytes for each in pools)
@@ -307,8 +317,9 @@ def test_graphs_are_recorded_once_while_memory_comes_and_goes(name: str, monkeyp
     assert made >= 4
     for turn in range(3):
         cycle(False)
-        assert run(3 + 7 * turn) == expected
-    assert engine.step_log.graphed > 60
+        # A draft begins again after it: passes then have other shapes, which are rounded otherwise.
+        assert run(None if kind else 3 + 7 * turn) == expected
+    assert engine.step_log.graphed > 20
     assert captures[0] == made
     assert [each.data_ptr() for each in engine._scheduler.cache.tensors] == addresses
 
