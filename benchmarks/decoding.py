@@ -57,11 +57,11 @@ def copy_bandwidth() -> float:
 
 
 E4M3 = "e4m3"
-"""Latents in e4m3, in the place of ``shared``."""
+"""In the place of ``shared``: latents in e4m3; where keys and values have equal sizes, these."""
 
 
 def make(queries: list[int], totals: list[int], heads: tuple[int, int], sizes: tuple[int, int], shared: Any) -> Any:
-    """Return queries, pools and pages, with blocks in any order; of latents in e4m3 scales and rotated keys, too."""
+    """Return queries, pools and pages, with blocks in any order; of e4m3 scales, too, and of latents rotated keys."""
     from megalight.types import Pages
 
     page, sequences = 16, len(totals)
@@ -75,17 +75,18 @@ def make(queries: list[int], totals: list[int], heads: tuple[int, int], sizes: t
     pages = Pages(table, lengths, cu_queries, nothing, slots, page, tuple(queries), tuple(totals), True)
     rows = sequences * width * page
     k = torch.randn(rows, heads[1], sizes[0], device="cuda", dtype=torch.bfloat16)
-    v = k[..., : sizes[1]] if shared else torch.randn(rows, heads[1], sizes[1], device="cuda", dtype=torch.bfloat16)
+    latent = shared and sizes[0] > sizes[1]
+    v = k[..., : sizes[1]] if latent else torch.randn(rows, heads[1], sizes[1], device="cuda", dtype=torch.bfloat16)
     q = torch.randn(sum(queries), heads[0], sizes[0], device="cuda", dtype=torch.bfloat16)
     if shared != E4M3:
         return q, k, v, pages
-    from megalight.ops.paged_append import append_latents
+    from megalight.ops.paged_append import quantize_heads
 
-    latents = torch.empty(rows, sizes[1], device="cuda", dtype=torch.float8_e4m3fn)
-    rotary, scales = k.new_empty(rows, sizes[0] - sizes[1]), k.new_empty(rows, 1, dtype=torch.float32)
-    every = torch.arange(rows, device="cuda")
-    append_latents(k[:, 0, : sizes[1]], k[:, 0, sizes[1] :], latents, rotary, scales[:, 0], every, backend="triton")
-    return q, latents[:, None], latents[:, None], pages, (scales, scales), rotary[:, None]
+    values, scales = quantize_heads(v)
+    if latent:
+        return q, values, values, pages, (scales, scales), k[..., sizes[1] :].contiguous()
+    keys, key_scales = quantize_heads(k)
+    return q, keys, values, pages, (key_scales, scales)
 
 
 CHECKS: list[tuple[list[int], list[int], tuple[int, int], tuple[int, int], Any, Row]] = [
@@ -96,6 +97,7 @@ CHECKS: list[tuple[list[int], list[int], tuple[int, int], tuple[int, int], Any, 
     ([1, 1, 200], [9, 200, 230], (16, 2), (256, 256), False, {"window": 50, "sink": True}),
     ([1, 1, 3], [90, 2000, 230], (128, 1), (576, 512), True, {}),
     ([1, 100], [90, 300], (16, 1), (576, 512), True, {}),
+    ([1, 1, 3], [90, 2000, 230], (32, 8), (128, 128), E4M3, {}),
     ([1, 1, 3], [90, 2000, 230], (128, 1), (576, 512), E4M3, {}),
     ([1, 100], [90, 300], (16, 1), (576, 512), E4M3, {}),
 ]
@@ -114,7 +116,7 @@ def check() -> float:
         found = paged_attention(q, k, v, pages, backend="triton", **options).double()
         options |= {"sink": options["sink"].double()} if "sink" in options else {}
         kd = k if eight else k.double()
-        vd = kd if eight else kd[..., : sizes[1]] if shared else v.double()
+        vd = v if eight else kd[..., : sizes[1]] if shared else v.double()
         exact = paged_attention(q.double(), kd, vd, pages, backend="reference", **options)
         error = float((found - exact).norm() / exact.norm())
         print(f"check {queries} {totals} {heads} {sizes} {list(options)}: {error:.1e}", flush=True)
@@ -130,6 +132,7 @@ TIMED: list[tuple[str, int, int, tuple[int, int], tuple[int, int], Any]] = [
     ("64 x 1024", 64, 1024, (32, 8), (128, 128), False),
     ("MLA 64 x 8192, 16 heads", 64, 8192, (16, 1), (576, 512), True),
     ("MLA 64 x 8192, 128 heads", 64, 8192, (128, 1), (576, 512), True),
+    ("e4m3 64 x 8192", 64, 8192, (32, 8), (128, 128), E4M3),
     ("MLA e4m3 64 x 8192, 16 heads", 64, 8192, (16, 1), (576, 512), E4M3),
     ("MLA e4m3 64 x 8192, 128 heads", 64, 8192, (128, 1), (576, 512), E4M3),
 ]
@@ -195,12 +198,14 @@ def kernels(arguments: argparse.Namespace) -> Row:
     for name, count, length, heads, sizes, shared in TIMED:
         if arguments.shapes not in name:
             continue
-        size = count * length * heads[1] * (sizes[0] + (0 if shared else sizes[1])) * 2
+        latent = sizes[0] > sizes[1]
+        size = count * length * heads[1] * (sizes[0] + (0 if latent else sizes[1])) * 2
         if shared == E4M3:
-            size -= count * length * (sizes[1] - 4)  # a byte less for each feature of a latent, and a scale
+            # A byte less for each feature of a latent, or of a key and a value, and a scale.
+            size -= count * length * heads[1] * (sizes[1] - 4) * (1 if latent else 2)
         given = make([1] * count, [length] * count, heads, sizes, shared)
-        latent = [each for each in (LATENT_E4M3 if shared == E4M3 else LATENT) if each[0] <= max(16, heads[0])]
-        variants.decode(name, given, size, copy, () if arguments.chosen else latent if shared else WIDE)
+        forms = [each for each in (LATENT_E4M3 if shared == E4M3 else LATENT) if each[0] <= max(16, heads[0])]
+        variants.decode(name, given, size, copy, () if arguments.chosen else forms if latent else WIDE)
         del given
         torch.cuda.empty_cache()
     for queries, length in () if arguments.shapes else ((2048, 8192), (512, 8192)):

@@ -49,9 +49,9 @@ LONG = 4096
 def _half(x: Value, like: Value, HARDWARE: constexpr) -> Value:
     """Return e4m3 values in the dtype of ``like``. ``HARDWARE``: nothing is interpreted.
 
-    Assembly that is not pure stays where it is: before values go to shared memory, once for both products. Triton moves
-    its own conversion, and pure assembly, to where each product reads values. They lie there as bytes then, and a
-    product that reads them transposed loads them one by one.
+    Assembly that is not pure stays where it is: before values go to shared memory, where latents are read by both
+    products. Triton moves its own conversion, and pure assembly, to where each product reads values. They lie there as
+    bytes then, and a product that reads them transposed loads them one by one.
     """
     if HARDWARE and like.dtype == tl.bfloat16:
         # Bits are moved to where sign, exponent and mantissa are, and multiplied by 2 ** 120, as the biases differ.
@@ -229,7 +229,7 @@ def _attend(
                 keys[:, None] + feature[None, :], mask=present[:, None] & (feature < DIM)[None, :], other=0.0
             )
             if QUANTIZED:
-                loaded = _half(loaded, held, SHARED and HARDWARE)
+                loaded = _half(loaded, held, HARDWARE)
             scores = tl.dot(held, tl.trans(loaded), input_precision=PRECISION)
             if QUANTIZED:
                 scale_at = rows * tl.num_programs(1) + kv_head
@@ -268,11 +268,13 @@ def _attend(
                     mask=present[:, None] & (value_feature < VALUE)[None, :],
                     other=0.0,
                 )
+                if QUANTIZED:
+                    values = _half(values, held, HARDWARE)
             mixed = mixed * shrink[:, None]
             if QUANTIZED:
                 value_scale = key_scale if SHARED else tl.load(v_scale + scale_at, mask=present, other=0.0)
                 weights *= value_scale[None, :]
-            mixed += tl.dot(weights.to(held.dtype), values.to(held.dtype), input_precision=PRECISION)
+            mixed += tl.dot(weights.to(held.dtype), values, input_precision=PRECISION)
             largest = higher
         # a part without keys: its output is 0, and its log-sum-exp minus infinity
         total = tl.where(total == 0, 1.0, total)
