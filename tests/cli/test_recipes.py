@@ -1,6 +1,5 @@
 """Every named recipe splits its model on a fake mesh of its GPUs, and its configuration is one of the command."""
 
-import importlib
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,7 +12,6 @@ from megalight import strategies
 from megalight.cli import named_recipes
 from megalight.cli.main import main
 from megalight.cli.named_recipes import recipes
-from megalight.cli.verbs import recipes as verb
 from megalight.models.family import families
 from megalight.models.gpt.module import GPTModule
 from megalight.parallel.apply import check_split
@@ -148,21 +146,22 @@ def test_the_list_names_every_recipe_and_misspellings_are_helped(capsys):
     assert "'llama3_8b-pretrain-8xGPU'" in capsys.readouterr().err
 
 
-def test_names_are_checked_without_torch():
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("llama3-pretrain-8xGPU", "llama3_8b-pretrain-8xGPU"),
+        ("bert_base-lora-1xGPU", "bert_base-pretrain-1xGPU"),
+    ],
+)
+def test_a_name_that_no_recipe_has(name, nearest, capsys):
+    assert main(["recipes", name]) == 2
+    assert f"Did you mean '{nearest}'?" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_checkpoint_is_refused_without_torch():
     code = (
         "import sys; from megalight.cli.main import main; code = main(sys.argv[1:]); assert 'torch' not in sys.modules"
     )
-    for words, hint in (
-        (["recipes", "llama3-pretrain-8xGPU"], "Did you mean 'llama3_8b-pretrain-8xGPU'?"),
-        (["recipes", "bert_base-lora-1xGPU"], "Did you mean 'bert_base-pretrain-1xGPU'?"),
-        (["inspect", __file__], "is no checkpoint"),
-    ):
-        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert hint in done.stderr
-
-
-def test_names_of_presets_are_read_from_their_source():
-    for module in verb.PRESETS:
-        registered = importlib.import_module(module).PRESETS
-        assert sorted(verb.preset_names(module)) == sorted(registered)
+    done = subprocess.run([sys.executable, "-c", code, "inspect", __file__], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "is no checkpoint" in done.stderr
