@@ -146,9 +146,8 @@ def _norms(root: PathLike, manifest: manifests.Manifest, tensors: Mapping[str, T
             # Block sums are checked below, as each block is read anyway.
             file.verify(())
             for info, chunk in sorted(parts, key=lambda part: part[1].start):
-                nbytes = prod(chunk.size) * CODES[info.dtype][1]
-                for (start, stop), digest in zip(blocks(nbytes), chunk.sums, strict=True):
-                    raw = np.frombuffer(file.block(chunk.start + start, chunk.start + stop, digest), np.uint8)
+                for place in _places(info, chunk):
+                    raw = np.frombuffer(file.block(*place), np.uint8)
                     # float64: squares of large float32 values overflow.
                     squares[info.name] += float(np.square(floats(raw, info.dtype)).sum())
     return {name: sqrt(square) for name, square in squares.items()}
@@ -184,6 +183,12 @@ _FLOAT8: dict[str, Callable[[int], float]] = {
     "float8_e5m2": _e5m2,
     "float8_e8m0fnu": lambda byte: float("nan") if byte == 0xFF else 2.0 ** (byte - 127),
 }
+
+
+def _places(info: TensorInfo, chunk: Chunk) -> Iterator[tuple[int, int, str]]:
+    """Yield start, stop and checksum of each block of a chunk, in its file."""
+    for (start, stop), digest in zip(blocks(prod(chunk.size) * CODES[info.dtype][1]), chunk.sums, strict=True):
+        yield chunk.start + start, chunk.start + stop, digest
 
 
 def render(report: CheckpointReport, depth: int | None = None) -> str:
@@ -305,13 +310,9 @@ def _data(
                 yield Damage(name, None, str(error))
             # In the order of the file: disks read forward faster.
             for info, chunk in sorted(parts, key=lambda part: part[1].start):
-                nbytes = prod(chunk.size) * CODES[info.dtype][1]
                 # Each tensor by itself, so that all damaged ones are named.
                 try:
-                    file.verify_blocks(
-                        (chunk.start + start, chunk.start + stop, digest)
-                        for (start, stop), digest in zip(blocks(nbytes), chunk.sums, strict=True)
-                    )
+                    file.verify_blocks(_places(info, chunk))
                 except CheckpointError as error:
                     yield Damage(name, info.name, str(error))
     except (CheckpointError, OSError) as error:
@@ -430,12 +431,7 @@ def _values(path: PathLike, info: TensorInfo) -> NDArray[np.float64]:
     for chunk in info.chunks:
         with DataFile(root, chunk.file, dict(records)) as file:
             file.verify(())
-            parts = [
-                floats(np.frombuffer(file.block(chunk.start + start, chunk.start + stop, digest), np.uint8), info.dtype)
-                for (start, stop), digest in zip(
-                    blocks(prod(chunk.size) * CODES[info.dtype][1]), chunk.sums, strict=True
-                )
-            ]
+            parts = [floats(np.frombuffer(file.block(*place), np.uint8), info.dtype) for place in _places(info, chunk)]
         box = tuple(slice(low, low + extent) for low, extent in zip(chunk.offset, chunk.size, strict=True))
         # A chunk without elements has no bytes to join.
         whole[box] = np.concatenate(parts).reshape(*chunk.size, pairs) if parts else 0
