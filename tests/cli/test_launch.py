@@ -4,8 +4,14 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+import torch
+import transformers
 import yaml
+
+from megalight.data.indexed import IndexedWriter
+from tests.parallel.tiny_transformers import tiny
 
 COMMAND = [
     sys.executable,
@@ -44,3 +50,28 @@ def test_an_error_of_all_ranks_is_told_once(tmp_path):
     assert done.returncode == 2
     assert done.stderr.count("samples.bin is torn") == 1
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.full
+def test_a_model_of_transformers_trains_by_its_name_and_becomes_a_folder(tmp_path):
+    before = tiny("qwen3").float()
+    before.save_pretrained(tmp_path / "model")
+    with IndexedWriter(tmp_path / "data", "uint16") as writer:
+        for first in range(3, 60):
+            writer.add_sequences(np.arange(first, first + 30) % 96, [30])
+            writer.end_document()
+    words = [
+        "--model=HFCausalLM",
+        f"--model.weights={tmp_path / 'model'}",
+        "--data=GPTDataModule",
+        f"--data.data={tmp_path / 'data'}",
+        "--data.sequence_length=16",
+        "--data.global_batch_size=4",
+        "--trainer.strategy.tensor_parallel=2",
+        f"--export_hf={tmp_path / 'out'}",
+    ]
+    done = start(tmp_path, *words)
+    assert done.returncode == 0, done.stderr
+    after = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert after.keys() == before.state_dict().keys()
+    assert all(not torch.equal(after[name].float(), p) for name, p in before.named_parameters())

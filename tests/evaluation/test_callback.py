@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from megalight.callbacks import Evaluation
 from megalight.errors import ConfigurationError
@@ -17,6 +18,7 @@ from megalight.models.gpt import InitConfig
 from megalight.nn.moe import MoEConfig
 from megalight.strategies import MegatronStrategy
 from tests.evaluation.samples import save_model, save_tasks
+from tests.parallel.tiny_transformers import Plain
 from tests.strategies.training import ADAM, CONFIGS, SEED, WithData
 from tests.support.environment import trainer
 from tests.support.options import data_parallel
@@ -89,6 +91,34 @@ def test_scores_are_those_of_the_checkpoint(
         assert seen[2] != seen[4]
         assert seen[4] == pytest.approx(expected, rel=1e-6)
         assert logged == pytest.approx({f"eval/{name}": value for name, value in expected.items()}, rel=1e-6)
+
+
+class Still(Plain):
+    """A plain module around a model of ``transformers``, whose weights stay."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def _fit_plain(folders: tuple[Path, Path]) -> dict[int, dict[str, float]]:
+    from transformers import AutoModelForCausalLM
+
+    callback = Seen(TASKS, 1, include_path=folders[1], tokenizer=folders[0], batch_tokens=256)
+    runner = trainer(MegatronStrategy(tensor_parallel=2), max_steps=1, callbacks=[callback])
+    net: Any = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float64, attn_pdrop=0.0)
+    data: Any = torch.arange(3, 19).view(2, 8)
+    runner.fit(Still(net), DataLoader(data, batch_size=2))
+    return callback.seen
+
+
+def test_a_plain_module_of_transformers_has_the_scores_of_its_folder(folders: tuple[Path, Path]) -> None:
+    from megalight.evaluation.lm import EvaluationOptions, MegalightLM, evaluate, scores
+
+    text = TextGenerator.from_checkpoint(folders[0], dtype=torch.float64)
+    asked = EvaluationOptions(tasks=TASKS, include_path=folders[1], bootstrap_iters=0)
+    expected = scores(evaluate(MegalightLM(text), asked))
+    for seen in run(_fit_plain, 2, folders):
+        assert seen == {1: pytest.approx(expected, rel=1e-6)}
 
 
 def test_mistakes_come_before_the_first_step(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:

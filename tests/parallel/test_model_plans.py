@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.parallel.apply import find_plan, parallelize
@@ -19,8 +20,10 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model_plans import plan_for
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import Boundary, Column, Replicated, Row
+from megalight.strategies import MegatronStrategy
 from tests.parallel.gathering import gather_canonical, relative_error
-from tests.parallel.tiny_transformers import errors_of, float64, tiny, trained
+from tests.parallel.tiny_transformers import Plain, errors_of, float64, tiny, trained
+from tests.support.environment import trainer
 from tests.support.workers import run
 from tools.transformers_table import RESULTS, attempt
 
@@ -220,6 +223,37 @@ def test_two_models_in_a_module_are_both_found() -> None:
     assert plan is not None
     assert "one.model.layers.0.mlp.up_proj" in plan.rules
     assert "inner.two.model.layers.0.mlp.up_proj" in plan.rules
+
+
+class Dropped(Plain):
+    """Keeps what a dropout of the first layer drops."""
+
+    def training_step(self, ids: Tensor, index: int) -> Tensor:
+        layer: Any = self.net.get_submodule("transformer.h.0.mlp.dropout")
+        handle = layer.register_forward_hook(lambda module, args, out: setattr(self, "mask", out == 0))
+        loss = super().training_step(ids, index)
+        handle.remove()
+        return loss
+
+
+def _dropped(sequence_parallel: bool) -> tuple[Tensor, Tensor, Tensor]:
+    module = Dropped(tiny("gpt2", resid_pdrop=0.5, embd_pdrop=0.25))
+    strategy = MegatronStrategy(tensor_parallel=2, sequence_parallel=sequence_parallel)
+    data = torch.randint(3, 96, (2, 8), generator=torch.Generator().manual_seed(1))
+    trainer(strategy, max_steps=1).fit(module, DataLoader(data, batch_size=2))  # type: ignore[arg-type]
+    strategy.sync_parameters()
+    mask: Any = module.mask
+    return mask, module.losses[0], module.net.get_parameter("transformer.wpe.weight").detach().clone()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_ranks_draw_one_mask_for_the_same_tokens_and_others_for_others(sequence_parallel: bool) -> None:
+    (one, *first), (two, *second) = run(_dropped, 2, sequence_parallel)
+    assert one.shape[1] == (4 if sequence_parallel else 8)
+    assert torch.equal(one, two) is not sequence_parallel
+    assert 0.3 < one.double().mean() < 0.7
+    for mine, theirs in zip(first, second, strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def _refused(family: str, sequence_parallel: bool, dropout: str = "") -> str:
