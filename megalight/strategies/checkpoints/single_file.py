@@ -26,6 +26,7 @@ from megalight.parallel.data_parallel.buffers import SCALARS, history
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.source import FillReport, Target
 from megalight.parallel.transform import apply_transforms
+from megalight.strategies import _lightning
 
 STATES = "optimizer_states"
 """Lightning's entry for the states of all optimizers."""
@@ -59,6 +60,8 @@ class SingleFile:
         entries = read(path)
         self._weights: Mapping[str, Tensor] = entries.pop(WEIGHTS)
         self.common: dict[str, Any] = entries
+        if module.automatic_optimization:
+            self._count_steps(entries)
         # Keys of parameters are those of the single-device module. They hold one or more canonical tensors.
         self._parts, names = _parts_of(module)
         self._tied = {keys[0] for keys in names if len(keys) > 1}
@@ -70,6 +73,19 @@ class SingleFile:
                 self._add("", key, value)
             elif key not in aliases:
                 self._values[prefix + key] = value
+
+    def _count_steps(self, entries: dict[str, Any]) -> None:
+        """Count the steps that the module of the file made by hand, as two optimizers need it, as Lightning's own.
+
+        By hand, Lightning counts a step of each optimizer. Adam counts its own.
+        """
+        loop = entries.get("loops", {}).get("fit_loop", {})
+        made = loop.get("epoch_loop.manual_optimization.optim_step_progress", {}).get("total", {}).get("completed", 0)
+        if made:
+            states = [state for each in entries.get(STATES, ()) for state in each["state"].values()]
+            step = int(max((state["step"] for state in states if "step" in state), default=made))
+            entries["global_step"] = step
+            loop.update(_lightning.entries_at(step)["loops"]["fit_loop"])
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
