@@ -8,7 +8,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
-from megalight.optim import Adam, Linear, offload_to_cpu, parameter_groups, restore_from_cpu, shard_optimizer
+from megalight.optim import (
+    Adam,
+    Linear,
+    Muon,
+    Shampoo,
+    WholeMatrixOptimizer,
+    offload_to_cpu,
+    parameter_groups,
+    restore_from_cpu,
+    shard_optimizer,
+)
 from megalight.optim.sharded import ELEMENTWISE, sharding_of
 from megalight.parallel.data_parallel import DataParallelEngine, clip_coefficient
 from megalight.parallel.mesh import ParallelMesh
@@ -29,6 +39,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "RMSprop": {"momentum": 0.5, "centered": True},
     "Adagrad": {"initial_accumulator_value": 0.1},
     "NAdam": {"decoupled_weight_decay": True},
+    "Muon": {"ns_dtype": "float64"},
+    "Shampoo": {"dtype": torch.float64, "root_every": 1, "root_eps": 1e-3},
 }
 
 
@@ -37,6 +49,8 @@ def _make(kind: type[torch.optim.Optimizer], model: nn.Module) -> torch.optim.Op
     if kind is torch.optim.Rprop:
         for group in groups:
             del group["weight_decay"]
+    if issubclass(kind, WholeMatrixOptimizer):
+        groups[0]["whole_matrices"] = True  # the others are vectors
     return kind(groups, **OPTIONS.get(kind.__name__, {}))
 
 
@@ -202,7 +216,7 @@ def _partly(model: nn.Module, x: Tensor, step: int) -> Tensor:
 
 def _skipping(level: str) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
-    for kind in (*ELEMENTWISE, Adam):
+    for kind in (*ELEMENTWISE, Adam, Muon, Shampoo):
         model, reference = build(), build()
         optimizer, expected = _make(kind, model), _make(kind, reference)
         engine = _engine(model, optimizer, level=level, bucket_size=200, find_unused_parameters=True)
