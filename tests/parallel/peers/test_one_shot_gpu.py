@@ -25,7 +25,7 @@ def _sums(dtype: torch.dtype) -> int:
     way, wrong = one_shot(dist.group.WORLD), 0
     assert way is not None
     for turn in range(3):
-        for size in SIZES:
+        for size in (each for each in SIZES if way.takes(each, dtype)):  # more ranks take fewer values
             terms = _terms(size, dtype, 100 * turn + size)
             got = way.all_reduce(terms[dist.get_rank()])
             wanted = torch.stack([each.float() for each in terms]).sum(0).to(dtype)
