@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+import megalight
 from megalight.callbacks import Adapters
 from megalight.errors import ConfigurationError
 from megalight.models.gpt import GPT, GPTConfig
+from megalight.models.gpt.module import GPTModule
 from megalight.models.transforms import LoRA
 from megalight.nn.canonical import parts
 from megalight.nn.init import initialize
@@ -70,6 +72,7 @@ def by_hand(
     heads: bool = False,
     begin: Callable[[GPT], Callable[[dict[str, Tensor]], None]] | None = None,
     transforms: tuple[ModelTransform, ...] = (),
+    build: Callable[[GPTConfig], GPT] = GPT,
 ) -> dict[str, Any]:
     """The run of one device: torch's AdamW, and Muon matrix by matrix, expert by expert, in float64."""
     size = config.hidden_size // config.num_heads
@@ -81,7 +84,7 @@ def by_hand(
         update = torch.cat([_scaled(each) for each in (look.split(size) if split else [look])])
         weight.mul_(1 - MUON.lr * MUON.weight_decay).sub_(update, alpha=MUON.lr)
 
-    return train_by_hand(config, CONFIG, step, begin, transforms)
+    return train_by_hand(config, CONFIG, step, begin, transforms, build)
 
 
 def train_by_hand(
@@ -90,6 +93,7 @@ def train_by_hand(
     step_matrix: Callable[[str, Tensor, Tensor, dict[str, Any]], None],
     begin: Callable[[GPT], Callable[[dict[str, Tensor]], None]] | None = None,
     transforms: tuple[ModelTransform, ...] = (),
+    build: Callable[[GPTConfig], GPT] = GPT,
 ) -> dict[str, Any]:
     """The run of one device: torch's AdamW, and ``step_matrix`` for each part of a fused weight and each expert.
 
@@ -98,7 +102,7 @@ def train_by_hand(
         begin: gets the model, and returns what is called after each step with all weights by name.
     """
     assert optimizer.whole is not None
-    model = GPT(config).double()
+    model = build(config).double()
     alone = ParallelModel(model, ParallelMesh(1, 0), Layout(transforms=transforms))
     initialize(model, SEED, "model.")
     alone.transform_values()
@@ -199,6 +203,35 @@ def test_adapters_of_a_frozen_model(ranks: int, strategy: dict[str, Any], level:
     assert_same_run(found, by_hand(BASE, transforms=(lora,)))
     moved = {name for name, value in found["final"].items() if not np.array_equal(value, found["initial"][name])}
     assert moved == {name for name in found["final"] if "lora" in name}
+
+
+FROZEN = ("embed.word.weight", "layers.0.mlp.down.weight", "layers.1.attention.qkv.weight", "layers.1.mlp_norm.weight")
+
+
+def partly_frozen(config: GPTConfig) -> GPT:
+    model = GPT(config)
+    for name in FROZEN:
+        model.get_parameter(name).requires_grad_(False)
+    return model
+
+
+class PartlyFrozen(WithData):
+    def build_model(self) -> GPT:
+        return partly_frozen(self.config)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "level"),
+    [(2, {"tensor_parallel": 2, "sequence_parallel": True}, "optim"), (4, {"pipeline_parallel": 2}, FULL)],
+)
+def test_frozen_parts(ranks: int, strategy: dict[str, Any], level: str) -> None:
+    options = {"module_type": PartlyFrozen, **strategy}
+    found = run(_rank, ranks, BASE, CONFIG, options, {"level": level}, timeout=240)[0]
+    assert_same_run(found, by_hand(BASE, build=partly_frozen))
+    still = {name for name, value in found["final"].items() if np.array_equal(value, found["initial"][name])}
+    parted = (f"model.layers.1.attention.{part}.weight" for part in "qkv")
+    assert still == {f"model.{name}" for name in FROZEN if "qkv" not in name} | set(parted)
 
 
 class OneBatch(WithData):
@@ -387,6 +420,25 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
 def test_adam_beside_it_has_no_narrow_moments() -> None:
     with pytest.raises(ConfigurationError, match="exp_avg_dtype is 'float8'; beside muon"):
         replace(CONFIG, exp_avg_dtype="float8")
+
+
+@pytest.mark.parametrize(
+    ("options", "groups", "message"),
+    [
+        ({"head_dim": 5}, slice(1), r"attention\.q\.weight has 32 rows, which are no heads of 5 rows"),
+        ({}, slice(None), r"norm\.weight has shape \[32\], and is no matrix, .* let a pattern of adam_names match it"),
+    ],
+)
+def test_an_engine_refuses_what_is_no_matrix(options: dict[str, Any], groups: slice, message: str) -> None:
+    model = megalight.parallelize(GPT(BASE))
+    muon = replace(MUON, **options)
+    optimizer, _ = replace(CONFIG, muon=muon).build(model.root.named_parameters())
+    for group in optimizer.param_groups[groups]:
+        group["whole_matrices"] = True
+    training = megalight.Training(model, optimizer, GPTModule(BASE))
+    training.forward_backward([global_batch(0)])
+    with pytest.raises(ConfigurationError, match=message):
+        optimizer.step()
 
 
 def test_a_vector_without_an_engine_is_refused() -> None:
