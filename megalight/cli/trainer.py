@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -280,33 +279,6 @@ def check_values(arguments: Mapping[str, Any]) -> None:
             f"trainer.precision is {arguments['precision']}, and this run is on the CPU, where 16-bit floats with loss "
             "scaling do not work. Use bf16-mixed, or 32-true."
         )
-
-
-def check_time(key: str, value: Any) -> None:
-    """Check a time as Lightning reads it from a text.
-
-    Raises:
-        ConfigurationError: it is none.
-    """
-    # YAML reads 1:00:00:00 without quotes as a number of seconds, of which Lightning makes nothing.
-    if value is None or (isinstance(value, str) and re.fullmatch(r"\d+(:\d\d){3}", value.strip())):
-        return
-    if isinstance(value, str | int | float):
-        raise ConfigurationError(
-            f"{key} is {value!r}; give days, hours, minutes and seconds as DD:HH:MM:SS, for example "
-            "'00:12:00:00' for twelve hours (in a file, with quotes)."
-        )
-
-
-def _check_share(name: str, value: Any, meaning: str) -> None:
-    # `True` is an int in Python. An interval of no batches never comes.
-    least = 1 if name == "val_check_interval" and type(value) is int else 0
-    if type(value) not in (int, float) or (value >= least and (type(value) is int or value <= 1)):
-        return
-    raise ConfigurationError(
-        f"trainer.{name} is {value}; give a whole number of at least {1 if name == 'val_check_interval' else 0}, or a "
-        f"share between 0.0 and 1.0: {meaning}."
-    )
 
 
 def check_folder(key: str, folder: str | os.PathLike[str]) -> None:
