@@ -117,8 +117,11 @@ def run(arguments: argparse.Namespace) -> int:
     for name in (*LIMITS, "drain_timeout"):
         if (value := getattr(arguments, name)) is not None and not value >= 1:
             raise ConfigurationError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
-    for package in ("fastapi", "uvicorn", "prometheus_client", "zmq", "msgspec"):
-        require(package, "megalight serve")
+    require("fastapi", "megalight serve")
+    require("uvicorn", "megalight serve")
+    require("prometheus_client", "megalight serve")
+    require("zmq", "megalight serve")
+    require("msgspec", "megalight serve")
 
     import torch  # after the checks: importing it takes seconds
 
