@@ -216,7 +216,8 @@ def trained(family: str, options: dict[str, Any], checkpointing: bool = False, *
     optimizer, losses = torch.optim.SGD(whole.parameters(), lr=0.1), []
     for batch in data.split(2):
         optimizer.zero_grad()
-        loss = loss_of(whole, batch)
+        # The mean over replicas, as under DDP: that of Moshi, which shifts its labels twice, is none over samples.
+        loss = torch.stack([loss_of(whole, part) for part in batch.split(2 // replicas)]).mean()
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
