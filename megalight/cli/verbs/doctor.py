@@ -540,7 +540,7 @@ def rows_of(path: str, degrees: Mapping[str, int] | None = None) -> Iterator[Row
         yield label, *_tried(copy.deepcopy(net), options, count)
     if degrees is not None:
         return
-    yield "MegatronFSDPStrategy", "yes", "full sharding serves every model that calls its layers; a layer used in another way is refused"
+    yield "MegatronFSDPStrategy", "yes", "full sharding serves all that call their layers; others are refused"
     on = "runs our attention" if packs else "does not use the attention interface: it keeps its own attention"
     yield "attention", "yes" if packs else "no", on
     layers = fuse(net)
