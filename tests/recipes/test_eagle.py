@@ -25,7 +25,7 @@ def test_the_recipe_of_draft_models(tmp_path: Path) -> None:
         columns = set(next(csv.reader(lines)))
     assert {"train_loss", "train_step_3_loss", "val_step_0_accuracy"} <= columns
     draft = tmp_path / "runs" / "eagle" / "checkpoints" / "last.ckpt"
-    assert checkpoint.open(draft).tensors["model.fuse.weight"].shape == (224, 672)
+    assert checkpoint.open(draft).tensors["model.fuse.weight"].shape == (32, 96)
     base, said = tmp_path / "runs" / "demo" / "checkpoints" / "last.ckpt", ["-n", "24", "-t", "0", "-p", "to be"]
     plain = megalight(tmp_path, "generate", str(base), *said)
     assert megalight(tmp_path, "generate", str(base), "--draft", str(draft), *said) == plain
@@ -33,7 +33,7 @@ def test_the_recipe_of_draft_models(tmp_path: Path) -> None:
     told = megalight(tmp_path, "acceptance", str(base), "--draft", str(draft), *questions)
     assert 1 <= float(told.rpartition("all: acceptance length ")[2].split()[0]) <= 5
     stored = ["hidden-states", "--output", "runs/states", "--processes=2", "-q", "--", "-c", eagle, *WORDS]
-    assert "hidden states of 224 features" in megalight(tmp_path, *stored)
+    assert "hidden states of 32 features" in megalight(tmp_path, *stored)
     offline = ["--model.base=runs/states", "--trainer.default_root_dir=runs/offline"]
     megalight(tmp_path, "fit", "-c", eagle, *WORDS, *offline)
     (other,) = (tmp_path / "runs" / "offline").rglob("metrics.csv")
