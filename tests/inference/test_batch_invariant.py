@@ -103,6 +103,7 @@ def test_without_the_mode_they_differ() -> None:
     assert [one.log_probs for one in each] != [one.log_probs for one in together]
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["llama", "latent", "experts"])
 def test_ten_thousand_tokens_alone_and_among_64(name: str) -> None:
