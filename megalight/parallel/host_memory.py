@@ -177,10 +177,7 @@ def why_not(device: torch.device) -> str | None:
     driver = library()
     if driver is None:
         return f"{LIBRARY} is not there, or lacks managed memory"
-    _check(driver.cuInit(0), "cuInit")  # torch starts the driver only when it first uses a device
-    value = ctypes.c_int(0)
-    _check(driver.cuDeviceGetAttribute(ctypes.byref(value), CONCURRENT, _ordinal(device)), "cuDeviceGetAttribute")
-    if not value.value:
+    if not attribute_of(driver, device, CONCURRENT):
         return f"the host and {device} cannot use managed memory at the same time (concurrentManagedAccess is 0)"
     return None if shutil.which("cc") else "it needs a C compiler (cc) for its allocator; install gcc"
 
@@ -246,8 +243,8 @@ def prefetch(tensor: Tensor, where: torch.device, stream: torch.cuda.Stream | No
     if driver.located:
         code = driver.cuMemPrefetchAsync_v2(tensor.data_ptr(), tensor.nbytes, _location(where), 0, handle)
     else:
-        code = driver.cuMemPrefetchAsync(tensor.data_ptr(), tensor.nbytes, _ordinal(where), handle)
-    _check(code, "cuMemPrefetchAsync")
+        code = driver.cuMemPrefetchAsync(tensor.data_ptr(), tensor.nbytes, ordinal_of(where), handle)
+    check_result(code, "cuMemPrefetchAsync")
 
 
 @cache
@@ -269,7 +266,7 @@ def move_pages(tensors: Sequence[Tensor], where: torch.device, keep: bool = True
     if driver.batched:
         code = _move_together(driver, tensors, where, keep, current)
         if code != NOT_SUPPORTED:
-            _check(code, "batch of moves of memory")
+            check_result(code, "batch of moves of memory")
             return
         # The library is newer than the driver in the kernel.
         driver.batched = False
@@ -306,20 +303,34 @@ def advise(tensor: Tensor, advice: Literal["preferred_location", "accessed_by"],
     if driver.located:
         code = driver.cuMemAdvise_v2(tensor.data_ptr(), tensor.nbytes, ADVICE[advice], _location(where))
     else:
-        code = driver.cuMemAdvise(tensor.data_ptr(), tensor.nbytes, ADVICE[advice], _ordinal(where))
-    _check(code, "cuMemAdvise")
+        code = driver.cuMemAdvise(tensor.data_ptr(), tensor.nbytes, ADVICE[advice], ordinal_of(where))
+    check_result(code, "cuMemAdvise")
 
 
 def _location(where: torch.device) -> Location:
-    return Location(HOST, 0) if where.type == "cpu" else Location(DEVICE, _ordinal(where))
+    return Location(HOST, 0) if where.type == "cpu" else Location(DEVICE, ordinal_of(where))
 
 
-def _ordinal(where: torch.device) -> int:
+def attribute_of(driver: Any, device: torch.device, number: int) -> int:
+    """Return an attribute of a device, a ``CU_DEVICE_ATTRIBUTE_...``."""
+    check_result(driver.cuInit(0), "cuInit")  # torch starts the driver only when it first uses a device
+    value = ctypes.c_int(0)
+    check_result(driver.cuDeviceGetAttribute(ctypes.byref(value), number, ordinal_of(device)), "cuDeviceGetAttribute")
+    return value.value
+
+
+def ordinal_of(where: torch.device) -> int:
+    """Return the number by which the driver knows a device."""
     if where.type == "cpu":
         return -1  # `CU_DEVICE_CPU`
     return torch.cuda.current_device() if where.index is None else where.index
 
 
-def _check(code: int, call: str) -> None:
+def check_result(code: int, call: str) -> None:
+    """Check that a call of the driver succeeded.
+
+    Raises:
+        MegalightError: it did not.
+    """
     if code:
         raise MegalightError(f"the CUDA driver's {call} failed with code {code} (CUresult in cuda.h).")

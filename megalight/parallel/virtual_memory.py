@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalight.errors import ConfigurationError, MegalightError
-from megalight.parallel.host_memory import LIBRARY, Location
+from megalight.errors import ConfigurationError
+from megalight.parallel.host_memory import LIBRARY, Location, attribute_of, check_result, ordinal_of
 
 SUPPORTED = 102
 """``CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED``."""
@@ -93,11 +93,8 @@ def why_not(device: torch.device) -> str | None:
     driver = library()
     if driver is None:
         return f"{LIBRARY} is not there, or lacks virtual memory management"
-    _check(driver.cuInit(0), "cuInit")  # torch starts the driver only when it first uses a device
-    value = ctypes.c_int(0)
-    code = driver.cuDeviceGetAttribute(ctypes.byref(value), SUPPORTED, _ordinal(device))
-    _check(code, "cuDeviceGetAttribute")
-    return None if value.value else f"the driver has no virtual memory management for {device}"
+    known = attribute_of(driver, device, SUPPORTED)
+    return None if known else f"the driver has no virtual memory management for {device}"
 
 
 class VirtualMemory:
@@ -166,12 +163,12 @@ class _Range:
     def __init__(self, device: torch.device, used: int) -> None:
         self.device, self.used, self.mapped = device, used, False
         self._driver = driver = library()
-        self._properties = AllocationProperties(type=PINNED, location=Location(ON_DEVICE, _ordinal(device)))
+        self._properties = AllocationProperties(type=PINNED, location=Location(ON_DEVICE, ordinal_of(device)))
         page, address = SIZE(0), ADDRESS(0)
         code = driver.cuMemGetAllocationGranularity(ctypes.byref(page), ctypes.byref(self._properties), MINIMUM)
-        _check(code, "cuMemGetAllocationGranularity")
+        check_result(code, "cuMemGetAllocationGranularity")
         self.size = -(-used // page.value) * page.value
-        _check(driver.cuMemAddressReserve(ctypes.byref(address), self.size, 0, 0, 0), "cuMemAddressReserve")
+        check_result(driver.cuMemAddressReserve(ctypes.byref(address), self.size, 0, 0, 0), "cuMemAddressReserve")
         self.address: int = address.value
 
     @property
@@ -189,19 +186,19 @@ class _Range:
             code = driver.cuMemCreate(*arguments)
         if code == OUT_OF_MEMORY:
             raise torch.OutOfMemoryError(f"{self.device} has less than {self.size} bytes free.")
-        _check(code, "cuMemCreate")
+        check_result(code, "cuMemCreate")
         try:
-            _check(driver.cuMemMap(self.address, self.size, 0, handle, 0), "cuMemMap")
+            check_result(driver.cuMemMap(self.address, self.size, 0, handle, 0), "cuMemMap")
             self.mapped = True
         finally:
             # The mapping alone holds the memory: to unmap it frees it.
             driver.cuMemRelease(handle)
         access = AccessDescriptor(self._properties.location, READ_WRITE)
-        _check(driver.cuMemSetAccess(self.address, self.size, ctypes.byref(access), 1), "cuMemSetAccess")
+        check_result(driver.cuMemSetAccess(self.address, self.size, ctypes.byref(access), 1), "cuMemSetAccess")
 
     def unmap(self) -> None:
         if self.mapped:
-            _check(self._driver.cuMemUnmap(self.address, self.size), "cuMemUnmap")
+            check_result(self._driver.cuMemUnmap(self.address, self.size), "cuMemUnmap")
             self.mapped = False
 
     def __del__(self) -> None:
@@ -217,12 +214,3 @@ def tensor_over(memory: _Range) -> Tensor:
     found = torch.as_tensor(memory, device=memory.device)
     assert found.data_ptr() == memory.address, "torch copied it"
     return found
-
-
-def _ordinal(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
-
-
-def _check(code: int, call: str) -> None:
-    if code:
-        raise MegalightError(f"the CUDA driver's {call} failed with code {code} (CUresult in cuda.h).")

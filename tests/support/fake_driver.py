@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megalight.inference import engine
-from megalight.parallel import virtual_memory
+from megalight.parallel import host_memory, virtual_memory
 
 PAGE = 4096
 SOURCE = r"""
@@ -198,7 +198,8 @@ def fake_driver(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeD
     monkeypatch.setattr(virtual_memory, "LIBRARY", str(library))
     for module in (virtual_memory, engine):
         monkeypatch.setattr(module, "why_not", lambda device: None)
-    monkeypatch.setattr(virtual_memory, "_ordinal", lambda device: 0)
+    monkeypatch.setattr(virtual_memory, "ordinal_of", lambda device: 0)
+    monkeypatch.setattr(host_memory, "ordinal_of", lambda device: 0)
     monkeypatch.setattr(virtual_memory, "tensor_over", _over)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", driver.empty_cache)
