@@ -153,15 +153,25 @@ def plain(tiny: bool, prompt: Tensor) -> dict[str, float]:
 
 def engine(tiny: bool, prompt: Tensor) -> dict[str, float]:
     """Time the engine."""
-    from benchmarks.serving import model_of
+    from benchmarks.decoding import llama
     from megalight.inference import DynamicEngine, SamplingParams
+    from megalight.models.gpt import GPT, GPTConfig
+    from megalight.nn.init import initialize
 
-    engine = DynamicEngine(model_of(tiny), num_blocks=64, block_size=16, max_sequences=1)
+    if tiny:
+        model = GPT(
+            GPTConfig(num_layers=1, hidden_size=16, num_heads=2, vocab_size=512, max_sequence_length=512)
+        ).eval()
+        initialize(model, 1)
+    else:
+        model = llama()
+    engine = DynamicEngine(model, num_blocks=64, block_size=16, max_sequences=1)
     engine.create_cuda_graphs()
 
     def generate() -> None:
         engine.add(prompt[0].tolist(), max_new_tokens=NEW, sampling_params=SamplingParams(temperature=0))
-        engine.run()
+        (completion,) = engine.run().values()
+        assert len(completion.tokens) == NEW
 
     generate()
     return {"engine_tokens_per_s": rate(generate)}
