@@ -235,11 +235,17 @@ def unpermute(rows: Tensor, where: Permutation, probs: Tensor | None = None, bac
 
 
 def _invariant(fn: Callable[..., Tensor], rows: Tensor, where: Permutation, probs: Tensor | None) -> Tensor:
-    out: Tensor
-    if probs is None:
-        out = rowwise(lambda places: fn(rows, replace(where, positions=places), None), where.positions)
-    else:
-        out = rowwise(lambda places, own: fn(rows, replace(where, positions=places), own), where.positions, probs)
+    if rows.device.type != "cpu":
+        return fn(rows, where, probs)
+    # A token's own rows alone: with all of them at each token, memory would grow with the square of the tokens.
+    kept = where.positions >= 0
+    own = rows[where.positions.clamp(min=0).long()] if where.rows else rows.new_zeros(*kept.shape, rows.shape[1])
+    places = torch.where(kept, torch.arange(kept.shape[1], dtype=torch.int32), -1)
+
+    def one(places: Tensor, own: Tensor, *probs: Tensor) -> Tensor:
+        return fn(own.squeeze(0), replace(where, positions=places, rows=own.shape[1]), *(probs or (None,)))
+
+    out: Tensor = rowwise(one, places, own, *(() if probs is None else (probs,)))
     return out
 
 
