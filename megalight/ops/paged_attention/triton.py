@@ -468,7 +468,7 @@ def _blocks(rows: int, size: int, value_size: int, shared: bool, eight: bool) ->
     """Return rows and keys of a block, warps and stages."""
     if shared and eight:
         # The copy of a block begins two blocks before it is needed, and that of its numbers two before that.
-        return (16, 32, 4, 5) if rows <= 16 else (64, 64, 8, 5)
+        return (16, 32, 4, 5) if rows <= 16 else (64, 64, 8, 3)
     if shared:
         return (16, 32, 4, 2) if rows <= 16 else (32, 32, 4, 2) if rows <= 32 else (64, 64, 8, 2)
     wide = max(size, value_size) > 128

@@ -53,8 +53,8 @@ def _loss(model: nn.ModuleDict, x: Tensor) -> Tensor:
     return loss
 
 
-def train(level: str, strict: bool) -> tuple[Tensor, Tensor, int]:
-    """Norms of five steps, the last loss, and the peak of memory in the last step."""
+def train(level: str, strict: bool, **options: Any) -> tuple[Tensor, Tensor, int]:
+    """Norms of five steps, the last loss, and the peak of memory in the last step. ``options``: of data parallelism."""
     gc.collect()  # an earlier engine's memory must not count
     model, world = _model(), dist.get_world_size()
     units = units_of(model)
@@ -66,7 +66,7 @@ def train(level: str, strict: bool) -> tuple[Tensor, Tensor, int]:
     # torch counts no memory that the GPUs share, so peaks are those of plain gathers.
     gathers = "auto" if strict else "plain"
     engine = DataParallelEngine(
-        infos, ParallelMesh(world, dist.get_rank()), data_parallel(level=level, gathers=gathers), units=units
+        infos, ParallelMesh(world, dist.get_rank()), data_parallel(level=level, gathers=gathers, **options), units=units
     )
     optimizer = shard_optimizer(Adam(model.parameters(), lr=1e-3), engine)
     draws = torch.Generator().manual_seed(dist.get_rank())
