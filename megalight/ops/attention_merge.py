@@ -31,32 +31,12 @@ BLOCK = 4096
 
 @jit
 def _merge(
-    out_a: Value,
-    lse_a: Value,
-    out_b: Value,
-    lse_b: Value,
-    out: Value,
-    lse: Value,
-    queries: Value,
-    a_row: Value,
-    a_query: Value,
-    a_head: Value,
-    b_row: Value,
-    b_query: Value,
-    b_head: Value,
-    out_row: Value,
-    out_query: Value,
-    out_head: Value,
-    lse_a_row: Value,
-    lse_a_head: Value,
-    lse_b_row: Value,
-    lse_b_head: Value,
-    lse_row: Value,
+    out_a: Value, lse_a: Value, out_b: Value, lse_b: Value, out: Value, lse: Value, queries: Value, a_row: Value,
+    a_query: Value, a_head: Value, b_row: Value, b_query: Value, b_head: Value, out_row: Value, out_query: Value,
+    out_head: Value, lse_a_row: Value, lse_a_head: Value, lse_b_row: Value, lse_b_head: Value, lse_row: Value,
     lse_head: Value,
-    DIM: constexpr,
-    DIM_BLOCK: constexpr,
-    QUERY_BLOCK: constexpr,
-) -> None:
+    DIM: constexpr, DIM_BLOCK: constexpr, QUERY_BLOCK: constexpr,
+) -> None:  # fmt: skip
     head = tl.program_id(0)
     row = tl.program_id(2).to(tl.int64)
     query = tl.program_id(1).to(tl.int64) * QUERY_BLOCK + tl.arange(0, QUERY_BLOCK)
@@ -97,24 +77,10 @@ def triton_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out
         return
     # Heads are the first grid axis: programs that run at the same time then read contiguous memory.
     _merge[(heads, cdiv(queries, query_block), rows)](
-        out_a,
-        lse_a,
-        out_b,
-        lse_b,
-        out,
-        lse,
-        queries,
-        *out_a.stride()[:3],
-        *out_b.stride()[:3],
-        *out.stride()[:3],
-        *lse_a.stride()[:2],
-        *lse_b.stride()[:2],
-        *lse.stride()[:2],
-        DIM=dim,
-        DIM_BLOCK=dim_block,
-        QUERY_BLOCK=query_block,
-        num_warps=8,
-    )
+        out_a, lse_a, out_b, lse_b, out, lse, queries, *out_a.stride()[:3], *out_b.stride()[:3], *out.stride()[:3],
+        *lse_a.stride()[:2], *lse_b.stride()[:2], *lse.stride()[:2],
+        DIM=dim, DIM_BLOCK=dim_block, QUERY_BLOCK=query_block, num_warps=8,
+    )  # fmt: skip
 
 
 class AttentionMergeSpec(NamedTuple):

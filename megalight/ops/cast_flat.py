@@ -33,18 +33,9 @@ def scaled(value: Value, amax: Value, LARGEST: constexpr, SMALLEST: constexpr, P
 
 @jit
 def _cast_flat(
-    x: Value,
-    out: Value,
-    amax: Value,
-    largest: Value,
-    numel: Value,
-    TELL: constexpr,
-    ROUNDED: constexpr,
-    LARGEST: constexpr,
-    SMALLEST: constexpr,
-    POWER: constexpr,
-    BLOCK: constexpr,
-) -> None:
+    x: Value, out: Value, amax: Value, largest: Value, numel: Value,
+    TELL: constexpr, ROUNDED: constexpr, LARGEST: constexpr, SMALLEST: constexpr, POWER: constexpr, BLOCK: constexpr,
+) -> None:  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
     value = tl.load(x + at, mask=inside, other=0.0).to(ROUNDED).to(tl.float32)
@@ -61,19 +52,10 @@ def triton_cast_flat(
     """Implement :func:`megalight.ops.cast_flat.cast_flat`."""
     if numel := x.numel():
         _cast_flat[(cdiv(numel, BLOCK),)](
-            x,
-            out,
-            amax,
-            amax if largest is None else largest.view(torch.int32),
-            numel,
-            TELL=largest is not None,
-            ROUNDED=TYPES[rounded],
-            LARGEST=LARGEST[scheme.format],
-            SMALLEST=TINY,
-            POWER=scheme.scale == "power",
-            BLOCK=BLOCK,
-            num_warps=8,
-        )
+            x, out, amax, amax if largest is None else largest.view(torch.int32), numel,
+            TELL=largest is not None, ROUNDED=TYPES[rounded], LARGEST=LARGEST[scheme.format], SMALLEST=TINY,
+            POWER=scheme.scale == "power", BLOCK=BLOCK, num_warps=8,
+        )  # fmt: skip
 
 
 class CastFlatSpec(NamedTuple):

@@ -56,15 +56,9 @@ def _row(pointer: Value, stride: Value, token: Value, channel: Value, inside: Va
 
 @jit
 def _rows(
-    pointer: Value,
-    stride: Value,
-    first: Value,
-    tokens: Value,
-    channel: Value,
-    within: Value,
-    AHEAD: constexpr,
-    MASKED: constexpr,
-) -> Any:
+    pointer: Value, stride: Value, first: Value, tokens: Value, channel: Value, within: Value,
+    AHEAD: constexpr, MASKED: constexpr,
+) -> Any:  # fmt: skip
     """Load the channels of ``AHEAD`` tokens; 0 after the last token."""
     rows = _none()
     for step in tl.static_range(AHEAD):
@@ -108,23 +102,10 @@ def _place(positions: Value, token: Value, tokens: Value) -> Value:
 
 @jit
 def _forward_group(
-    x: Value,
-    positions: Value,
-    y: Value,
-    first: Value,
-    past: Value,
-    factors: Value,
-    offset: Value,
-    tokens: Value,
-    channels: Value,
-    stride: Value,
-    channel: Value,
-    within: Value,
-    TAPS: constexpr,
-    SILU: constexpr,
-    AHEAD: constexpr,
-    MASKED: constexpr,
-) -> Any:
+    x: Value, positions: Value, y: Value, first: Value, past: Value, factors: Value, offset: Value,
+    tokens: Value, channels: Value, stride: Value, channel: Value, within: Value,
+    TAPS: constexpr, SILU: constexpr, AHEAD: constexpr, MASKED: constexpr,
+) -> Any:  # fmt: skip
     """Write ``AHEAD`` rows; return the last rows, the nearest first."""
     own = _rows(x, stride, first, tokens, channel, within, AHEAD, MASKED)
     for step in tl.static_range(AHEAD):
@@ -147,21 +128,10 @@ def _forward_group(
 
 @jit
 def _forward(
-    x: Value,
-    weight: Value,
-    bias: Value,
-    positions: Value,
-    y: Value,
-    tokens: Value,
-    channels: Value,
-    stride: Value,
-    TAPS: constexpr,
-    BIAS: constexpr,
-    SILU: constexpr,
-    ROW: constexpr,
-    STRIP: constexpr,
-    AHEAD: constexpr,
-) -> None:
+    x: Value, weight: Value, bias: Value, positions: Value, y: Value,
+    tokens: Value, channels: Value, stride: Value,
+    TAPS: constexpr, BIAS: constexpr, SILU: constexpr, ROW: constexpr, STRIP: constexpr, AHEAD: constexpr,
+) -> None:  # fmt: skip
     """Write a strip of rows. Tokens come one after another; the rows before a token stay in registers."""
     channel = tl.program_id(1) * ROW + tl.arange(0, ROW)
     within = channel < channels
@@ -190,30 +160,11 @@ def _forward(
 
 @jit
 def _backward_group(
-    grad_y: Value,
-    x: Value,
-    positions: Value,
-    grad_x: Value,
-    first: Value,
-    begin: Value,
-    stop: Value,
-    past: Value,
-    open_: Value,
-    sums: Value,
-    whole: Value,
-    factors: Value,
-    offset: Value,
-    tokens: Value,
-    channels: Value,
-    stride: Value,
-    grad_stride: Value,
-    channel: Value,
-    within: Value,
-    TAPS: constexpr,
-    SILU: constexpr,
-    AHEAD: constexpr,
-    MASKED: constexpr,
-) -> Any:
+    grad_y: Value, x: Value, positions: Value, grad_x: Value, first: Value, begin: Value, stop: Value, past: Value,
+    open_: Value, sums: Value, whole: Value, factors: Value, offset: Value,
+    tokens: Value, channels: Value, stride: Value, grad_stride: Value, channel: Value, within: Value,
+    TAPS: constexpr, SILU: constexpr, AHEAD: constexpr, MASKED: constexpr,
+) -> Any:  # fmt: skip
     """Take ``AHEAD`` tokens; return ``past``, ``open_``, ``sums`` and ``whole`` after them."""
     own = _rows(x, stride, first, tokens, channel, within, AHEAD, MASKED)
     given = _rows(grad_y, channels, first, tokens, channel, within, AHEAD, MASKED)
@@ -255,25 +206,11 @@ def _backward_group(
 
 @jit
 def _backward(
-    grad_y: Value,
-    x: Value,
-    weight: Value,
-    bias: Value,
-    positions: Value,
-    grad_x: Value,
-    grad_weight: Value,
+    grad_y: Value, x: Value, weight: Value, bias: Value, positions: Value, grad_x: Value, grad_weight: Value,
     grad_bias: Value,
-    tokens: Value,
-    channels: Value,
-    stride: Value,
-    grad_stride: Value,
-    TAPS: constexpr,
-    BIAS: constexpr,
-    SILU: constexpr,
-    ROW: constexpr,
-    STRIP: constexpr,
-    AHEAD: constexpr,
-) -> None:
+    tokens: Value, channels: Value, stride: Value, grad_stride: Value,
+    TAPS: constexpr, BIAS: constexpr, SILU: constexpr, ROW: constexpr, STRIP: constexpr, AHEAD: constexpr,
+) -> None:  # fmt: skip
     """Write the gradient of a strip of rows, and the strip's share of those of weight and bias.
 
     Tokens come one after another. What a token reads again, and what is still to come for the gradients of the tokens
@@ -328,14 +265,9 @@ class _Conv(torch.autograd.Function):
         y = torch.empty(tokens, channels, dtype=x.dtype, device=x.device)
         _forward[(cdiv(tokens, FORWARD_STRIP), cdiv(channels, ROW))](
             *(x, weight, bias, positions, y, tokens, channels, x.stride(0)),
-            TAPS=weight.shape[1],
-            BIAS=bias is not None,
-            SILU=silu,
-            ROW=ROW,
-            STRIP=FORWARD_STRIP,
-            AHEAD=AHEAD,
+            TAPS=weight.shape[1], BIAS=bias is not None, SILU=silu, ROW=ROW, STRIP=FORWARD_STRIP, AHEAD=AHEAD,
             num_warps=1,
-        )
+        )  # fmt: skip
         ctx.save_for_backward(x, weight, bias, positions)
         ctx.silu = silu
         return y
@@ -352,14 +284,8 @@ class _Conv(torch.autograd.Function):
         _backward[(strips, cdiv(channels, ROW))](
             *(grad_y.contiguous(), x, weight, bias, positions, grad_x, grad_weight, grad_bias),
             *(tokens, channels, x.stride(0), grad_x.stride(0)),
-            TAPS=taps,
-            BIAS=bias is not None,
-            SILU=ctx.silu,
-            ROW=ROW,
-            STRIP=STRIP,
-            AHEAD=AHEAD,
-            num_warps=1,
-        )
+            TAPS=taps, BIAS=bias is not None, SILU=ctx.silu, ROW=ROW, STRIP=STRIP, AHEAD=AHEAD, num_warps=1,
+        )  # fmt: skip
         # Shares are summed in a fixed order: the result is the same in every run.
         whole = grad_weight.sum(0).to(weight.dtype)
         return grad_x, whole, None if bias is None or grad_bias is None else grad_bias.sum(0).to(bias.dtype), None, None

@@ -33,18 +33,10 @@ ROWS = 16
 
 @jit
 def _add_rows(
-    main_grad: Value,
-    sorted_ids: Value,
-    order: Value,
-    grad: Value,
-    tokens: Value,
-    rows: Value,
-    size: Value,
-    main_stride: Value,
-    grad_stride: Value,
-    ROWS: constexpr,
-    BLOCK: constexpr,
-) -> None:
+    main_grad: Value, sorted_ids: Value, order: Value, grad: Value,
+    tokens: Value, rows: Value, size: Value, main_stride: Value, grad_stride: Value,
+    ROWS: constexpr, BLOCK: constexpr,
+) -> None:  # fmt: skip
     first = tl.program_id(0)
     row = tl.load(sorted_ids + first)
     before = tl.load(sorted_ids + first - 1, mask=first > 0, other=-1)
@@ -87,19 +79,9 @@ def triton_add_rows(main_grad: Tensor, ids: Tensor, grad: Tensor, write: bool) -
     grad = grad if grad.stride(1) == 1 else grad.contiguous()
     block = min(BLOCK, next_power(size))
     _add_rows[(tokens, cdiv(size, block))](
-        main_grad,
-        sorted_ids,
-        order,
-        grad,
-        tokens,
-        len(main_grad),
-        size,
-        main_grad.stride(0),
-        grad.stride(0),
-        ROWS=ROWS,
-        BLOCK=block,
-        num_warps=4,
-    )
+        main_grad, sorted_ids, order, grad, tokens, len(main_grad), size, main_grad.stride(0), grad.stride(0),
+        ROWS=ROWS, BLOCK=block, num_warps=4,
+    )  # fmt: skip
 
 
 class EmbeddingGradientSpec(NamedTuple):

@@ -59,21 +59,10 @@ def _rows(pointer: Value, stride: Value, row: Value, column: Value, inside: Valu
 
 @jit
 def _forward(
-    y: Value,
-    z: Value,
-    weight: Value,
-    out: Value,
-    rows: Value,
-    group: Value,
-    y_stride: Value,
-    z_stride: Value,
-    size: Value,
-    eps: Value,
-    LAST: constexpr,
-    SHARED: constexpr,
-    ROWS: constexpr,
-    BLOCK: constexpr,
-) -> None:
+    y: Value, z: Value, weight: Value, out: Value,
+    rows: Value, group: Value, y_stride: Value, z_stride: Value, size: Value, eps: Value,
+    LAST: constexpr, SHARED: constexpr, ROWS: constexpr, BLOCK: constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     feature = tl.arange(0, BLOCK)
     column = tl.program_id(1) * group + feature
@@ -94,25 +83,10 @@ def _forward(
 
 @jit
 def _backward(
-    grad_out: Value,
-    y: Value,
-    z: Value,
-    weight: Value,
-    grad_y: Value,
-    grad_z: Value,
-    grad_weight: Value,
-    rows: Value,
-    group: Value,
-    y_stride: Value,
-    z_stride: Value,
-    size: Value,
-    grad_z_stride: Value,
-    eps: Value,
-    LAST: constexpr,
-    SHARED: constexpr,
-    ROWS: constexpr,
-    BLOCK: constexpr,
-) -> None:
+    grad_out: Value, y: Value, z: Value, weight: Value, grad_y: Value, grad_z: Value, grad_weight: Value,
+    rows: Value, group: Value, y_stride: Value, z_stride: Value, size: Value, grad_z_stride: Value, eps: Value,
+    LAST: constexpr, SHARED: constexpr, ROWS: constexpr, BLOCK: constexpr,
+) -> None:  # fmt: skip
     program = tl.program_id(0)
     feature = tl.arange(0, BLOCK)
     column = tl.program_id(1) * group + feature

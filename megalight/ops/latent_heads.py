@@ -34,15 +34,10 @@ HEADS = 16
 
 @jit
 def _move(
-    source: Value,
-    target: Value,
-    head: Value,
-    heads: Value,
-    source_head: Value,
-    target_head: Value,
-    width: Value,
+    source: Value, target: Value, head: Value,
+    heads: Value, source_head: Value, target_head: Value, width: Value,
     BLOCK: constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Copy ``[heads, width]``."""
     feature = tl.arange(0, BLOCK)[None, :]
     inside = (head < heads)[:, None] & (feature < width)
@@ -52,21 +47,10 @@ def _move(
 
 @jit
 def _tail(
-    source: Value,
-    target: Value,
-    cos: Value,
-    sin: Value,
-    source_token: Value,
-    source_head: Value,
-    heads: Value,
-    plain: Value,
-    half: Value,
-    INTERLEAVED: constexpr,
-    BACKWARD: constexpr,
-    HEADS: constexpr,
-    PLAIN: constexpr,
-    HALF: constexpr,
-) -> None:
+    source: Value, target: Value, cos: Value, sin: Value, source_token: Value, source_head: Value,
+    heads: Value, plain: Value, half: Value,
+    INTERLEAVED: constexpr, BACKWARD: constexpr, HEADS: constexpr, PLAIN: constexpr, HALF: constexpr,
+) -> None:  # fmt: skip
     """Copy the first ``plain`` features of heads, and rotate the others; the target is contiguous."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -101,19 +85,10 @@ def _tail(
 
 @jit
 def _join(
-    wide: Value,
-    key: Value,
-    out: Value,
-    wide_token: Value,
-    wide_head: Value,
-    key_token: Value,
-    heads: Value,
-    own: Value,
-    shared: Value,
-    HEADS: constexpr,
-    OWN: constexpr,
-    SHARED: constexpr,
-) -> None:
+    wide: Value, key: Value, out: Value, wide_token: Value, wide_head: Value, key_token: Value,
+    heads: Value, own: Value, shared: Value,
+    HEADS: constexpr, OWN: constexpr, SHARED: constexpr,
+) -> None:  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     size = own + shared
@@ -125,23 +100,11 @@ def _join(
 
 @jit
 def _part(
-    grad_k: Value,
-    grad_v: Value,
-    grad_wide: Value,
-    grad_key: Value,
-    k_token: Value,
-    k_head: Value,
-    v_token: Value,
+    grad_k: Value, grad_v: Value, grad_wide: Value, grad_key: Value, k_token: Value, k_head: Value, v_token: Value,
     v_head: Value,
-    heads: Value,
-    own: Value,
-    shared: Value,
-    values: Value,
-    HEADS: constexpr,
-    OWN: constexpr,
-    SHARED: constexpr,
-    VALUES: constexpr,
-) -> None:
+    heads: Value, own: Value, shared: Value, values: Value,
+    HEADS: constexpr, OWN: constexpr, SHARED: constexpr, VALUES: constexpr,
+) -> None:  # fmt: skip
     """Write the gradients of one token. A program sums the shared features over all heads, in a fixed order."""
     token = tl.program_id(0).to(tl.int64)
     grad_k += token * k_token

@@ -53,17 +53,10 @@ def reference_normalized(x: Tensor, eps: float) -> Tensor:
 
 @jit
 def _momentum(
-    out: Value,
-    gradient: Value,
-    buffer: Value,
-    scale: Value,
-    n: Value,
-    momentum: Value,
-    rest: Value,
-    SCALED: constexpr,
-    NESTEROV: constexpr,
-    BLOCK: constexpr,
-) -> None:
+    out: Value, gradient: Value, buffer: Value, scale: Value,
+    n: Value, momentum: Value, rest: Value,
+    SCALED: constexpr, NESTEROV: constexpr, BLOCK: constexpr,
+) -> None:  # fmt: skip
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < n
     g = tl.load(gradient + index, mask=inside, other=0.0).to(tl.float32)
@@ -93,17 +86,10 @@ def triton_momentum(
 
 @jit
 def _decayed(
-    param: Value,
-    update: Value,
-    out: Value,
-    rates: Value,
-    n: Value,
-    lr: Value,
-    decay: Value,
-    COPY: constexpr,
-    ON_DEVICE: constexpr,
-    BLOCK: constexpr,
-) -> None:
+    param: Value, update: Value, out: Value, rates: Value,
+    n: Value, lr: Value, decay: Value,
+    COPY: constexpr, ON_DEVICE: constexpr, BLOCK: constexpr,
+) -> None:  # fmt: skip
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < n
     if ON_DEVICE:  # so that a captured step follows later changes

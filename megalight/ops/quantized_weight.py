@@ -78,15 +78,9 @@ BLOCK = 4096
 
 @jit
 def _decode(
-    data: Value,
-    scales: Value,
-    levels: Value,
-    out: Value,
-    size: Value,
-    FEATURES: constexpr,
-    HALVES: constexpr,
-    BLOCK: constexpr,
-) -> None:
+    data: Value, scales: Value, levels: Value, out: Value, size: Value,
+    FEATURES: constexpr, HALVES: constexpr, BLOCK: constexpr,
+) -> None:  # fmt: skip
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = place < size
     scale = tl.load(scales + place // FEATURES, mask=here, other=0.0).to(tl.float32)
@@ -106,16 +100,9 @@ def triton_decode(data: Tensor, scales: Tensor, form: str, dtype: torch.dtype) -
     features = data.shape[2] * (2 if halves else 1)
     out = torch.empty(data.shape[0], data.shape[1] * features, dtype=dtype, device=data.device)
     _decode[(cdiv(out.numel(), BLOCK),)](
-        data,
-        scales,
-        levels_of(scales.dtype, data.device, form if halves else "nf4"),
-        out,
-        out.numel(),
-        FEATURES=features,
-        HALVES=halves,
-        BLOCK=BLOCK,
-        num_warps=8,
-    )
+        data, scales, levels_of(scales.dtype, data.device, form if halves else "nf4"), out, out.numel(),
+        FEATURES=features, HALVES=halves, BLOCK=BLOCK, num_warps=8,
+    )  # fmt: skip
     return out
 
 

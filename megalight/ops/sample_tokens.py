@@ -224,16 +224,9 @@ def _weighed(logits: Value, columns: Value, key: Value, peak: Value, scale: Valu
 
 @jit
 def _search(
-    logits: Value,
-    columns: Value,
-    wanted: Value,
-    floor: Value,
-    peak: Value,
-    scale: Value,
-    COUNT: constexpr,
-    BITS: constexpr,
-    BLOCK: constexpr,
-) -> Value:
+    logits: Value, columns: Value, wanted: Value, floor: Value, peak: Value, scale: Value,
+    COUNT: constexpr, BITS: constexpr, BLOCK: constexpr,
+) -> Value:  # fmt: skip
     """Return the largest key with a weight of at least ``wanted``: two bits in each pass."""
     key = tl.full((), 0, tl.uint32)
     for step in range(BITS // 2):
@@ -266,17 +259,10 @@ def _search(
 
 @jit
 def _cut(
-    logits: Value,
-    stride: Value,
-    columns: Value,
-    reals: Value,
-    numbers: Value,
-    peaks: Value,
-    least: Value,
-    last: Value,
-    BITS: constexpr,
-    BLOCK: constexpr,
-) -> None:
+    logits: Value, stride: Value,
+    columns: Value, reals: Value, numbers: Value, peaks: Value, least: Value, last: Value,
+    BITS: constexpr, BLOCK: constexpr,
+) -> None:  # fmt: skip
     row, count = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     logits += row * stride
     temperature = tl.load(reals + row)
@@ -313,22 +299,11 @@ def _cut(
 
 @jit
 def _best(
-    logits: Value,
-    stride: Value,
-    columns: Value,
-    first: Value,
-    groups: Value,
-    reals: Value,
-    numbers: Value,
-    peaks: Value,
-    least: Value,
-    last: Value,
-    values: Value,
-    places: Value,
-    CUT: constexpr,
-    BLOCK: constexpr,
-    SPAN: constexpr,
-) -> None:
+    logits: Value, stride: Value,
+    columns: Value, first: Value, groups: Value, reals: Value, numbers: Value, peaks: Value, least: Value, last: Value,
+    values: Value, places: Value,
+    CUT: constexpr, BLOCK: constexpr, SPAN: constexpr,
+) -> None:  # fmt: skip
     row, part, count = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(0)
     temperature = tl.load(reals + row)
     min_p = tl.load(reals + 2 * count + row).to(tl.float32)

@@ -32,15 +32,9 @@ PROGRAMS_PER_SM = 4
 
 @jit
 def _sum_some(
-    rows: Value,
-    sums: Value,
-    count: Value,
-    size: Value,
-    stride: Value,
-    ROWS: constexpr,
-    BLOCK: constexpr,
-    UNIT: constexpr,
-) -> None:
+    rows: Value, sums: Value, count: Value, size: Value, stride: Value,
+    ROWS: constexpr, BLOCK: constexpr, UNIT: constexpr,
+) -> None:  # fmt: skip
     size, stride = size * UNIT, stride * UNIT
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((ROWS, BLOCK), tl.float32)

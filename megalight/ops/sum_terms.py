@@ -31,16 +31,9 @@ BLOCK = 2048
 
 @jit
 def _sum(
-    out: Value,
-    own: Value,
-    others: Value,
-    numel: Value,
-    distance: Value,
-    TERMS: constexpr,
-    PLACE: constexpr,
-    ADD: constexpr,
-    BLOCK: constexpr,
-) -> None:
+    out: Value, own: Value, others: Value, numel: Value, distance: Value,
+    TERMS: constexpr, PLACE: constexpr, ADD: constexpr, BLOCK: constexpr,
+) -> None:  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
     total = tl.zeros((BLOCK,), tl.float32)

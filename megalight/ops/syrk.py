@@ -52,28 +52,11 @@ def reference_syrk(x: Tensor, c: Tensor | None, alpha: float, beta: float, diago
 
 @jit
 def _syrk(
-    rows_of: Value,
-    columns_of: Value,
-    tiles_of_c: Value,
-    tiles_of_out: Value,
-    c: Value,
-    out: Value,
-    size: Value,
-    depth: Value,
-    tiles_down: Value,
-    tiles_across: Value,
-    alpha: Value,
-    beta: Value,
-    diagonal: Value,
-    ADD: constexpr,
-    TALL: constexpr,
-    EVEN: constexpr,
-    TRIANGLE: constexpr,
-    ROWS: constexpr,
-    COLUMNS: constexpr,
-    DEPTH: constexpr,
-    GROUP: constexpr,
-) -> None:
+    rows_of: Value, columns_of: Value, tiles_of_c: Value, tiles_of_out: Value, c: Value, out: Value,
+    size: Value, depth: Value, tiles_down: Value, tiles_across: Value, alpha: Value, beta: Value, diagonal: Value,
+    ADD: constexpr, TALL: constexpr, EVEN: constexpr, TRIANGLE: constexpr, ROWS: constexpr, COLUMNS: constexpr,
+    DEPTH: constexpr, GROUP: constexpr,
+) -> None:  # fmt: skip
     program, matrix = tl.program_id(0), tl.program_id(1)
     if TRIANGLE:  # row by row
         tiles_above = ((tl.sqrt(8.0 * program.to(tl.float32) + 1.0) - 1.0) / 2.0 + 0.01).to(tl.int32)
@@ -164,22 +147,10 @@ def triton_syrk(
     triangle = even and tiles_down <= FEW_TILES
     _syrk[(tiles_down * (tiles_down + 1) // 2 if triangle else tiles_down * tiles_across, batch)](
         *(described(flat, block) for block in blocks),
-        *(described(each.view(batch * size, size), block) if even else each for each in (read, out)),
-        read,
-        out,
-        size,
-        depth,
-        tiles_down,
-        tiles_across,
-        float(alpha),
-        float(beta),
-        float(diagonal),
-        ADD=c is not None,
-        TALL=tall,
-        EVEN=even,
-        TRIANGLE=triangle,
-        **tile,
-    )
+        *(described(each.view(batch * size, size), block) if even else each for each in (read, out)), read, out, size,
+        depth, tiles_down, tiles_across, float(alpha), float(beta), float(diagonal),
+        ADD=c is not None, TALL=tall, EVEN=even, TRIANGLE=triangle, **tile,
+    )  # fmt: skip
     return out
 
 

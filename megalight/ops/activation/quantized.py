@@ -48,31 +48,13 @@ def _largest(x: Value) -> Value:
 
 @jit
 def _forward(
-    x: Value,
-    row_data: Value,
-    row_scale: Value,
-    row_amax: Value,
-    column_data: Value,
-    column_scale: Value,
-    column_amax: Value,
-    parts: Value,
-    tokens: Value,
-    padded: Value,
-    size: Value,
-    KIND: constexpr,
-    GATED: constexpr,
-    ROWS: constexpr,
-    COLUMNS: constexpr,
-    ROW_LARGEST: constexpr,
-    COLUMN_LARGEST: constexpr,
-    SMALLEST: constexpr,
-    ROW_POWER: constexpr,
-    COLUMN_POWER: constexpr,
-    FULL: constexpr,
-    HARDWARE: constexpr,
-    TOKENS: constexpr,
-    FEATURES: constexpr,
-) -> None:
+    x: Value, row_data: Value, row_scale: Value, row_amax: Value, column_data: Value, column_scale: Value,
+    column_amax: Value, parts: Value,
+    tokens: Value, padded: Value, size: Value,
+    KIND: constexpr, GATED: constexpr, ROWS: constexpr, COLUMNS: constexpr, ROW_LARGEST: constexpr,
+    COLUMN_LARGEST: constexpr, SMALLEST: constexpr, ROW_POWER: constexpr, COLUMN_POWER: constexpr, FULL: constexpr,
+    HARDWARE: constexpr, TOKENS: constexpr, FEATURES: constexpr,
+) -> None:  # fmt: skip
     # Programs that run at the same time read whole rows.
     across, down = tl.program_id(0), tl.program_id(1)
     token, feature = down * TOKENS, across * FEATURES
@@ -102,32 +84,13 @@ def _forward(
 
 @jit
 def _backward(
-    x: Value,
-    grad_y: Value,
-    row_data: Value,
-    row_scale: Value,
-    row_amax: Value,
-    column_data: Value,
-    column_scale: Value,
-    column_amax: Value,
-    parts: Value,
-    tokens: Value,
-    padded: Value,
-    size: Value,
-    KIND: constexpr,
-    GATED: constexpr,
-    ROWS: constexpr,
-    COLUMNS: constexpr,
-    ROW_LARGEST: constexpr,
-    COLUMN_LARGEST: constexpr,
-    SMALLEST: constexpr,
-    ROW_POWER: constexpr,
-    COLUMN_POWER: constexpr,
-    FULL: constexpr,
-    HARDWARE: constexpr,
-    TOKENS: constexpr,
-    FEATURES: constexpr,
-) -> None:
+    x: Value, grad_y: Value, row_data: Value, row_scale: Value, row_amax: Value, column_data: Value,
+    column_scale: Value, column_amax: Value, parts: Value,
+    tokens: Value, padded: Value, size: Value,
+    KIND: constexpr, GATED: constexpr, ROWS: constexpr, COLUMNS: constexpr, ROW_LARGEST: constexpr,
+    COLUMN_LARGEST: constexpr, SMALLEST: constexpr, ROW_POWER: constexpr, COLUMN_POWER: constexpr, FULL: constexpr,
+    HARDWARE: constexpr, TOKENS: constexpr, FEATURES: constexpr,
+) -> None:  # fmt: skip
     # Programs that run at the same time read whole rows.
     across, down = tl.program_id(0), tl.program_id(1)
     token, feature = down * TOKENS, across * FEATURES
@@ -206,20 +169,12 @@ def _run(
     parts = torch.empty(grid[0] * grid[1], device=x.device)
     if tokens and size:
         kernel[grid](
-            *inputs,
-            *quantize_arguments(x, whole, amax),
-            *quantize_arguments(x, transposed, amax),
-            parts,
-            tokens,
-            padded,
-            size,
-            KIND=kind,
-            GATED=gates,
-            **quantize_constants(rows, columns),
-            FULL=not (padded % tile["TOKENS"] or size % tile["FEATURES"] or padded - tokens),
-            HARDWARE=x.is_cuda,
+            *inputs, *quantize_arguments(x, whole, amax), *quantize_arguments(x, transposed, amax), parts, tokens,
+            padded, size,
+            KIND=kind, GATED=gates, **quantize_constants(rows, columns),
+            FULL=not (padded % tile["TOKENS"] or size % tile["FEATURES"] or padded - tokens), HARDWARE=x.is_cuda,
             **tile,
-        )
+        )  # fmt: skip
     return (whole, transposed), parts
 
 

@@ -67,18 +67,9 @@ def _slope(x: Value, KIND: constexpr) -> Value:
 
 @jit
 def _triton_forward(
-    x: Value,
-    y: Value,
-    parts: Value,
-    size: Value,
-    stride: Value,
-    KIND: constexpr,
-    GATED: constexpr,
-    MEASURE: constexpr,
-    UNIT: constexpr,
-    BLOCK: constexpr,
-    PDL: constexpr,
-) -> None:
+    x: Value, y: Value, parts: Value, size: Value, stride: Value,
+    KIND: constexpr, GATED: constexpr, MEASURE: constexpr, UNIT: constexpr, BLOCK: constexpr, PDL: constexpr,
+) -> None:  # fmt: skip
     start_dependents(PDL)
     size, stride = size * UNIT, stride * UNIT
     row = tl.program_id(0).to(tl.int64)
@@ -100,19 +91,10 @@ def _triton_forward(
 
 @jit
 def _triton_backward(
-    x: Value,
-    grad_y: Value,
-    grad_x: Value,
-    parts: Value,
-    size: Value,
-    stride: Value,
-    grad_stride: Value,
-    KIND: constexpr,
-    GATED: constexpr,
-    MEASURE: constexpr,
-    UNIT: constexpr,
-    BLOCK: constexpr,
-) -> None:
+    x: Value, grad_y: Value, grad_x: Value, parts: Value,
+    size: Value, stride: Value, grad_stride: Value,
+    KIND: constexpr, GATED: constexpr, MEASURE: constexpr, UNIT: constexpr, BLOCK: constexpr,
+) -> None:  # fmt: skip
     size, stride, grad_stride = size * UNIT, stride * UNIT, grad_stride * UNIT
     # x is read again, and the activation computed again: this costs less than to store its result in the forward.
     row = tl.program_id(0).to(tl.int64)
@@ -166,20 +148,9 @@ class _TritonActivation(torch.autograd.Function):
         if grid[0]:
             pdl = OVERLAP.on
             _triton_forward[grid](
-                x,
-                y,
-                parts,
-                size // unit,
-                stride // unit,
-                KIND=kind,
-                GATED=gated,
-                MEASURE=measure,
-                UNIT=unit,
-                BLOCK=block,
-                PDL=pdl,
-                launch_pdl=pdl,
-                num_warps=4,
-            )
+                x, y, parts, size // unit, stride // unit,
+                KIND=kind, GATED=gated, MEASURE=measure, UNIT=unit, BLOCK=block, PDL=pdl, launch_pdl=pdl, num_warps=4,
+            )  # fmt: skip
         ctx.save_for_backward(x)
         ctx.kind, ctx.gated, ctx.measure, ctx.grid = kind, gated, measure, (grid, size, unit, block)
         return annotate_amax(y, parts) if measure else y
@@ -196,20 +167,9 @@ class _TritonActivation(torch.autograd.Function):
         parts = _parts(grad_y, grid) if ctx.measure else grad_y
         if grid[0]:
             _triton_backward[grid](
-                x,
-                grad_y,
-                grad_x,
-                parts,
-                size // unit,
-                stride // unit,
-                grad_stride // unit,
-                KIND=ctx.kind,
-                GATED=ctx.gated,
-                MEASURE=ctx.measure,
-                UNIT=unit,
-                BLOCK=block,
-                num_warps=4,
-            )
+                x, grad_y, grad_x, parts, size // unit, stride // unit, grad_stride // unit,
+                KIND=ctx.kind, GATED=ctx.gated, MEASURE=ctx.measure, UNIT=unit, BLOCK=block, num_warps=4,
+            )  # fmt: skip
         return annotate_amax(grad_x, parts) if ctx.measure else grad_x, None, None, None
 
 
@@ -240,15 +200,9 @@ def _pair_forward(gate: Value, up: Value, y: Value, count: Value, KIND: constexp
 
 @jit
 def _pair_backward(
-    gate: Value,
-    up: Value,
-    grad_y: Value,
-    grad_gate: Value,
-    grad_up: Value,
-    count: Value,
-    KIND: constexpr,
-    BLOCK: constexpr,
-) -> None:
+    gate: Value, up: Value, grad_y: Value, grad_gate: Value, grad_up: Value, count: Value,
+    KIND: constexpr, BLOCK: constexpr,
+) -> None:  # fmt: skip
     # The activation is computed again: this costs less than to store its result in the forward.
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
@@ -312,20 +266,10 @@ def _halves(x: Value, place: Value, size: Value, inside: Value, offset: Value, c
 
 @jit
 def _weighted_forward(
-    x: Value,
-    weights: Value,
-    y: Value,
-    rows: Value,
-    size: Value,
-    offset: Value,
-    clamp: Value,
-    KIND: constexpr,
-    GATED: constexpr,
-    CLAMP: constexpr,
-    WEIGHTED: constexpr,
-    ROWS: constexpr,
-    BLOCK: constexpr,
-) -> None:
+    x: Value, weights: Value, y: Value,
+    rows: Value, size: Value, offset: Value, clamp: Value,
+    KIND: constexpr, GATED: constexpr, CLAMP: constexpr, WEIGHTED: constexpr, ROWS: constexpr, BLOCK: constexpr,
+) -> None:  # fmt: skip
     # 64 bits: rows times features may pass 2^31.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -342,22 +286,10 @@ def _weighted_forward(
 
 @jit
 def _weighted_backward(
-    x: Value,
-    weights: Value,
-    grad_y: Value,
-    grad_x: Value,
-    grad_weights: Value,
-    rows: Value,
-    size: Value,
-    offset: Value,
-    clamp: Value,
-    KIND: constexpr,
-    GATED: constexpr,
-    CLAMP: constexpr,
-    WEIGHTED: constexpr,
-    ROWS: constexpr,
-    BLOCK: constexpr,
-) -> None:
+    x: Value, weights: Value, grad_y: Value, grad_x: Value, grad_weights: Value,
+    rows: Value, size: Value, offset: Value, clamp: Value,
+    KIND: constexpr, GATED: constexpr, CLAMP: constexpr, WEIGHTED: constexpr, ROWS: constexpr, BLOCK: constexpr,
+) -> None:  # fmt: skip
     """One program has whole rows, so that it sums the gradients of their weights by itself."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     if WEIGHTED:

@@ -50,17 +50,9 @@ def _read(
 
 @jit
 def _write(
-    moment: Value,
-    exponents: Value,
-    start: Value,
-    n: Value,
-    value: Value,
-    shift: Value,
-    SECOND: constexpr,
-    LIMIT: constexpr,
-    FORM: constexpr,
-    BLOCK: constexpr,
-) -> None:
+    moment: Value, exponents: Value, start: Value, n: Value, value: Value, shift: Value,
+    SECOND: constexpr, LIMIT: constexpr, FORM: constexpr, BLOCK: constexpr,
+) -> None:  # fmt: skip
     index = start + tl.arange(0, BLOCK)
     inside = index < n
     if FORM == QUANTIZED:
@@ -86,42 +78,14 @@ def _write(
 
 @jit
 def _step(
-    param: Value,
-    grad: Value,
-    exp_avg: Value,
-    exp_avg_sq: Value,
-    exponents: Value,
-    exponents_sq: Value,
-    out: Value,
-    amax: Value,
-    largest: Value,
-    grad_scale: Value,
-    scalars: Value,
-    n: Value,
-    lr: Value,
-    step_size: Value,
-    root_correction: Value,
-    beta1: Value,
-    beta2: Value,
-    rest1: Value,
-    rest2: Value,
-    eps: Value,
-    weight_decay: Value,
-    shift: Value,
-    FIRST: constexpr,
-    SECOND: constexpr,
-    DECOUPLED: constexpr,
-    SCALED: constexpr,
-    COPY: constexpr,
-    QUANTIZE_OUT: constexpr,
-    TELL: constexpr,
-    BEFORE: constexpr,
-    TOP: constexpr,
-    SMALLEST: constexpr,
-    POWER: constexpr,
-    ON_DEVICE: constexpr,
-    BLOCK: constexpr,
-) -> None:
+    param: Value, grad: Value, exp_avg: Value, exp_avg_sq: Value, exponents: Value, exponents_sq: Value, out: Value,
+    amax: Value, largest: Value, grad_scale: Value, scalars: Value,
+    n: Value, lr: Value, step_size: Value, root_correction: Value, beta1: Value, beta2: Value, rest1: Value,
+    rest2: Value, eps: Value, weight_decay: Value, shift: Value,
+    FIRST: constexpr, SECOND: constexpr, DECOUPLED: constexpr, SCALED: constexpr, COPY: constexpr,
+    QUANTIZE_OUT: constexpr, TELL: constexpr, BEFORE: constexpr, TOP: constexpr, SMALLEST: constexpr, POWER: constexpr,
+    ON_DEVICE: constexpr, BLOCK: constexpr,
+) -> None:  # fmt: skip
     start = tl.program_id(0).to(tl.int64) * BLOCK
     index = start + tl.arange(0, BLOCK)
     inside = index < n

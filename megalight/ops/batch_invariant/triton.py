@@ -31,24 +31,11 @@ SINGLE_TILE = {"COLUMNS": 64, "DEPTH": 32}
 # One kernel for any number of rows: another one, for 1 or for multiples of 16, would be compiled in other ways.
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
 def _product(
-    x: Value,
-    weight: Value,
-    bias: Value,
-    offsets: Value,
-    y: Value,
-    rows: Value,
-    columns: Value,
-    depth: Value,
-    x_row: Value,
-    num_groups: Value,
-    GROUPS: constexpr,
-    BIAS: constexpr,
-    EVEN: constexpr,
-    ROWS: constexpr,
-    COLUMNS: constexpr,
-    DEPTH: constexpr,
+    x: Value, weight: Value, bias: Value, offsets: Value, y: Value,
+    rows: Value, columns: Value, depth: Value, x_row: Value, num_groups: Value,
+    GROUPS: constexpr, BIAS: constexpr, EVEN: constexpr, ROWS: constexpr, COLUMNS: constexpr, DEPTH: constexpr,
     PRECISION: constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """``GROUPS`` is 0 for one weight ``[columns, depth]``, or a power of 2 for ``num_groups`` of them."""
     across = tl.cdiv(columns, COLUMNS)
     if GROUPS > 0:

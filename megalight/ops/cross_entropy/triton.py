@@ -21,17 +21,10 @@ def capped(x: Value, softcap: Value) -> Value:
 
 @jit
 def _statistics(
-    logits: Value,
-    labels: Value,
-    logsumexp: Value,
-    target: Value,
-    stride: Value,
-    width: Value,
-    real: Value,
-    softcap: Value,
-    CAPPED: constexpr,
-    BLOCK: constexpr,
-) -> None:
+    logits: Value, labels: Value, logsumexp: Value, target: Value, stride: Value,
+    width: Value, real: Value, softcap: Value,
+    CAPPED: constexpr, BLOCK: constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     # Eight neighbors, which one thread loads at once, share a maximum and a sum: threads need not meet before the end.
@@ -63,17 +56,10 @@ def _statistics(
 
 @jit
 def _gradient(
-    logits: Value,
-    labels: Value,
-    logsumexp: Value,
-    grad: Value,
-    stride: Value,
-    width: Value,
-    real: Value,
-    softcap: Value,
-    CAPPED: constexpr,
-    BLOCK: constexpr,
-) -> None:
+    logits: Value, labels: Value, logsumexp: Value, grad: Value, stride: Value,
+    width: Value, real: Value, softcap: Value,
+    CAPPED: constexpr, BLOCK: constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     logits += row * stride
@@ -104,18 +90,10 @@ def statistics(logits: Tensor, labels: Tensor, real: int, softcap: float | None)
     target = torch.empty_like(logsumexp)
     block = min(STATISTICS_BLOCK, next_power(max(real, 16)))
     _statistics[(tokens,)](
-        logits,
-        labels,
-        logsumexp,
-        target,
-        logits.stride(0),
-        row_width(logits, real),
-        real,
+        logits, labels, logsumexp, target, logits.stride(0), row_width(logits, real), real,
         1.0 if softcap is None else softcap,
-        CAPPED=softcap is not None,
-        BLOCK=block,
-        num_warps=max(4, block // 512),
-    )
+        CAPPED=softcap is not None, BLOCK=block, num_warps=max(4, block // 512),
+    )  # fmt: skip
     return logsumexp, target
 
 
@@ -129,15 +107,7 @@ def gradient_(
     tokens, size = logits.shape
     block = min(GRADIENT_BLOCK, next_power(size))
     _gradient[(tokens, cdiv(size, block))](
-        logits,
-        labels,
-        logsumexp,
-        grad,
-        logits.stride(0),
-        row_width(logits, size),
-        real,
+        logits, labels, logsumexp, grad, logits.stride(0), row_width(logits, size), real,
         1.0 if softcap is None else softcap,
-        CAPPED=softcap is not None,
-        BLOCK=block,
-        num_warps=max(4, block // 512),
-    )
+        CAPPED=softcap is not None, BLOCK=block, num_warps=max(4, block // 512),
+    )  # fmt: skip

@@ -56,24 +56,11 @@ def _kind(log_p: Value, log_q: Value, KIND: constexpr) -> Value:
 
 @jit
 def _statistics(
-    student: Value,
-    teacher: Value,
-    labels: Value,
-    logsumexp: Value,
-    target: Value,
-    student_stride: Value,
+    student: Value, teacher: Value, labels: Value, logsumexp: Value, target: Value, student_stride: Value,
     teacher_stride: Value,
-    tokens: Value,
-    width: Value,
-    real: Value,
-    scale: Value,
-    student_cap: Value,
-    teacher_cap: Value,
-    STUDENT_CAPPED: constexpr,
-    TEACHER_CAPPED: constexpr,
-    OWN: constexpr,
-    BLOCK: constexpr,
-) -> None:
+    tokens: Value, width: Value, real: Value, scale: Value, student_cap: Value, teacher_cap: Value,
+    STUDENT_CAPPED: constexpr, TEACHER_CAPPED: constexpr, OWN: constexpr, BLOCK: constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     student += row * student_stride
     teacher += row * teacher_stride
@@ -113,24 +100,11 @@ def _statistics(
 
 @jit
 def _sums(
-    student: Value,
-    teacher: Value,
-    logsumexp: Value,
-    found: Value,
-    student_stride: Value,
-    teacher_stride: Value,
+    student: Value, teacher: Value, logsumexp: Value, found: Value, student_stride: Value, teacher_stride: Value,
     logsumexp_stride: Value,
-    tokens: Value,
-    width: Value,
-    real: Value,
-    scale: Value,
-    student_cap: Value,
-    teacher_cap: Value,
-    STUDENT_CAPPED: constexpr,
-    TEACHER_CAPPED: constexpr,
-    KIND: constexpr,
-    BLOCK: constexpr,
-) -> None:
+    tokens: Value, width: Value, real: Value, scale: Value, student_cap: Value, teacher_cap: Value,
+    STUDENT_CAPPED: constexpr, TEACHER_CAPPED: constexpr, KIND: constexpr, BLOCK: constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     student += row * student_stride
     teacher += row * teacher_stride
@@ -152,27 +126,11 @@ def _sums(
 
 @jit
 def _gradient(
-    student: Value,
-    teacher: Value,
-    labels: Value,
-    logsumexp: Value,
-    slopes: Value,
-    grad: Value,
-    grad_own: Value,
-    student_stride: Value,
-    teacher_stride: Value,
-    logsumexp_stride: Value,
-    width: Value,
-    real: Value,
-    scale: Value,
-    student_cap: Value,
-    teacher_cap: Value,
-    STUDENT_CAPPED: constexpr,
-    TEACHER_CAPPED: constexpr,
-    OWN: constexpr,
-    KIND: constexpr,
-    BLOCK: constexpr,
-) -> None:
+    student: Value, teacher: Value, labels: Value, logsumexp: Value, slopes: Value, grad: Value, grad_own: Value,
+    student_stride: Value, teacher_stride: Value, logsumexp_stride: Value,
+    width: Value, real: Value, scale: Value, student_cap: Value, teacher_cap: Value,
+    STUDENT_CAPPED: constexpr, TEACHER_CAPPED: constexpr, OWN: constexpr, KIND: constexpr, BLOCK: constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     student += row * student_stride
@@ -218,19 +176,10 @@ def statistics(student: Tensor, teacher: Tensor, labels: Tensor, measure: Measur
     logsumexp = torch.empty(3, tokens, dtype=torch.float32, device=student.device)
     target = torch.empty_like(logsumexp[0])
     _statistics[(tokens,)](
-        student,
-        teacher,
-        labels,
-        logsumexp,
-        target,
-        student.stride(0),
-        teacher.stride(0),
-        tokens,
-        _both_widths(student, teacher, measure.real),
-        measure.real,
-        OWN=measure.own,
-        **_options(measure, min(ROW_BLOCK, next_power(max(measure.real, 16)))),
-    )
+        student, teacher, labels, logsumexp, target, student.stride(0), teacher.stride(0), tokens,
+        _both_widths(student, teacher, measure.real), measure.real,
+        OWN=measure.own, **_options(measure, min(ROW_BLOCK, next_power(max(measure.real, 16)))),
+    )  # fmt: skip
     return logsumexp, target
 
 
@@ -239,19 +188,10 @@ def sums(student: Tensor, teacher: Tensor, logsumexp: Tensor, measure: Measure) 
     tokens = student.shape[0]
     found = torch.empty(2, tokens, dtype=torch.float32, device=student.device)
     _sums[(tokens,)](
-        student,
-        teacher,
-        logsumexp,
-        found,
-        student.stride(0),
-        teacher.stride(0),
-        logsumexp.stride(0),
-        tokens,
-        _both_widths(student, teacher, measure.real),
-        measure.real,
-        KIND=measure.kind,
-        **_options(measure, min(ROW_BLOCK, next_power(max(measure.real, 16)))),
-    )
+        student, teacher, logsumexp, found, student.stride(0), teacher.stride(0), logsumexp.stride(0), tokens,
+        _both_widths(student, teacher, measure.real), measure.real,
+        KIND=measure.kind, **_options(measure, min(ROW_BLOCK, next_power(max(measure.real, 16)))),
+    )  # fmt: skip
     return found
 
 
@@ -269,19 +209,7 @@ def gradient_(
     tokens, size = student.shape
     block = min(GRADIENT_BLOCK, next_power(size))
     _gradient[(tokens, cdiv(size, block))](
-        student,
-        teacher,
-        labels,
-        logsumexp,
-        slopes,
-        grad,
-        grad_own,
-        student.stride(0),
-        teacher.stride(0),
-        logsumexp.stride(0),
-        _both_widths(student, teacher, size),
-        measure.real,
-        OWN=measure.own,
-        KIND=measure.kind,
-        **_options(measure, block),
-    )
+        student, teacher, labels, logsumexp, slopes, grad, grad_own, student.stride(0), teacher.stride(0),
+        logsumexp.stride(0), _both_widths(student, teacher, size), measure.real,
+        OWN=measure.own, KIND=measure.kind, **_options(measure, block),
+    )  # fmt: skip

@@ -22,19 +22,10 @@ MOST = 32
 
 @jit
 def _product(
-    x: Value,
-    weight: Value,
-    scales: Value,
-    offsets: Value,
-    y: Value,
-    out: Value,
+    x: Value, weight: Value, scales: Value, offsets: Value, y: Value, out: Value,
     size: Value,
-    SCALED: constexpr,
-    TOKENS: constexpr,
-    ROWS: constexpr,
-    COLUMNS: constexpr,
-    PDL: constexpr,
-) -> None:
+    SCALED: constexpr, TOKENS: constexpr, ROWS: constexpr, COLUMNS: constexpr, PDL: constexpr,
+) -> None:  # fmt: skip
     """``SCALED`` is the number of columns with one scale, -1 for whole rows, or 0 without scales."""
     expert = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -79,16 +70,9 @@ def few_rows_product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     # Twice the mean, as groups differ.
     tokens = min(MOST, max(16, next_power(2 * cdiv(len(x), experts))))
     _product[(cdiv(out, ROWS), experts)](
-        x.contiguous(),
-        *((weight, None) if stored is None else (stored.data, stored.scales)),
-        *(offsets, y, out, size),
-        SCALED=-1 if block == size else block,
-        TOKENS=tokens,
-        ROWS=ROWS,
-        COLUMNS=COLUMNS if block in (0, size) else min(COLUMNS, block),
-        PDL=pdl,
-        launch_pdl=pdl,
-        num_warps=4,
+        x.contiguous(), *((weight, None) if stored is None else (stored.data, stored.scales)), *(offsets, y, out, size),
+        SCALED=-1 if block == size else block, TOKENS=tokens, ROWS=ROWS,
+        COLUMNS=COLUMNS if block in (0, size) else min(COLUMNS, block), PDL=pdl, launch_pdl=pdl, num_warps=4,
         num_stages=5,
-    )
+    )  # fmt: skip
     return y

@@ -47,24 +47,11 @@ def tile_of(within: Value, tiles_down: Value, tiles_across: Value, GROUP: conste
 
 @jit
 def _product(
-    x: Value,
-    weight: Value,
-    y: Value,
-    row_scale: Value,
-    column_scale: Value,
-    offsets: Value,
-    num_experts: Value,
-    columns: Value,
-    depth: Value,
-    TRANSPOSED: constexpr,
-    SCALED: constexpr,
-    IMPRECISE: constexpr,
-    EXPERTS: constexpr,
-    ROWS: constexpr,
-    COLUMNS: constexpr,
-    DEPTH: constexpr,
-    GROUP: constexpr,
-) -> None:
+    x: Value, weight: Value, y: Value, row_scale: Value, column_scale: Value, offsets: Value, num_experts: Value,
+    columns: Value, depth: Value,
+    TRANSPOSED: constexpr, SCALED: constexpr, IMPRECISE: constexpr, EXPERTS: constexpr, ROWS: constexpr,
+    COLUMNS: constexpr, DEPTH: constexpr, GROUP: constexpr,
+) -> None:  # fmt: skip
     experts = tl.arange(0, EXPERTS)
     known = experts < num_experts
     # Every program reads all offsets: a few hundred integers, which is cheaper than a kernel that makes a table of
@@ -111,19 +98,9 @@ def _product(
 
 @jit
 def _weight_gradient(
-    grad_y: Value,
-    x: Value,
-    main_grad: Value,
-    offsets: Value,
-    num_experts: Value,
-    size_out: Value,
-    size_in: Value,
-    ADD: constexpr,
-    ROWS: constexpr,
-    COLUMNS: constexpr,
-    DEPTH: constexpr,
-    GROUP: constexpr,
-) -> None:
+    grad_y: Value, x: Value, main_grad: Value, offsets: Value, num_experts: Value, size_out: Value, size_in: Value,
+    ADD: constexpr, ROWS: constexpr, COLUMNS: constexpr, DEPTH: constexpr, GROUP: constexpr,
+) -> None:  # fmt: skip
     tiles_down, tiles_across = tl.cdiv(size_out, ROWS), tl.cdiv(size_in, COLUMNS)
     tiles = tiles_down * tiles_across
     for tile in tl.range(tl.program_id(0), num_experts * tiles, tl.num_programs(0), flatten=True):
@@ -207,20 +184,11 @@ def launch_product(
     # An upper bound of the tiles: each group may end in one partial tile. The host does not know the true number.
     most = (cdiv(rows, tile["ROWS"]) + num_experts) * cdiv(columns, tile["COLUMNS"])
     _product[(programs(most, x.device),)](
-        described(x, tile["ROWS"], tile["DEPTH"]),
-        described(weight, *wide),
-        y,
-        *(scales or (y, y)),
-        offsets,
-        num_experts,
-        columns,
-        depth,
-        TRANSPOSED=transposed,
-        SCALED=scales is not None,
-        IMPRECISE=None if fast else tile["DEPTH"],
-        EXPERTS=next_power(num_experts),
-        **tile,
-    )
+        described(x, tile["ROWS"], tile["DEPTH"]), described(weight, *wide), y, *(scales or (y, y)), offsets,
+        num_experts, columns, depth,
+        TRANSPOSED=transposed, SCALED=scales is not None, IMPRECISE=None if fast else tile["DEPTH"],
+        EXPERTS=next_power(num_experts), **tile,
+    )  # fmt: skip
 
 
 def accumulate(
@@ -236,12 +204,6 @@ def accumulate(
     tiles = num_experts * cdiv(size_out, tile["ROWS"]) * cdiv(size_in, tile["COLUMNS"])
     _weight_gradient[(programs(tiles, x.device, 2 if tile is PAIR else 1),)](
         described(grad_y.contiguous(), tile["DEPTH"], tile["ROWS"]),
-        described(x.contiguous(), tile["DEPTH"], tile["COLUMNS"]),
-        main_grad,
-        offsets,
-        num_experts,
-        size_out,
-        size_in,
-        ADD=not write,
-        **tile,
-    )
+        described(x.contiguous(), tile["DEPTH"], tile["COLUMNS"]), main_grad, offsets, num_experts, size_out, size_in,
+        ADD=not write, **tile,
+    )  # fmt: skip

@@ -25,26 +25,11 @@ CAST = {"TOKENS": 128, "FEATURES": 64, "num_warps": 4}
 
 @jit
 def _columns(
-    x: Value,
-    data: Value,
-    scale: Value,
-    amax: Value,
-    offsets: Value,
-    num_experts: Value,
-    features: Value,
-    length: Value,
-    amax_of_expert: Value,
-    amax_of_feature: Value,
-    GIVEN: constexpr,
-    STACK: constexpr,
-    EXPERTS: constexpr,
-    LARGEST: constexpr,
-    SMALLEST: constexpr,
-    POWER: constexpr,
-    PAD: constexpr,
-    TOKENS: constexpr,
-    FEATURES: constexpr,
-) -> None:
+    x: Value, data: Value, scale: Value, amax: Value, offsets: Value, num_experts: Value,
+    features: Value, length: Value, amax_of_expert: Value, amax_of_feature: Value,
+    GIVEN: constexpr, STACK: constexpr, EXPERTS: constexpr, LARGEST: constexpr, SMALLEST: constexpr, POWER: constexpr,
+    PAD: constexpr, TOKENS: constexpr, FEATURES: constexpr,
+) -> None:  # fmt: skip
     """Cast the transpose of one group's features: of ``length`` rows of a stack's matrix, or of a group of tokens."""
     expert = tl.program_id(0)
     f = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
@@ -89,22 +74,10 @@ def _columns(
 
 @jit
 def _weight_gradient(
-    grad: Value,
-    x: Value,
-    grad_scale: Value,
-    x_scale: Value,
-    main_grad: Value,
-    offsets: Value,
-    num_experts: Value,
-    size_out: Value,
-    size_in: Value,
-    ADD: constexpr,
-    EXPERTS: constexpr,
-    ROWS: constexpr,
-    COLUMNS: constexpr,
-    DEPTH: constexpr,
-    GROUP: constexpr,
-) -> None:
+    grad: Value, x: Value, grad_scale: Value, x_scale: Value, main_grad: Value, offsets: Value, num_experts: Value,
+    size_out: Value, size_in: Value,
+    ADD: constexpr, EXPERTS: constexpr, ROWS: constexpr, COLUMNS: constexpr, DEPTH: constexpr, GROUP: constexpr,
+) -> None:  # fmt: skip
     experts = tl.arange(0, EXPERTS)
     ends = tl.load(offsets + experts, mask=experts < num_experts, other=0)
     starts = tl.load(offsets + experts - 1, mask=(experts < num_experts) & (experts > 0), other=0)
@@ -149,24 +122,11 @@ def columns(x: Tensor, scheme: Scheme, offsets: Tensor | None, amax: Tensor | No
     scale = torch.empty(scales, device=x.device)
     if num_experts and features:
         _columns[(num_experts, cdiv(features, CAST["FEATURES"]))](
-            x,
-            data,
-            scale,
-            x if amax is None else amax,
-            x if offsets is None else offsets,
-            num_experts,
-            features,
-            length,
-            *((0, 0) if amax is None else amax.stride()),
-            GIVEN=amax is not None,
-            STACK=offsets is None,
-            EXPERTS=next_power(num_experts),
-            LARGEST=LARGEST[scheme.format],
-            SMALLEST=TINY,
-            POWER=scheme.scale == "power",
-            PAD=GROUP,
-            **CAST,
-        )
+            x, data, scale, x if amax is None else amax, x if offsets is None else offsets, num_experts, features,
+            length, *((0, 0) if amax is None else amax.stride()),
+            GIVEN=amax is not None, STACK=offsets is None, EXPERTS=next_power(num_experts),
+            LARGEST=LARGEST[scheme.format], SMALLEST=TINY, POWER=scheme.scale == "power", PAD=GROUP, **CAST,
+        )  # fmt: skip
     return Quantized(data, scale, scheme)
 
 
@@ -187,16 +147,7 @@ def accumulate(main_grad: Tensor, grad: Quantized, x: Quantized, offsets: Tensor
         return
     tiles = num_experts * cdiv(size_out, EXACT["ROWS"]) * cdiv(size_in, EXACT["COLUMNS"])
     _weight_gradient[(programs(tiles, main_grad.device),)](
-        described(grad.data, EXACT["ROWS"], EXACT["DEPTH"]),
-        described(x.data, EXACT["COLUMNS"], EXACT["DEPTH"]),
-        grad.scale,
-        x.scale,
-        main_grad,
-        offsets,
-        num_experts,
-        size_out,
-        size_in,
-        ADD=not write,
-        EXPERTS=next_power(num_experts),
-        **EXACT,
-    )
+        described(grad.data, EXACT["ROWS"], EXACT["DEPTH"]), described(x.data, EXACT["COLUMNS"], EXACT["DEPTH"]),
+        grad.scale, x.scale, main_grad, offsets, num_experts, size_out, size_in,
+        ADD=not write, EXPERTS=next_power(num_experts), **EXACT,
+    )  # fmt: skip

@@ -47,17 +47,10 @@ def _terms(part: Value, x: Value, column: Value, start: Value, size: Value) -> V
 
 @jit
 def _sums(
-    part: Value,
-    x: Value,
-    scales: Value,
-    present: Value,
-    column: Value,
-    start: Value,
+    part: Value, x: Value, scales: Value, present: Value, column: Value, start: Value,
     size: Value,
-    SCALED: constexpr,
-    ROWS: constexpr,
-    COLUMNS: constexpr,
-) -> Value:
+    SCALED: constexpr, ROWS: constexpr, COLUMNS: constexpr,
+) -> Value:  # fmt: skip
     """Return sums of 16 terms each, which a thread loads at once, times scales of blocks: few registers are used."""
     sums = tl.sum(tl.reshape(_terms(part, x, column, start, size), (ROWS, COLUMNS // 16, 16)), 2)
     if SCALED > 0:
@@ -69,23 +62,11 @@ def _sums(
 
 @jit
 def _gemv(
-    x: Value,
-    weight: Value,
-    scales: Value,
-    bias: Value,
-    residual: Value,
-    y: Value,
-    out: Value,
+    x: Value, weight: Value, scales: Value, bias: Value, residual: Value, y: Value, out: Value,
     size: Value,
-    SCALED: constexpr,
-    GATE: constexpr,
-    BIAS: constexpr,
-    ADD: constexpr,
-    WHOLE: constexpr,
-    ROWS: constexpr,
-    COLUMNS: constexpr,
-    PDL: constexpr,
-) -> None:
+    SCALED: constexpr, GATE: constexpr, BIAS: constexpr, ADD: constexpr, WHOLE: constexpr, ROWS: constexpr,
+    COLUMNS: constexpr, PDL: constexpr,
+) -> None:  # fmt: skip
     OWN: constexpr = ROWS // 2 if GATE != "" else ROWS
     lane = tl.arange(0, ROWS)
     place = tl.program_id(0) * OWN + lane % OWN
@@ -153,15 +134,8 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
     pdl = OVERLAP.on
     _gemv[(cdiv(out, own),)](
         *(x.contiguous(), data, scales, bias, None if residual is None else residual.contiguous(), y, out, size),
-        SCALED=scaled,
-        GATE=gate,
-        BIAS=bias is not None,
-        ADD=residual is not None,
-        WHOLE=size % columns == 0 and out % own == 0,
-        ROWS=rows,
-        COLUMNS=columns,
-        PDL=pdl,
-        launch_pdl=pdl,
+        SCALED=scaled, GATE=gate, BIAS=bias is not None, ADD=residual is not None,
+        WHOLE=size % columns == 0 and out % own == 0, ROWS=rows, COLUMNS=columns, PDL=pdl, launch_pdl=pdl,
         num_warps=warps,
-    )
+    )  # fmt: skip
     return y

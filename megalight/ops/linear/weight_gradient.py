@@ -25,21 +25,10 @@ TILE = {"BLOCK_OUT": 128, "BLOCK_IN": 256, "BLOCK_TOKENS": 64, "GROUP": 8, "num_
 
 @jit
 def _accumulate(
-    main_grad: Value,
-    grad_y: Value,
-    x: Value,
-    tokens: Value,
-    size_out: Value,
-    size_in: Value,
-    main_stride: Value,
-    grad_stride: Value,
-    x_stride: Value,
-    ADD: constexpr,
-    BLOCK_OUT: constexpr,
-    BLOCK_IN: constexpr,
-    BLOCK_TOKENS: constexpr,
-    GROUP: constexpr,
-) -> None:
+    main_grad: Value, grad_y: Value, x: Value,
+    tokens: Value, size_out: Value, size_in: Value, main_stride: Value, grad_stride: Value, x_stride: Value,
+    ADD: constexpr, BLOCK_OUT: constexpr, BLOCK_IN: constexpr, BLOCK_TOKENS: constexpr, GROUP: constexpr,
+) -> None:  # fmt: skip
     tiles_out = tl.cdiv(size_out, BLOCK_OUT)
     tiles_in = tl.cdiv(size_in, BLOCK_IN)
     program = tl.program_id(0)
@@ -80,18 +69,9 @@ def accumulate(main_grad: Tensor, grad_y: Tensor, x: Tensor, write: bool) -> Non
     x = x if x.stride(-1) == 1 else x.contiguous()
     tiles = cdiv(size_out, TILE["BLOCK_OUT"]) * cdiv(size_in, TILE["BLOCK_IN"])
     _accumulate[(tiles,)](
-        main_grad,
-        grad_y,
-        x,
-        grad_y.shape[0],
-        size_out,
-        size_in,
-        main_grad.stride(0),
-        grad_y.stride(0),
-        x.stride(0),
-        ADD=not write,
-        **TILE,
-    )
+        main_grad, grad_y, x, grad_y.shape[0], size_out, size_in, main_grad.stride(0), grad_y.stride(0), x.stride(0),
+        ADD=not write, **TILE,
+    )  # fmt: skip
 
 
 class WeightGradientSpec(NamedTuple):

@@ -28,22 +28,11 @@ PROGRAMS, MOST = 256, 8
 
 @jit
 def _product(
-    x: Value,
-    weight: Value,
-    scales: Value,
-    bias: Value,
-    y: Value,
-    count: Value,
-    out: Value,
-    size: Value,
-    SCALED: constexpr,
-    BIAS: constexpr,
-    PARTS: constexpr,
-    TOKENS: constexpr,
-    ROWS: constexpr,
-    COLUMNS: constexpr,
+    x: Value, weight: Value, scales: Value, bias: Value, y: Value,
+    count: Value, out: Value, size: Value,
+    SCALED: constexpr, BIAS: constexpr, PARTS: constexpr, TOKENS: constexpr, ROWS: constexpr, COLUMNS: constexpr,
     PDL: constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Write the product; with several parts their sums in float32, ``y [PARTS, n, out]``."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     present = row < out
@@ -103,17 +92,10 @@ def weight_only_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
     sums = y if parts == 1 else torch.empty(parts, count, out, dtype=torch.float32, device=x.device)
     _product[(cdiv(out, rows), parts)](
         *(x.contiguous(), stored.data, stored.scales, bias, sums, count, out, size),
-        SCALED=-1 if block == size else block,
-        BIAS=bias is not None and parts == 1,
-        PARTS=parts,
-        TOKENS=max(16, next_power(count)),
-        ROWS=rows,
-        COLUMNS=COLUMNS if block == size else min(COLUMNS, block),
-        PDL=pdl,
-        launch_pdl=pdl,
-        num_warps=4,
-        num_stages=5,
-    )
+        SCALED=-1 if block == size else block, BIAS=bias is not None and parts == 1, PARTS=parts,
+        TOKENS=max(16, next_power(count)), ROWS=rows, COLUMNS=COLUMNS if block == size else min(COLUMNS, block),
+        PDL=pdl, launch_pdl=pdl, num_warps=4, num_stages=5,
+    )  # fmt: skip
     if parts > 1:
         _add_parts[(cdiv(y.numel(), 1024),)](
             *(sums, bias, y, y.numel(), out),

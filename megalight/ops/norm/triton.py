@@ -29,26 +29,11 @@ SUMMED = {"ROWS": 64, "BLOCK": 32, "num_warps": 4}
 
 @jit
 def _forward(
-    x: Value,
-    residual: Value,
-    weight: Value,
-    bias: Value,
-    y: Value,
-    total: Value,
-    mean: Value,
-    rstd: Value,
-    parts: Value,
-    rows: Value,
-    size: Value,
-    eps: Value,
-    CENTER: constexpr,
-    ADD: constexpr,
-    BIAS: constexpr,
-    MEASURE: constexpr,
-    ROWS: constexpr,
-    BLOCK: constexpr,
+    x: Value, residual: Value, weight: Value, bias: Value, y: Value,
+    total: Value, mean: Value, rstd: Value, parts: Value, rows: Value, size: Value, eps: Value,
+    CENTER: constexpr, ADD: constexpr, BIAS: constexpr, MEASURE: constexpr, ROWS: constexpr, BLOCK: constexpr,
     PDL: constexpr,
-) -> None:
+) -> None:  # fmt: skip
     # A tile `[ROWS, BLOCK]` holds whole rows: sums over a row need no second pass and no other program.
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -87,26 +72,12 @@ def _forward(
 
 @jit
 def _backward(
-    grad_y: Value,
-    grad_total: Value,
-    x: Value,
-    weight: Value,
-    mean: Value,
-    rstd: Value,
-    grad_x: Value,
-    grad_weight: Value,
-    grad_bias: Value,
-    parts: Value,
-    rows: Value,
-    size: Value,
-    CENTER: constexpr,
-    ADD: constexpr,
-    BIAS: constexpr,
-    MEASURE: constexpr,
-    ROWS: constexpr,
-    BLOCK: constexpr,
+    grad_y: Value, grad_total: Value, x: Value, weight: Value, mean: Value, rstd: Value, grad_x: Value,
+    grad_weight: Value, grad_bias: Value, parts: Value,
+    rows: Value, size: Value,
+    CENTER: constexpr, ADD: constexpr, BIAS: constexpr, MEASURE: constexpr, ROWS: constexpr, BLOCK: constexpr,
     STAGES: constexpr,
-) -> None:
+) -> None:  # fmt: skip
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     factor = tl.load(weight + column, mask=column < size, other=0.0).to(tl.float32)[None, :]
@@ -156,14 +127,9 @@ def _backward(
 
 @jit
 def _sum_programs(
-    sums: Value,
-    out: Value,
-    programs: Value,
-    size: Value,
-    ADD: constexpr,
-    ROWS: constexpr,
-    BLOCK: constexpr,
-) -> None:
+    sums: Value, out: Value, programs: Value, size: Value,
+    ADD: constexpr, ROWS: constexpr, BLOCK: constexpr,
+) -> None:  # fmt: skip
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     for start in range(0, programs, ROWS):
@@ -233,26 +199,10 @@ def _run_forward(
     if rows:
         pdl = OVERLAP.on
         _forward[(programs,)](
-            x,
-            residual,
-            weight,
-            bias,
-            y,
-            total,
-            mean,
-            rstd,
-            parts,
-            rows,
-            size,
-            eps,
-            CENTER=center,
-            ADD=residual is not None,
-            BIAS=bias is not None,
-            MEASURE=measure,
-            PDL=pdl,
-            launch_pdl=pdl,
+            x, residual, weight, bias, y, total, mean, rstd, parts, rows, size, eps,
+            CENTER=center, ADD=residual is not None, BIAS=bias is not None, MEASURE=measure, PDL=pdl, launch_pdl=pdl,
             **tile,
-        )
+        )  # fmt: skip
     return y, total, mean, rstd, parts
 
 
@@ -281,25 +231,9 @@ def _run_backward(
     grad_bias = torch.empty_like(grad_weight) if has_bias else None
     parts = torch.empty(programs, dtype=torch.float32, device=x.device) if measure else None
     _backward[(programs,)](
-        grad_y,
-        grad_total,
-        x,
-        weight,
-        mean,
-        rstd,
-        grad_x,
-        grad_weight,
-        grad_bias,
-        parts,
-        rows,
-        size,
-        CENTER=center,
-        ADD=grad_total is not None,
-        BIAS=has_bias,
-        MEASURE=measure,
-        STAGES=STAGES,
-        **tile,
-    )
+        grad_y, grad_total, x, weight, mean, rstd, grad_x, grad_weight, grad_bias, parts, rows, size,
+        CENTER=center, ADD=grad_total is not None, BIAS=has_bias, MEASURE=measure, STAGES=STAGES, **tile,
+    )  # fmt: skip
     return grad_x, grad_weight, grad_bias, parts
 
 

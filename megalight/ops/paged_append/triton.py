@@ -14,37 +14,12 @@ CONTIGUOUS = torch.contiguous_format
 # Rows to write begin anywhere in a buffer of a step's integers.
 @triton.jit(do_not_specialize_on_alignment=["write"])  # type: ignore[untyped-decorator]
 def _append(
-    q: Value,
-    k: Value,
-    v: Value,
-    out: Value,
-    k_pool: Value,
-    v_pool: Value,
-    write: Value,
-    cos: Value,
-    sin: Value,
-    q_token: Value,
-    q_head: Value,
-    k_token: Value,
-    k_head: Value,
-    v_token: Value,
-    v_head: Value,
-    HEADS: constexpr,
-    HEAD_BLOCK: constexpr,
-    KV_HEADS: constexpr,
-    KV_BLOCK: constexpr,
-    HEAD_DIM: constexpr,
-    VALUE_DIM: constexpr,
-    HALF: constexpr,
-    HALF_BLOCK: constexpr,
-    REST: constexpr,
-    REST_BLOCK: constexpr,
-    VALUE_HALF: constexpr,
-    VALUE_BLOCK: constexpr,
-    INTERLEAVED: constexpr,
-    ROTATE: constexpr,
-    PDL: constexpr,
-) -> None:
+    q: Value, k: Value, v: Value, out: Value, k_pool: Value, v_pool: Value, write: Value, cos: Value, sin: Value,
+    q_token: Value, q_head: Value, k_token: Value, k_head: Value, v_token: Value, v_head: Value,
+    HEADS: constexpr, HEAD_BLOCK: constexpr, KV_HEADS: constexpr, KV_BLOCK: constexpr, HEAD_DIM: constexpr,
+    VALUE_DIM: constexpr, HALF: constexpr, HALF_BLOCK: constexpr, REST: constexpr, REST_BLOCK: constexpr,
+    VALUE_HALF: constexpr, VALUE_BLOCK: constexpr, INTERLEAVED: constexpr, ROTATE: constexpr, PDL: constexpr,
+) -> None:  # fmt: skip
     # 64 bits: rows of a pool times their width pass 2^31.
     token = tl.program_id(0).to(tl.int64)
     # Rows and angles are read before the wait: the kernel before this one makes queries, keys and values.
@@ -75,15 +50,9 @@ def _scale_of(x: Value) -> Value:
 
 @jit
 def _quantize(
-    rows: Value,
-    pool: Value,
-    scales: Value,
-    write: Value,
-    HEADS: constexpr,
-    HEAD_BLOCK: constexpr,
-    DIM: constexpr,
-    DIM_BLOCK: constexpr,
-) -> None:
+    rows: Value, pool: Value, scales: Value, write: Value,
+    HEADS: constexpr, HEAD_BLOCK: constexpr, DIM: constexpr, DIM_BLOCK: constexpr,
+) -> None:  # fmt: skip
     """Store the heads of a token in e4m3, each with its own scale."""
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(write + token)
@@ -100,20 +69,10 @@ def _quantize(
 # Rows to write begin anywhere in a buffer of a step's integers.
 @triton.jit(do_not_specialize_on_alignment=["write"])  # type: ignore[untyped-decorator]
 def _append_latent(
-    latent: Value,
-    key: Value,
-    latent_pool: Value,
-    rotary_pool: Value,
-    scales: Value,
-    write: Value,
-    latent_token: Value,
+    latent: Value, key: Value, latent_pool: Value, rotary_pool: Value, scales: Value, write: Value, latent_token: Value,
     key_token: Value,
-    RANK: constexpr,
-    RANK_BLOCK: constexpr,
-    ROTARY: constexpr,
-    ROTARY_BLOCK: constexpr,
-    PDL: constexpr,
-) -> None:
+    RANK: constexpr, RANK_BLOCK: constexpr, ROTARY: constexpr, ROTARY_BLOCK: constexpr, PDL: constexpr,
+) -> None:  # fmt: skip
     """Store the latent of a token in e4m3, and its rotated key."""
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(write + token)
@@ -137,14 +96,9 @@ def append_latents(
     pdl = OVERLAP.on
     _append_latent[(len(latent),)](
         *(latent, key, latent_pool, rotary_pool, scales, write, latent.stride(0), key.stride(0)),
-        RANK=latent.shape[1],
-        RANK_BLOCK=next_power(latent.shape[1]),
-        ROTARY=key.shape[1],
-        ROTARY_BLOCK=next_power(key.shape[1]),
-        PDL=pdl,
-        launch_pdl=pdl,
-        num_warps=2,
-    )
+        RANK=latent.shape[1], RANK_BLOCK=next_power(latent.shape[1]), ROTARY=key.shape[1],
+        ROTARY_BLOCK=next_power(key.shape[1]), PDL=pdl, launch_pdl=pdl, num_warps=2,
+    )  # fmt: skip
 
 
 def paged_append(
@@ -180,24 +134,11 @@ def paged_append(
     pdl = OVERLAP.on
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     _append[(tokens,)](
-        *(q, k, v, out, k_pool, v_pool, write, cos, sin),
-        *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2]),
-        HEADS=heads,
-        HEAD_BLOCK=next_power(heads),
-        KV_HEADS=kv_heads,
-        KV_BLOCK=next_power(kv_heads),
-        HEAD_DIM=size,
-        VALUE_DIM=value_size,
-        HALF=half,
-        HALF_BLOCK=next_power(half),
-        REST=size - 2 * half,
-        REST_BLOCK=next_power(size - 2 * half),
-        VALUE_HALF=value_size // 2,
-        VALUE_BLOCK=next_power(value_size // 2),
-        INTERLEAVED=interleaved,
-        ROTATE=cos is not None,
-        PDL=pdl,
-        launch_pdl=pdl,
+        *(q, k, v, out, k_pool, v_pool, write, cos, sin), *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2]),
+        HEADS=heads, HEAD_BLOCK=next_power(heads), KV_HEADS=kv_heads, KV_BLOCK=next_power(kv_heads), HEAD_DIM=size,
+        VALUE_DIM=value_size, HALF=half, HALF_BLOCK=next_power(half), REST=size - 2 * half,
+        REST_BLOCK=next_power(size - 2 * half), VALUE_HALF=value_size // 2, VALUE_BLOCK=next_power(value_size // 2),
+        INTERLEAVED=interleaved, ROTATE=cos is not None, PDL=pdl, launch_pdl=pdl,
         num_warps=4 if heads * size <= 8192 else 8,
-    )
+    )  # fmt: skip
     return out

@@ -102,53 +102,15 @@ def _half(x: Value, like: Value, HARDWARE: constexpr) -> Value:
     do_not_specialize_on_alignment=["table", "lengths", "cu_queries"],
 )
 def _attend(
-    q: Value,
-    k: Value,
-    v: Value,
-    table: Value,
-    lengths: Value,
-    cu_queries: Value,
-    out: Value,
-    sums: Value,
-    sink: Value,
-    k_scale: Value,
-    v_scale: Value,
-    rotary: Value,
-    parts: Value,
-    scale: Value,
-    softcap: Value,
-    first: Value,
-    count: Value,
-    wanted: Value,
-    q_token: Value,
-    q_head: Value,
-    k_row: Value,
-    v_row: Value,
-    table_row: Value,
+    q: Value, k: Value, v: Value, table: Value, lengths: Value, cu_queries: Value, out: Value, sums: Value, sink: Value,
+    k_scale: Value, v_scale: Value, rotary: Value, parts: Value, scale: Value, softcap: Value, first: Value,
+    count: Value, wanted: Value, q_token: Value, q_head: Value, k_row: Value, v_row: Value, table_row: Value,
     heads: Value,
-    GROUP: constexpr,
-    DIM: constexpr,
-    DIM_BLOCK: constexpr,
-    VALUE: constexpr,
-    VALUE_BLOCK: constexpr,
-    TAIL: constexpr,
-    TAIL_BLOCK: constexpr,
-    PAGE: constexpr,
-    ROWS: constexpr,
-    KEYS: constexpr,
-    SPLITS: constexpr,
-    CAUSAL: constexpr,
-    WINDOW: constexpr,
-    CHUNK: constexpr,
-    CAPPED: constexpr,
-    SINK: constexpr,
-    SHARED: constexpr,
-    QUANTIZED: constexpr,
-    APART: constexpr,
-    HARDWARE: constexpr,
-    PRECISION: constexpr,
-    PDL: constexpr,
-) -> None:
+    GROUP: constexpr, DIM: constexpr, DIM_BLOCK: constexpr, VALUE: constexpr, VALUE_BLOCK: constexpr, TAIL: constexpr,
+    TAIL_BLOCK: constexpr, PAGE: constexpr, ROWS: constexpr, KEYS: constexpr, SPLITS: constexpr, CAUSAL: constexpr,
+    WINDOW: constexpr, CHUNK: constexpr, CAPPED: constexpr, SINK: constexpr, SHARED: constexpr, QUANTIZED: constexpr,
+    APART: constexpr, HARDWARE: constexpr, PRECISION: constexpr, PDL: constexpr,
+) -> None:  # fmt: skip
     """Attend to one part of the keys with one block of rows.
 
     ``DIM`` features of a key are read at once; with ``SHARED`` they are the value, and ``TAIL`` more follow, which
@@ -302,17 +264,9 @@ def _attend(
 
 @jit
 def _combine(
-    parts: Value,
-    sums: Value,
-    sink: Value,
-    out: Value,
-    heads: Value,
-    VALUE: constexpr,
-    VALUE_BLOCK: constexpr,
-    SPLITS: constexpr,
-    SINK: constexpr,
-    PDL: constexpr,
-) -> None:
+    parts: Value, sums: Value, sink: Value, out: Value, heads: Value,
+    VALUE: constexpr, VALUE_BLOCK: constexpr, SPLITS: constexpr, SINK: constexpr, PDL: constexpr,
+) -> None:  # fmt: skip
     """Combine the parts of one head of one token by their log-sum-exps, which are powers of 2."""
     start_dependents(PDL)
     spot = tl.program_id(0).to(tl.int64)
@@ -425,43 +379,20 @@ def _launch(
         *(1 / math.sqrt(size) if scale is None else scale, softcap or 0.0, first, count),
         max(1, int(wanted * min(1, LENGTHS.value / count))),
         *(*q.stride()[:2], k_pool.stride(0), v_pool.stride(0), pages.block_table.stride(0), heads),
-        GROUP=group,
-        DIM=read,
-        DIM_BLOCK=max(16, next_power(read)),
-        VALUE=value_size,
-        VALUE_BLOCK=max(16, next_power(value_size)),
-        TAIL=tail,
-        TAIL_BLOCK=max(16, next_power(tail)),
-        PAGE=pages.page_size,
-        ROWS=rows,
-        KEYS=keys,
-        SPLITS=splits,
-        CAUSAL=causal,
-        WINDOW=-1 if window is None else window,
-        CHUNK=chunk or 0,
-        CAPPED=softcap is not None,
-        SINK=sink is not None,
-        SHARED=shared,
-        QUANTIZED=eight,
-        APART=rotary_pool is not None,
-        HARDWARE=q.is_cuda,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        PDL=pdl,
-        launch_pdl=pdl,
-        num_warps=warps,
+        GROUP=group, DIM=read, DIM_BLOCK=max(16, next_power(read)), VALUE=value_size,
+        VALUE_BLOCK=max(16, next_power(value_size)), TAIL=tail, TAIL_BLOCK=max(16, next_power(tail)),
+        PAGE=pages.page_size, ROWS=rows, KEYS=keys, SPLITS=splits, CAUSAL=causal,
+        WINDOW=-1 if window is None else window, CHUNK=chunk or 0, CAPPED=softcap is not None, SINK=sink is not None,
+        SHARED=shared, QUANTIZED=eight, APART=rotary_pool is not None, HARDWARE=q.is_cuda,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", PDL=pdl, launch_pdl=pdl, num_warps=warps,
         num_stages=stages,
-    )
+    )  # fmt: skip
     if splits > 1:
         _combine[(tokens * heads,)](
             *(parts, sums, sink, out, heads),
-            VALUE=value_size,
-            VALUE_BLOCK=next_power(value_size),
-            SPLITS=splits,
-            SINK=sink is not None,
-            PDL=pdl,
-            launch_pdl=pdl,
-            num_warps=4,
-        )
+            VALUE=value_size, VALUE_BLOCK=next_power(value_size), SPLITS=splits, SINK=sink is not None, PDL=pdl,
+            launch_pdl=pdl, num_warps=4,
+        )  # fmt: skip
 
 
 def _blocks(rows: int, size: int, value_size: int, shared: bool, eight: bool) -> tuple[int, int, int, int]:

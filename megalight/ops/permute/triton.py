@@ -60,19 +60,10 @@ def _scan(
 
 @jit
 def _place(
-    experts: Value,
-    counts: Value,
-    sizes: Value,
-    positions: Value,
-    offsets: Value,
-    pairs: Value,
-    num_experts: Value,
+    experts: Value, counts: Value, sizes: Value, positions: Value, offsets: Value, pairs: Value, num_experts: Value,
     rows: Value,
-    ALIGNMENT: constexpr,
-    CAPACITY: constexpr,
-    PAIRS: constexpr,
-    EXPERTS: constexpr,
-) -> None:
+    ALIGNMENT: constexpr, CAPACITY: constexpr, PAIRS: constexpr, EXPERTS: constexpr,
+) -> None:  # fmt: skip
     block = tl.program_id(0)
     pair = block * PAIRS + tl.arange(0, PAIRS)
     expert = tl.arange(0, EXPERTS)
@@ -99,17 +90,10 @@ def _place(
 
 @jit
 def _compare(
-    experts: Value,
-    sizes: Value,
-    positions: Value,
-    offsets: Value,
-    pairs: Value,
-    num_experts: Value,
-    rows: Value,
+    experts: Value, sizes: Value, positions: Value, offsets: Value, pairs: Value, num_experts: Value, rows: Value,
     blocks: Value,
-    OWN: constexpr,
-    OTHERS: constexpr,
-) -> None:
+    OWN: constexpr, OTHERS: constexpr,
+) -> None:  # fmt: skip
     """Count the pairs before each of ``OWN`` pairs: those of earlier experts, and earlier ones of its own.
 
     The programs after the first ``blocks`` count the pairs of ``OWN`` experts, and those up to them.
@@ -170,35 +154,18 @@ def permutation(experts: Tensor, num_experts: int, alignment: int, capacity: int
     most = pairs if capacity is None else capacity
     _scan[(cdiv(num_experts, SCAN["COLUMNS"]),)](counts, sizes, blocks, num_experts, most, **SCAN, num_warps=4)
     _place[(blocks,)](
-        experts,
-        counts,
-        sizes,
-        positions,
-        offsets,
-        pairs,
-        num_experts,
-        rows,
-        ALIGNMENT=alignment,
-        CAPACITY=capacity or 0,
-        **tile,
-    )
+        experts, counts, sizes, positions, offsets, pairs, num_experts, rows,
+        ALIGNMENT=alignment, CAPACITY=capacity or 0, **tile,
+    )  # fmt: skip
     return Permutation(positions, sizes, offsets, rows)
 
 
 @jit
 def _zero(
-    expert: Value,
-    sizes: Value,
-    offsets: Value,
-    rows: Value,
-    weights: Value,
-    num_experts: Value,
-    num_rows: Value,
-    first: Value,
-    size: Value,
-    WEIGHTS: constexpr,
-    BLOCK: constexpr,
-) -> None:
+    expert: Value, sizes: Value, offsets: Value, rows: Value, weights: Value, num_experts: Value, num_rows: Value,
+    first: Value, size: Value,
+    WEIGHTS: constexpr, BLOCK: constexpr,
+) -> None:  # fmt: skip
     """Write zeros to the padding of one group, and to this program's share of the rows after the last group.
 
     Of rows with ``size`` features, these are the next ``BLOCK`` from ``first``.
@@ -220,21 +187,10 @@ def _zero(
 
 @jit
 def _scatter(
-    x: Value,
-    probs: Value,
-    positions: Value,
-    sizes: Value,
-    offsets: Value,
-    rows: Value,
-    weights: Value,
-    tokens: Value,
-    num_experts: Value,
-    num_rows: Value,
-    size: Value,
-    WEIGHTS: constexpr,
-    K: constexpr,
-    BLOCK: constexpr,
-) -> None:
+    x: Value, probs: Value, positions: Value, sizes: Value, offsets: Value, rows: Value, weights: Value, tokens: Value,
+    num_experts: Value, num_rows: Value, size: Value,
+    WEIGHTS: constexpr, K: constexpr, BLOCK: constexpr,
+) -> None:  # fmt: skip
     """One program per token copies it to its rows; one per expert pads its group."""
     program = tl.program_id(0)
     if program < tokens:
@@ -256,18 +212,9 @@ def _scatter(
 
 @jit
 def _gather(
-    rows: Value,
-    probs: Value,
-    positions: Value,
-    weights: Value,
-    out: Value,
-    grad_probs: Value,
-    size: Value,
-    SCALED: constexpr,
-    WEIGHTS: constexpr,
-    K: constexpr,
-    BLOCK: constexpr,
-) -> None:
+    rows: Value, probs: Value, positions: Value, weights: Value, out: Value, grad_probs: Value, size: Value,
+    SCALED: constexpr, WEIGHTS: constexpr, K: constexpr, BLOCK: constexpr,
+) -> None:  # fmt: skip
     """One program per token sums its rows, times ``probs`` if scaled. ``WEIGHTS``: it also gets those of its rows."""
     token = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -288,21 +235,10 @@ def _gather(
 
 @jit
 def _scatter_scaled(
-    grad: Value,
-    rows: Value,
-    probs: Value,
-    positions: Value,
-    sizes: Value,
-    offsets: Value,
-    grad_rows: Value,
-    grad_probs: Value,
-    tokens: Value,
-    num_experts: Value,
-    num_rows: Value,
-    size: Value,
-    K: constexpr,
-    BLOCK: constexpr,
-) -> None:
+    grad: Value, rows: Value, probs: Value, positions: Value, sizes: Value, offsets: Value, grad_rows: Value,
+    grad_probs: Value, tokens: Value, num_experts: Value, num_rows: Value, size: Value,
+    K: constexpr, BLOCK: constexpr,
+) -> None:  # fmt: skip
     """Gradients of a weighted sum: of its rows, and of its weights."""
     program = tl.program_id(0)
     if program < tokens:
@@ -340,21 +276,10 @@ def scatter(x: Tensor, where: Permutation, probs: Tensor | None) -> tuple[Tensor
     weights = None if probs is None else probs.new_empty(where.rows)
     tile = _tile(size)
     _scatter[(tokens + num_experts, cdiv(size, tile["BLOCK"]))](
-        x.contiguous(),
-        None if probs is None else probs.contiguous(),
-        where.positions,
-        where.sizes,
-        where.offsets,
-        rows,
-        weights,
-        tokens,
-        num_experts,
-        where.rows,
-        size,
-        WEIGHTS=probs is not None,
-        K=k,
-        **tile,
-    )
+        x.contiguous(), None if probs is None else probs.contiguous(), where.positions, where.sizes, where.offsets,
+        rows, weights, tokens, num_experts, where.rows, size,
+        WEIGHTS=probs is not None, K=k, **tile,
+    )  # fmt: skip
     return rows, weights
 
 
@@ -368,18 +293,10 @@ def gather(
     tile = _tile(size)
     if tokens:
         _gather[(tokens, cdiv(size, tile["BLOCK"]))](
-            rows.contiguous(),
-            None if probs is None else probs.contiguous(),
-            where.positions,
-            None if weights is None else weights.contiguous(),
-            out,
-            picked,
-            size,
-            SCALED=probs is not None,
-            WEIGHTS=weights is not None,
-            K=k,
-            **tile,
-        )
+            rows.contiguous(), None if probs is None else probs.contiguous(), where.positions,
+            None if weights is None else weights.contiguous(), out, picked, size,
+            SCALED=probs is not None, WEIGHTS=weights is not None, K=k, **tile,
+        )  # fmt: skip
     return out, picked
 
 
@@ -421,21 +338,10 @@ class _Unpermute(torch.autograd.Function):
         (tokens, k), size, num_experts = where.positions.shape, rows.shape[1], where.sizes.shape[0]
         grad_rows, grad_probs = torch.empty_like(rows), torch.empty_like(probs)
         _scatter_scaled[(tokens + num_experts,)](
-            grad.contiguous(),
-            rows.contiguous(),
-            probs.contiguous(),
-            where.positions,
-            where.sizes,
-            where.offsets,
-            grad_rows,
-            grad_probs,
-            tokens,
-            num_experts,
-            where.rows,
-            size,
-            K=k,
-            **_tile(size),
-        )
+            grad.contiguous(), rows.contiguous(), probs.contiguous(), where.positions, where.sizes, where.offsets,
+            grad_rows, grad_probs, tokens, num_experts, where.rows, size,
+            K=k, **_tile(size),
+        )  # fmt: skip
         return grad_rows, grad_probs, None
 
 

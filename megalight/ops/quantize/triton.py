@@ -41,20 +41,9 @@ def _factor(largest: Value, LARGEST: constexpr, SMALLEST: constexpr, POWER: cons
 
 @jit
 def _quantized(
-    x: Value,
-    amax: Value,
-    scale: Value,
-    line: Value,
-    lines: Value,
-    strip: Value,
-    block: Value,
-    strips: Value,
-    AXIS: constexpr,
-    MODE: constexpr,
-    LARGEST: constexpr,
-    SMALLEST: constexpr,
-    POWER: constexpr,
-) -> Value:
+    x: Value, amax: Value, scale: Value, line: Value, lines: Value, strip: Value, block: Value, strips: Value,
+    AXIS: constexpr, MODE: constexpr, LARGEST: constexpr, SMALLEST: constexpr, POWER: constexpr,
+) -> Value:  # fmt: skip
     """Scale the tile ``x``, whose contracted dim is ``AXIS``, and write its scales.
 
     Values that are too large are left to the conversion to 8 bits, which saturates, and keeps NaN.
@@ -120,23 +109,11 @@ def rounded(x: Value, like: Value, HARDWARE: constexpr) -> Value:
 
 @jit
 def write_quantized(
-    x: Value,
-    row_data: Value,
-    row_factor: Value,
-    column_data: Value,
-    column_factor: Value,
-    token: Value,
+    x: Value, row_data: Value, row_factor: Value, column_data: Value, column_factor: Value, token: Value,
     feature: Value,
-    tokens: Value,
-    padded: Value,
-    end: Value,
-    features: Value,
-    ROWS: constexpr,
-    COLUMNS: constexpr,
-    FULL: constexpr,
-    TOKENS: constexpr,
-    FEATURES: constexpr,
-) -> None:
+    tokens: Value, padded: Value, end: Value, features: Value,
+    ROWS: constexpr, COLUMNS: constexpr, FULL: constexpr, TOKENS: constexpr, FEATURES: constexpr,
+) -> None:  # fmt: skip
     """Write a tile of a matrix ``[tokens, features]`` with one scale, quantized, and its transpose.
 
     ``x [TOKENS, FEATURES]`` is float32 and begins at ``token`` and ``feature``. Its features before ``end`` exist; it
@@ -168,30 +145,12 @@ def write_quantized(
 
 @jit
 def _cast(
-    x: Value,
-    row_data: Value,
-    row_scale: Value,
-    row_amax: Value,
-    column_data: Value,
-    column_scale: Value,
-    column_amax: Value,
-    parts: Value,
-    tokens: Value,
-    padded: Value,
-    features: Value,
-    width: Value,
-    x_stride: Value,
-    ROWS: constexpr,
-    COLUMNS: constexpr,
-    ROW_LARGEST: constexpr,
-    COLUMN_LARGEST: constexpr,
-    SMALLEST: constexpr,
-    ROW_POWER: constexpr,
-    COLUMN_POWER: constexpr,
-    TELL: constexpr,
-    UNIT: constexpr,
-    BLOCK: constexpr,
-) -> None:
+    x: Value, row_data: Value, row_scale: Value, row_amax: Value, column_data: Value, column_scale: Value,
+    column_amax: Value, parts: Value,
+    tokens: Value, padded: Value, features: Value, width: Value, x_stride: Value,
+    ROWS: constexpr, COLUMNS: constexpr, ROW_LARGEST: constexpr, COLUMN_LARGEST: constexpr, SMALLEST: constexpr,
+    ROW_POWER: constexpr, COLUMN_POWER: constexpr, TELL: constexpr, UNIT: constexpr, BLOCK: constexpr,
+) -> None:  # fmt: skip
     features, x_stride = features * UNIT, x_stride * UNIT
     down, across = tl.program_id(0), tl.program_id(1)
     t = down * BLOCK + tl.arange(0, BLOCK)
@@ -227,32 +186,13 @@ def _cast(
 
 @jit
 def _cast_whole(
-    x: Value,
-    row_data: Value,
-    row_scale: Value,
-    row_amax: Value,
-    column_data: Value,
-    column_scale: Value,
-    column_amax: Value,
-    parts: Value,
-    tokens: Value,
-    padded: Value,
-    features: Value,
-    width: Value,
-    x_stride: Value,
-    ROWS: constexpr,
-    COLUMNS: constexpr,
-    ROW_LARGEST: constexpr,
-    COLUMN_LARGEST: constexpr,
-    SMALLEST: constexpr,
-    ROW_POWER: constexpr,
-    COLUMN_POWER: constexpr,
-    TELL: constexpr,
-    UNIT: constexpr,
-    FULL: constexpr,
-    TOKENS: constexpr,
+    x: Value, row_data: Value, row_scale: Value, row_amax: Value, column_data: Value, column_scale: Value,
+    column_amax: Value, parts: Value,
+    tokens: Value, padded: Value, features: Value, width: Value, x_stride: Value,
+    ROWS: constexpr, COLUMNS: constexpr, ROW_LARGEST: constexpr, COLUMN_LARGEST: constexpr, SMALLEST: constexpr,
+    ROW_POWER: constexpr, COLUMN_POWER: constexpr, TELL: constexpr, UNIT: constexpr, FULL: constexpr, TOKENS: constexpr,
     FEATURES: constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Cast with one scale per matrix. Programs that run at the same time read whole rows: faster than columns."""
     features, x_stride = features * UNIT, x_stride * UNIT
     across, down = tl.program_id(0), tl.program_id(1)

@@ -33,41 +33,14 @@ WARPS = 8
 
 @jit
 def _backward(
-    q: Value,
-    k: Value,
-    v: Value,
-    cos: Value,
-    sin: Value,
-    row_data: Value,
-    row_scale: Value,
-    row_amax: Value,
-    column_data: Value,
-    column_scale: Value,
-    column_amax: Value,
-    parts: Value,
-    tokens: Value,
-    padded: Value,
-    q_token: Value,
-    q_head: Value,
-    k_token: Value,
-    k_head: Value,
-    v_token: Value,
+    q: Value, k: Value, v: Value, cos: Value, sin: Value, row_data: Value, row_scale: Value, row_amax: Value,
+    column_data: Value, column_scale: Value, column_amax: Value, parts: Value,
+    tokens: Value, padded: Value, q_token: Value, q_head: Value, k_token: Value, k_head: Value, v_token: Value,
     v_head: Value,
-    HEADS: constexpr,
-    KV_HEADS: constexpr,
-    HALF: constexpr,
-    GROUP: constexpr,
-    ROWS: constexpr,
-    COLUMNS: constexpr,
-    ROW_LARGEST: constexpr,
-    COLUMN_LARGEST: constexpr,
-    SMALLEST: constexpr,
-    ROW_POWER: constexpr,
-    COLUMN_POWER: constexpr,
-    FULL: constexpr,
-    HARDWARE: constexpr,
-    TOKENS: constexpr,
-) -> None:
+    HEADS: constexpr, KV_HEADS: constexpr, HALF: constexpr, GROUP: constexpr, ROWS: constexpr, COLUMNS: constexpr,
+    ROW_LARGEST: constexpr, COLUMN_LARGEST: constexpr, SMALLEST: constexpr, ROW_POWER: constexpr,
+    COLUMN_POWER: constexpr, FULL: constexpr, HARDWARE: constexpr, TOKENS: constexpr,
+) -> None:  # fmt: skip
     # A program's heads are all of queries, all of keys, or all of values.
     group, token = tl.program_id(0), tl.program_id(1) * TOKENS
     t = tl.arange(0, TOKENS)[:, None]
@@ -154,29 +127,12 @@ def triton_cast_qkv_gradient(
     parts = torch.empty(grid[0] * grid[1], device=q.device)
     if tokens:
         _backward[grid](
-            q,
-            k,
-            v,
-            cos.contiguous(),
-            sin.contiguous(),
-            *quantize_arguments(q, whole, amax),
-            *quantize_arguments(q, transposed, amax),
-            parts,
-            tokens,
-            padded,
-            *q.stride()[:2],
-            *k.stride()[:2],
+            q, k, v, cos.contiguous(), sin.contiguous(), *quantize_arguments(q, whole, amax),
+            *quantize_arguments(q, transposed, amax), parts, tokens, padded, *q.stride()[:2], *k.stride()[:2],
             *v.stride()[:2],
-            HEADS=heads,
-            KV_HEADS=kv_heads,
-            HALF=head_dim // 2,
-            GROUP=group,
-            **quantize_constants(rows, columns),
-            FULL=tokens % TOKENS == 0,
-            HARDWARE=q.is_cuda,
-            TOKENS=TOKENS,
-            num_warps=WARPS,
-        )
+            HEADS=heads, KV_HEADS=kv_heads, HALF=head_dim // 2, GROUP=group, **quantize_constants(rows, columns),
+            FULL=tokens % TOKENS == 0, HARDWARE=q.is_cuda, TOKENS=TOKENS, num_warps=WARPS,
+        )  # fmt: skip
     return (whole, transposed), parts
 
 

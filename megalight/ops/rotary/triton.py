@@ -15,21 +15,10 @@ from megalight.ops.quantize.amax_history import annotate_amax
 
 @jit
 def turn(
-    source: Value,
-    target: Value,
-    source_head: Value,
-    target_head: Value,
-    cos: Value,
-    sin: Value,
-    HEADS: constexpr,
-    HEAD_BLOCK: constexpr,
-    HALF: constexpr,
-    HALF_BLOCK: constexpr,
-    REST: constexpr,
-    REST_BLOCK: constexpr,
-    INTERLEAVED: constexpr,
-    TURN: constexpr,
-) -> Value:
+    source: Value, target: Value, source_head: Value, target_head: Value, cos: Value, sin: Value,
+    HEADS: constexpr, HEAD_BLOCK: constexpr, HALF: constexpr, HALF_BLOCK: constexpr, REST: constexpr,
+    REST_BLOCK: constexpr, INTERLEAVED: constexpr, TURN: constexpr,
+) -> Value:  # fmt: skip
     """Rotate the heads of one token from ``source`` to ``target``. Without ``TURN``, copy them.
 
     Returns the largest magnitude that was written, in float32.
@@ -67,23 +56,11 @@ def turn(
 
 @jit
 def _apply(
-    source: Value,
-    target: Value,
-    cos: Value,
-    sin: Value,
-    source_token: Value,
-    source_head: Value,
-    target_token: Value,
+    source: Value, target: Value, cos: Value, sin: Value, source_token: Value, source_head: Value, target_token: Value,
     target_head: Value,
-    HEADS: constexpr,
-    HEAD_BLOCK: constexpr,
-    HALF: constexpr,
-    HALF_BLOCK: constexpr,
-    REST: constexpr,
-    REST_BLOCK: constexpr,
-    INTERLEAVED: constexpr,
-    BACKWARD: constexpr,
-) -> None:
+    HEADS: constexpr, HEAD_BLOCK: constexpr, HALF: constexpr, HALF_BLOCK: constexpr, REST: constexpr,
+    REST_BLOCK: constexpr, INTERLEAVED: constexpr, BACKWARD: constexpr,
+) -> None:  # fmt: skip
     # 64 bits: token times row may pass 2^31.
     token = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, HALF_BLOCK)[None, :]
@@ -112,33 +89,12 @@ def _apply(
 
 @jit
 def _qkv(
-    packed: Value,
-    q: Value,
-    k: Value,
-    v: Value,
-    cos: Value,
-    sin: Value,
-    parts: Value,
-    packed_token: Value,
-    q_token: Value,
-    q_head: Value,
-    k_token: Value,
-    k_head: Value,
-    v_token: Value,
-    v_head: Value,
-    HEADS: constexpr,
-    HEAD_BLOCK: constexpr,
-    KV_HEADS: constexpr,
-    KV_BLOCK: constexpr,
-    HEAD_DIM: constexpr,
-    HALF: constexpr,
-    HALF_BLOCK: constexpr,
-    REST: constexpr,
-    REST_BLOCK: constexpr,
-    INTERLEAVED: constexpr,
-    BACKWARD: constexpr,
-    MEASURE: constexpr,
-) -> None:
+    packed: Value, q: Value, k: Value, v: Value, cos: Value, sin: Value, parts: Value, packed_token: Value,
+    q_token: Value, q_head: Value, k_token: Value, k_head: Value, v_token: Value, v_head: Value,
+    HEADS: constexpr, HEAD_BLOCK: constexpr, KV_HEADS: constexpr, KV_BLOCK: constexpr, HEAD_DIM: constexpr,
+    HALF: constexpr, HALF_BLOCK: constexpr, REST: constexpr, REST_BLOCK: constexpr, INTERLEAVED: constexpr,
+    BACKWARD: constexpr, MEASURE: constexpr,
+) -> None:  # fmt: skip
     """Forward: from the packed projection to q, k, v. Backward: from gradients of q, k, v to the packed gradient."""
     token = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, HALF_BLOCK)[None, :]
@@ -240,22 +196,10 @@ def _run_qkv(
     kv_heads = k.shape[1]
     if tokens:
         _qkv[(tokens,)](
-            packed,
-            q,
-            k,
-            v,
-            cos,
-            sin,
-            parts,
-            packed.stride(0),
-            *q.stride()[:2],
-            *k.stride()[:2],
-            *v.stride()[:2],
-            **_heads(heads, kv_heads, head_dim, cos.shape[-1]),
-            INTERLEAVED=interleaved,
-            BACKWARD=backward,
+            packed, q, k, v, cos, sin, parts, packed.stride(0), *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+            **_heads(heads, kv_heads, head_dim, cos.shape[-1]), INTERLEAVED=interleaved, BACKWARD=backward,
             MEASURE=parts is not None,
-        )
+        )  # fmt: skip
 
 
 class _Apply(torch.autograd.Function):

@@ -51,24 +51,10 @@ def _best_groups(
 
 @jit
 def _route(
-    logits: Value,
-    bias: Value,
-    probs: Value,
-    experts: Value,
-    tokens: Value,
-    num_experts: Value,
-    scale: Value,
-    EPS: constexpr,
-    SCORE: constexpr,
-    BIAS: constexpr,
-    GROUPS: constexpr,
-    BEST: constexpr,
-    KEPT: constexpr,
-    K: constexpr,
-    WIDTH: constexpr,
-    ROWS: constexpr,
-    EXPERTS: constexpr,
-) -> None:
+    logits: Value, bias: Value, probs: Value, experts: Value, tokens: Value, num_experts: Value, scale: Value,
+    EPS: constexpr, SCORE: constexpr, BIAS: constexpr, GROUPS: constexpr, BEST: constexpr, KEPT: constexpr,
+    K: constexpr, WIDTH: constexpr, ROWS: constexpr, EXPERTS: constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert = tl.arange(0, EXPERTS)
     slot = tl.arange(0, WIDTH)[None, :]
@@ -111,19 +97,9 @@ def _route(
 
 @jit
 def _route_backward(
-    logits: Value,
-    experts: Value,
-    grad: Value,
-    grad_logits: Value,
-    tokens: Value,
-    num_experts: Value,
-    scale: Value,
-    EPS: constexpr,
-    SCORE: constexpr,
-    K: constexpr,
-    ROWS: constexpr,
-    EXPERTS: constexpr,
-) -> None:
+    logits: Value, experts: Value, grad: Value, grad_logits: Value, tokens: Value, num_experts: Value, scale: Value,
+    EPS: constexpr, SCORE: constexpr, K: constexpr, ROWS: constexpr, EXPERTS: constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert = tl.arange(0, EXPERTS)
     known = (row < tokens)[:, None] & (expert < num_experts)[None, :]
@@ -158,20 +134,10 @@ def _route_backward(
 
 @jit
 def _statistics(
-    logits: Value,
-    cu_seqlens: Value,
-    mask: Value,
-    sums: Value,
-    tokens: Value,
-    num_experts: Value,
-    EPS: constexpr,
-    SCORE: constexpr,
-    POOLS: constexpr,
-    MASK: constexpr,
-    K: constexpr,
-    ROWS: constexpr,
+    logits: Value, cu_seqlens: Value, mask: Value, sums: Value, tokens: Value, num_experts: Value,
+    EPS: constexpr, SCORE: constexpr, POOLS: constexpr, MASK: constexpr, K: constexpr, ROWS: constexpr,
     EXPERTS: constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Sums over one program's tokens of a pool: of scores, of choices, and of squared log-sums, side by side."""
     expert = tl.arange(0, EXPERTS)
     scores = tl.zeros((ROWS, EXPERTS), tl.float32)
@@ -209,20 +175,9 @@ def _statistics(
 
 @jit
 def _statistics_backward(
-    logits: Value,
-    cu_seqlens: Value,
-    mask: Value,
-    grad: Value,
-    grad_logits: Value,
-    tokens: Value,
-    num_experts: Value,
-    EPS: constexpr,
-    SCORE: constexpr,
-    POOLS: constexpr,
-    MASK: constexpr,
-    ROWS: constexpr,
-    EXPERTS: constexpr,
-) -> None:
+    logits: Value, cu_seqlens: Value, mask: Value, grad: Value, grad_logits: Value, tokens: Value, num_experts: Value,
+    EPS: constexpr, SCORE: constexpr, POOLS: constexpr, MASK: constexpr, ROWS: constexpr, EXPERTS: constexpr,
+) -> None:  # fmt: skip
     expert = tl.arange(0, EXPERTS)
     start, end = 0, tokens
     if POOLS:
@@ -268,23 +223,12 @@ class _Route(torch.autograd.Function):
         score = rule.score if rule.score == "sigmoid" else "before" if rule.pre_softmax else "after"
         if tokens:
             _route[(cdiv(tokens, tile["ROWS"]),)](
-                logits,
-                None if bias is None else bias.contiguous(),
-                probs,
-                experts,
-                tokens,
-                num_experts,
+                logits, None if bias is None else bias.contiguous(), probs, experts, tokens, num_experts,
                 float(rule.scale),
-                EPS=EPS,
-                SCORE=score,
-                BIAS=bias is not None,
-                GROUPS=rule.num_groups or 1,
-                BEST=1 if rule.num_groups is None else rule.best_of_group,
-                KEPT=rule.group_top_k or 1,
-                K=rule.k,
-                WIDTH=next_power(rule.k),
-                **tile,
-            )
+                EPS=EPS, SCORE=score, BIAS=bias is not None, GROUPS=rule.num_groups or 1,
+                BEST=1 if rule.num_groups is None else rule.best_of_group, KEPT=rule.group_top_k or 1, K=rule.k,
+                WIDTH=next_power(rule.k), **tile,
+            )  # fmt: skip
         ctx.save_for_backward(logits, experts)
         ctx.score, ctx.scale = score, float(rule.scale)
         ctx.mark_non_differentiable(experts)
@@ -301,18 +245,9 @@ class _Route(torch.autograd.Function):
         grad_logits, tile = torch.empty_like(logits), _tile(num_experts)
         if tokens:
             _route_backward[(cdiv(tokens, tile["ROWS"]),)](
-                logits,
-                experts,
-                grad.contiguous(),
-                grad_logits,
-                tokens,
-                num_experts,
-                ctx.scale,
-                EPS=EPS,
-                SCORE=ctx.score,
-                K=k,
-                **tile,
-            )
+                logits, experts, grad.contiguous(), grad_logits, tokens, num_experts, ctx.scale,
+                EPS=EPS, SCORE=ctx.score, K=k, **tile,
+            )  # fmt: skip
         return grad_logits, None, None
 
 

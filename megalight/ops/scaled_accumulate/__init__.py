@@ -27,21 +27,10 @@ TILE = {"BLOCK_ROWS": 128, "BLOCK_COLUMNS": 128, "BLOCK_TOKENS": 128, "GROUP": 8
 
 @jit
 def _accumulate(
-    out: Value,
-    a: Value,
-    b: Value,
-    scale_a: Value,
-    scale_b: Value,
-    rows: Value,
-    columns: Value,
-    tokens: Value,
-    stride: Value,
-    ADD: constexpr,
-    BLOCK_ROWS: constexpr,
-    BLOCK_COLUMNS: constexpr,
-    BLOCK_TOKENS: constexpr,
-    GROUP: constexpr,
-) -> None:
+    out: Value, a: Value, b: Value, scale_a: Value, scale_b: Value,
+    rows: Value, columns: Value, tokens: Value, stride: Value,
+    ADD: constexpr, BLOCK_ROWS: constexpr, BLOCK_COLUMNS: constexpr, BLOCK_TOKENS: constexpr, GROUP: constexpr,
+) -> None:  # fmt: skip
     tiles_down = tl.cdiv(rows, BLOCK_ROWS)
     tiles_across = tl.cdiv(columns, BLOCK_COLUMNS)
     program = tl.program_id(0)
@@ -81,18 +70,9 @@ def triton_accumulate(out: Tensor, a: Quantized, b: Quantized, write: bool) -> N
     tiles = cdiv(rows, TILE["BLOCK_ROWS"]) * cdiv(columns, TILE["BLOCK_COLUMNS"])
     if tiles:
         _accumulate[(tiles,)](
-            out,
-            a.data.contiguous(),
-            b.data.contiguous(),
-            a.scale,
-            b.scale,
-            rows,
-            columns,
-            tokens,
-            out.stride(0),
-            ADD=not write,
-            **TILE,
-        )
+            out, a.data.contiguous(), b.data.contiguous(), a.scale, b.scale, rows, columns, tokens, out.stride(0),
+            ADD=not write, **TILE,
+        )  # fmt: skip
 
 
 Accumulate: TypeAlias = Callable[[Tensor, Quantized, Quantized, bool], None]

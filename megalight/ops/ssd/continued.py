@@ -97,13 +97,8 @@ def ssd_continued(
         _decode[(count, heads, cdiv(size, FEATURES))](
             *(x, dt, a, b, c, d, bias, entries, pages.state_slot, pages.lengths, y, heads, heads // groups, size),
             *(width, *x.stride()[:2], *dt.stride(), *b.stride()[:2], *c.stride()[:2]),
-            BIAS=bias is not None,
-            FEATURES=FEATURES,
-            WIDTH=next_power(width),
-            PDL=pdl,
-            launch_pdl=pdl,
-            num_warps=4,
-        )
+            BIAS=bias is not None, FEATURES=FEATURES, WIDTH=next_power(width), PDL=pdl, launch_pdl=pdl, num_warps=4,
+        )  # fmt: skip
     if count < len(pages.query_lengths):
         steps = dt if bias is None else step_sizes(dt, bias)
         _prefill(x, steps, a, b, c, d, entries, pages, y)

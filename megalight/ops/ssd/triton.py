@@ -108,12 +108,8 @@ class Chunks:
             *(x, keys, grad_y, queries, self.to_end, self.reach, self.steps, self.kept, out, grad),
             *(self.tokens, self.rows, self.count, *self.sizes),
             *(*x.stride()[:2], *keys.stride()[:2], *queries.stride()[:2]),
-            BOTH=grad is not None,
-            CHUNK=CHUNK,
-            SIZE=size,
-            PART=part,
-            **self.launch(pass_states),
-        )
+            BOTH=grad is not None, CHUNK=CHUNK, SIZE=size, PART=part, **self.launch(pass_states),
+        )  # fmt: skip
         return out, grad
 
     def outputs(self, x: Tensor, keys: Tensor, queries: Tensor, d: Tensor, states: Tensor) -> Tensor:

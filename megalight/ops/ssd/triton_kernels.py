@@ -56,25 +56,11 @@ def softplus(x: Value) -> Value:
 
 @jit
 def decays(
-    dt: Value,
-    bias: Value,
-    a: Value,
-    positions: Value,
-    steps: Value,
-    totals: Value,
-    reach: Value,
-    to_end: Value,
+    dt: Value, bias: Value, a: Value, positions: Value, steps: Value, totals: Value, reach: Value, to_end: Value,
     kept: Value,
-    tokens: Value,
-    rows: Value,
-    chunks: Value,
-    heads: Value,
-    dt_token: Value,
-    dt_head: Value,
-    BIAS: constexpr,
-    CHUNK: constexpr,
-    HEADS: constexpr,
-) -> None:
+    tokens: Value, rows: Value, chunks: Value, heads: Value, dt_token: Value, dt_head: Value,
+    BIAS: constexpr, CHUNK: constexpr, HEADS: constexpr,
+) -> None:  # fmt: skip
     """Write what :class:`~megalight.ops.ssd.triton.Chunks` holds of a chunk, for some heads."""
     chunk = tl.program_id(0)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -109,31 +95,11 @@ def decays(
 
 @jit
 def grad_decays(
-    dt: Value,
-    bias: Value,
-    a: Value,
-    steps: Value,
-    arriving: Value,
-    leaving: Value,
-    through: Value,
-    read: Value,
-    passing: Value,
-    skip: Value,
-    grad_dt: Value,
-    grad_a: Value,
-    grad_d: Value,
-    grad_bias: Value,
-    tokens: Value,
-    rows: Value,
-    chunks: Value,
-    heads: Value,
-    dt_token: Value,
-    dt_head: Value,
-    grad_token: Value,
-    BIAS: constexpr,
-    CHUNK: constexpr,
-    HEADS: constexpr,
-) -> None:
+    dt: Value, bias: Value, a: Value, steps: Value, arriving: Value, leaving: Value, through: Value, read: Value,
+    passing: Value, skip: Value, grad_dt: Value, grad_a: Value, grad_d: Value, grad_bias: Value,
+    tokens: Value, rows: Value, chunks: Value, heads: Value, dt_token: Value, dt_head: Value, grad_token: Value,
+    BIAS: constexpr, CHUNK: constexpr, HEADS: constexpr,
+) -> None:  # fmt: skip
     """Write the gradient of ``dt`` of a chunk, for some heads, and its share of those of ``a``, ``d`` and ``bias``.
 
     A token's decay is in every pair of an earlier token and one that is not earlier than itself.
@@ -169,28 +135,11 @@ def grad_decays(
 
 @jit
 def _pass(
-    x: Value,
-    keys: Value,
-    weights: Value,
-    steps: Value,
-    kept: Value,
-    out: Value,
-    tokens: Value,
-    rows: Value,
-    chunks: Value,
-    heads: Value,
-    per: Value,
-    size: Value,
-    width: Value,
-    x_token: Value,
-    x_head: Value,
-    keys_token: Value,
-    keys_group: Value,
-    BACK: constexpr,
-    CHUNK: constexpr,
-    SIZE: constexpr,
-    PART: constexpr,
-) -> None:
+    x: Value, keys: Value, weights: Value, steps: Value, kept: Value, out: Value,
+    tokens: Value, rows: Value, chunks: Value, heads: Value, per: Value, size: Value, width: Value, x_token: Value,
+    x_head: Value, keys_token: Value, keys_group: Value,
+    BACK: constexpr, CHUNK: constexpr, SIZE: constexpr, PART: constexpr,
+) -> None:  # fmt: skip
     """Write the state before every chunk, ``[P, N]``, for some columns of it and one head.
 
     A chunk adds ``sum_t weights[t] steps[t] x[t] keys[t]^T``. With ``BACK``, time runs backward, steps do not count,
@@ -225,34 +174,12 @@ def _pass(
 
 @jit
 def pass_states(
-    x: Value,
-    keys: Value,
-    grad_y: Value,
-    queries: Value,
-    to_end: Value,
-    reach: Value,
-    steps: Value,
-    kept: Value,
-    states: Value,
-    grad_states: Value,
-    tokens: Value,
-    rows: Value,
-    chunks: Value,
-    heads: Value,
-    per: Value,
-    size: Value,
-    width: Value,
-    x_token: Value,
-    x_head: Value,
-    keys_token: Value,
-    keys_group: Value,
-    queries_token: Value,
-    queries_group: Value,
-    BOTH: constexpr,
-    CHUNK: constexpr,
-    SIZE: constexpr,
-    PART: constexpr,
-) -> None:
+    x: Value, keys: Value, grad_y: Value, queries: Value, to_end: Value, reach: Value, steps: Value, kept: Value,
+    states: Value, grad_states: Value,
+    tokens: Value, rows: Value, chunks: Value, heads: Value, per: Value, size: Value, width: Value, x_token: Value,
+    x_head: Value, keys_token: Value, keys_group: Value, queries_token: Value, queries_group: Value,
+    BOTH: constexpr, CHUNK: constexpr, SIZE: constexpr, PART: constexpr,
+) -> None:  # fmt: skip
     """Write the states before the chunks, and with ``BOTH`` in further programs the gradients of those after them.
 
     Neither pass fills a device: each waits for its own products.
@@ -271,33 +198,12 @@ def pass_states(
 
 @jit
 def outputs(
-    x: Value,
-    keys: Value,
-    queries: Value,
-    d: Value,
-    positions: Value,
-    steps: Value,
-    totals: Value,
-    reach: Value,
-    states: Value,
-    y: Value,
-    tokens: Value,
-    rows: Value,
-    heads: Value,
-    per: Value,
-    size: Value,
-    width: Value,
-    x_token: Value,
-    x_head: Value,
-    keys_token: Value,
-    keys_group: Value,
-    queries_token: Value,
-    queries_group: Value,
-    span: Value,
-    CHUNK: constexpr,
-    SIZE: constexpr,
-    WIDTH: constexpr,
-) -> None:
+    x: Value, keys: Value, queries: Value, d: Value, positions: Value, steps: Value, totals: Value, reach: Value,
+    states: Value, y: Value,
+    tokens: Value, rows: Value, heads: Value, per: Value, size: Value, width: Value, x_token: Value, x_head: Value,
+    keys_token: Value, keys_group: Value, queries_token: Value, queries_group: Value, span: Value,
+    CHUNK: constexpr, SIZE: constexpr, WIDTH: constexpr,
+) -> None:  # fmt: skip
     """Write ``y`` of a chunk, for ``span`` heads of a group: they share the products of queries and keys."""
     chunk, begin = tl.program_id(0), tl.program_id(1) * span
     group = begin // per
@@ -323,40 +229,13 @@ def outputs(
 
 @jit
 def grad_inputs(
-    x: Value,
-    keys: Value,
-    queries: Value,
-    grad_y: Value,
-    d: Value,
-    positions: Value,
-    steps: Value,
-    totals: Value,
-    to_end: Value,
-    grad_states: Value,
-    grad_x: Value,
-    grad_pairs: Value,
-    arriving: Value,
-    leaving: Value,
-    through: Value,
-    skip: Value,
-    tokens: Value,
-    rows: Value,
-    heads: Value,
-    per: Value,
-    size: Value,
-    width: Value,
-    x_token: Value,
-    x_head: Value,
-    keys_token: Value,
-    keys_group: Value,
-    queries_token: Value,
-    queries_group: Value,
-    grad_x_token: Value,
-    span: Value,
-    CHUNK: constexpr,
-    SIZE: constexpr,
-    WIDTH: constexpr,
-) -> None:
+    x: Value, keys: Value, queries: Value, grad_y: Value, d: Value, positions: Value, steps: Value, totals: Value,
+    to_end: Value, grad_states: Value, grad_x: Value, grad_pairs: Value, arriving: Value, leaving: Value,
+    through: Value, skip: Value,
+    tokens: Value, rows: Value, heads: Value, per: Value, size: Value, width: Value, x_token: Value, x_head: Value,
+    keys_token: Value, keys_group: Value, queries_token: Value, queries_group: Value, grad_x_token: Value, span: Value,
+    CHUNK: constexpr, SIZE: constexpr, WIDTH: constexpr,
+) -> None:  # fmt: skip
     """Write the gradient of ``x`` for ``span`` heads of a group.
 
     ``grad_pairs`` gets these heads' share of the gradient of the products ``b c^T`` of pairs of tokens, the one that is
@@ -412,41 +291,14 @@ def grad_inputs(
 
 @jit
 def grad_shared(
-    x: Value,
-    keys: Value,
-    queries: Value,
-    grad_y: Value,
-    steps: Value,
-    reach: Value,
-    to_end: Value,
-    kept: Value,
-    states: Value,
-    grad_states: Value,
-    grad_pairs: Value,
-    out_keys: Value,
-    out_queries: Value,
-    read: Value,
+    x: Value, keys: Value, queries: Value, grad_y: Value, steps: Value, reach: Value, to_end: Value, kept: Value,
+    states: Value, grad_states: Value, grad_pairs: Value, out_keys: Value, out_queries: Value, read: Value,
     passing: Value,
-    tokens: Value,
-    rows: Value,
-    chunks: Value,
-    heads: Value,
-    per: Value,
-    size: Value,
-    width: Value,
-    x_token: Value,
-    x_head: Value,
-    keys_token: Value,
-    keys_group: Value,
-    queries_token: Value,
-    queries_group: Value,
-    out_token: Value,
-    out_plane: Value,
-    span: Value,
-    CHUNK: constexpr,
-    SIZE: constexpr,
-    WIDTH: constexpr,
-) -> None:
+    tokens: Value, rows: Value, chunks: Value, heads: Value, per: Value, size: Value, width: Value, x_token: Value,
+    x_head: Value, keys_token: Value, keys_group: Value, queries_token: Value, queries_group: Value, out_token: Value,
+    out_plane: Value, span: Value,
+    CHUNK: constexpr, SIZE: constexpr, WIDTH: constexpr,
+) -> None:  # fmt: skip
     """Write the share of ``span`` heads of a group in the gradients of ``b`` and ``c``.
 
     ``read`` gets, for each head and token, the gradient of what it reads of the state before the chunk; ``passing``
