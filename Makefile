@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full test-gpu checks docs-check format clean
+.PHONY: help setup demo test test-full test-gpu checks docs-check site format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,7 +46,7 @@ docs-check: $(READY) ## run the commands and code that the documentation shows
 	$(BIN)/python -m pytest tests/test_docs.py
 
 site: $(READY) ## build the documentation as a site in build/site
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 format: $(READY) ## rewrite the code in the project's format
 	$(BIN)/ruff check --fix .
