@@ -70,17 +70,26 @@ def variants(a: argparse.Namespace) -> Iterator[tuple[str, str, Step]]:
         yield f"megalight {text}", "megalight", step.but(text)
 
 
-def measure(a: argparse.Namespace, name: str, peer: str, step: Step) -> dict[str, Any]:
-    """Measure one row. If the peer cannot run the step, return the reason."""
+def measure(
+    name: str, peer: str, step: Step, *, checked: bool, breakdown: bool, profile: str | None = None
+) -> dict[str, Any]:
+    """Measure one row. If the peer cannot run the step, return the reason.
+
+    Args:
+        checked: whether to train a narrow twin in float32 beforehand.
+        breakdown: whether to profile a step, too.
+        profile: file for a table of the kernels of that step.
+    """
     runner = load(peer)
     reason = runner.why_not(step)
     if reason:
         return {"peer": name, "refused": reason}
     forget(step)
-    checks = {} if a.unchecked else runner.check(step)
+    checks = runner.check(step) if checked else {}
     forget(step)
     first = int(os.environ.get("RANK", "0")) == 0
-    meter = Meter(step, bool(a.profile or a.breakdown), a.profile if first else None)
+    breakdown = breakdown or bool(profile)
+    meter = Meter(step, breakdown, profile if first else None)
     checks.update(runner.run(step, meter) or {})
     meter.close()
     seconds = meter.seconds()
@@ -105,19 +114,16 @@ def measure(a: argparse.Namespace, name: str, peer: str, step: Step) -> dict[str
         row["share_of_roofline"] = rate / least.tflops
     if len(meter.ranks) > 1:
         row["peak_gib_by_rank"] = [peak for peak, _ in meter.ranks]
-    if a.profile or a.breakdown:
+    if breakdown:
         row["breakdown_by_rank"] = [found for _, found in meter.ranks]
     return row
 
 
-def write(a: argparse.Namespace, device: str, rows: list[dict[str, Any]]) -> None:
-    """Write the rows so far, with the settings that they were measured with."""
-    if not a.out:
-        return
-    words = [word for word in sys.argv[1:] if word not in ("--out", a.out, "--profile", a.profile)]
-    record = {
-        "command": " ".join(["benchmarks/dense_step.py", *words]),
-        "device": device,
+def record_of(step: Step, command: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return measured rows with the settings that they were measured with."""
+    return {
+        "command": command,
+        "device": device_name(step),
         "gpus": world_size(),
         "versions": {
             "torch": torch.__version__,
@@ -125,9 +131,17 @@ def write(a: argparse.Namespace, device: str, rows: list[dict[str, Any]]) -> Non
             "cuda": torch.version.cuda,
             **{name: found for name in PACKAGES if (found := version(name))},
         },
-        "shape": asdict(Step.of(a)),
+        "shape": asdict(step),
         "rows": rows,
     }
+
+
+def write(a: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """Write the rows so far."""
+    if not a.out:
+        return
+    words = [word for word in sys.argv[1:] if word not in ("--out", a.out, "--profile", a.profile)]
+    record = record_of(Step.of(a), " ".join(["benchmarks/dense_step.py", *words]), rows)
     Path(a.out).write_text(json.dumps(record, indent=1) + "\n")
 
 
@@ -149,10 +163,10 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     rows = []
     for name, peer, step in variants(a):
-        rows.append(measure(a, name, peer, step))
+        rows.append(measure(name, peer, step, checked=not a.unchecked, breakdown=a.breakdown, profile=a.profile))
         if int(os.environ.get("RANK", "0")) == 0:
             say(rows[-1])
-            write(a, device_name(step), rows)
+            write(a, rows)
 
 
 if __name__ == "__main__":

@@ -51,11 +51,10 @@ WAYS = ("megalight", "fully-shard", "fsdp2", "megalight level=optim", "mfsdp")
 def row_of(way: str, step: Step, unchecked: bool) -> dict[str, Any]:
     """Measure one way, or return how it failed. ``held_gib`` is memory that earlier ways have not freed."""
     peer, _, words = way.partition(" ")
-    arguments = argparse.Namespace(unchecked=unchecked, profile=None, breakdown=False)
     forget(step)
     held = torch.cuda.memory_allocated() / 2**30 if step.device == "cuda" else 0.0
     try:
-        return measure(arguments, way, peer, step.but(words)) | {"held_gib": held}
+        return measure(way, peer, step.but(words), checked=not unchecked, breakdown=False) | {"held_gib": held}
     except Exception as error:  # any: the other ways must be timed all the same
         failed = f"{type(error).__name__}: {error}"[:2000]
     forget(step)  # here, where the error no longer holds the frames that hold the tensors

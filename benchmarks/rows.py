@@ -45,6 +45,8 @@ TINY_WIDE = f"{TINY} hidden=128 heads=2"
 """Also half as wide, its rows are as long as a block of quantized values."""
 FEW = "steps=3 warmup=2"
 """Numbers of steps for rows with steps that take seconds."""
+SHORT = "steps=5 warmup=3"
+"""Numbers of steps for rows that share one loan of a machine; a CUDA graph is recorded in the third."""
 
 COPIES = "sharding=gradient_dtype:bfloat16,reduce_scatter_with_fp32_accumulation:true,gathers:auto,reductions:auto"
 ONE_F_ONE_B = "pp=4 mbs=1 micro=16 layout=Et*8|t*9|t*9|t*6L"
@@ -424,18 +426,22 @@ ROWS: dict[str, Row] = {
         for kind in ("ring", "all_gather")
     },
     "llama3-8b-dp8": _row(
-        "Llama-3-8B, DP=8, bf16", f"{LLAMA3_8B} mbs=1", gpus=8, peers=("mcore-te", "fsdp2"), like="llama3-8b-dp4"
+        "Llama-3-8B, DP=8, bf16",
+        f"{LLAMA3_8B} {SHORT} mbs=1",
+        gpus=8,
+        peers=("mcore-te",),
+        like="llama3-8b-dp4",
     ),
     "llama3-8b-dp8-full": _row(
         "the same, parameters and gradients sharded",
-        f"{LLAMA3_8B} mbs=1 level=optim_grads_params",
+        f"{LLAMA3_8B} {SHORT} mbs=1 level=optim_grads_params",
         gpus=8,
-        peers=("fsdp2", "mfsdp"),
+        peers=("fsdp2",),
         like="llama3-8b-dp4-full",
     ),
     "llama3-8b-tp2dp4": _row(
         "Llama-3-8B, TP=2 with SP, DP=4, steps as CUDA graphs, parameters gathered by copy engines",
-        f"{LLAMA3_8B} tp=2 mbs=1 graph=1 sharding=gathers:auto",
+        f"{LLAMA3_8B} {SHORT} tp=2 mbs=1 graph=1 sharding=gathers:auto",
         gpus=8,
         peers=("mcore-te",),
         like="llama3-8b-tp2dp2-graph-copies",
@@ -445,15 +451,7 @@ ROWS: dict[str, Row] = {
         f"{LLAMA3_8B} {FEW} {TP4_PP2} layout=Et*17|t*15L",
         gpus=8,
         peers=("mcore-te",),
-        like="llama3-8b-tp2pp2",
-    ),
-    "llama3-8b-cp8-256k": _row(
-        "Llama-3-8B, CP=8, 262,144 tokens, all gather, with flash-attn 4, gradients sharded",
-        f"{LLAMA3_8B} {FEW} {LONGEST} cp=8 seq=262144 kind=all_gather {FLASH} level=optim_grads",
-        gpus=8,
-        peers=("mcore-te",),
-        environment=NO_GAPS,
-        like="llama3-8b-cp4-128k-all-gather-flash-grads",
+        like="llama3-8b-tp4-graph-plain",
     ),
     **{
         f"llama3-70b-48l-tp4pp2{suffix}": _row(
@@ -462,17 +460,17 @@ ROWS: dict[str, Row] = {
             gpus=8,
             peers=("mcore-te",),
             environment=NO_GAPS,
-            like=like,
+            like="llama3-8b-tp2pp2",
         )
-        for suffix, about, precision, like in (
-            ("", "bf16", "", "llama3-8b-tp2pp2"),
-            ("-fp8", "FP8 with scales of past steps", "precision=fp8 recipe=delayed", "llama3-8b-tp2pp2"),
+        for suffix, about, precision in (
+            ("", "bf16", ""),
+            ("-fp8", "FP8 with scales of past steps", "precision=fp8 recipe=delayed"),
         )
     },
     **{
         f"qwen3-30b-a3b-ep8{suffix}": _row(
             f"Qwen3-30B-A3B, EP=8, {about}, balanced routes",
-            f"layers=48 {QWEN3_MOE} ep=8 mbs=2 {precision}",
+            f"layers=48 {QWEN3_MOE} {FEW} ep=8 mbs=2 {precision}",
             gpus=8,
             peers=("mcore-te",),
             environment=NO_GAPS,
@@ -480,6 +478,20 @@ ROWS: dict[str, Row] = {
         )
         for suffix, about, precision in (("", "bf16", ""), ("-fp8", "FP8", "precision=fp8"))
     },
+    "llama3-8b-cp8-256k": _row(
+        "Llama-3-8B, CP=8, 262,144 tokens, all gather, gradients sharded",
+        f"{LLAMA3_8B} {LONGEST} cp=8 seq=262144 kind=all_gather level=optim_grads steps=2 warmup=1",
+        gpus=8,
+        peers=("mcore-te",),
+        environment=NO_GAPS,
+        like="llama3-8b-cp4-128k-all-gather",
+    ),
+    "llama3-8b-tp4pp2-graph": _row(
+        "Llama-3-8B, TP=4 with SP, PP=2, 1F1B, steps as CUDA graphs",
+        f"{LLAMA3_8B} {SHORT} {TP4_PP2} layout=Et*17|t*15L graph=1",
+        gpus=8,
+        like="llama3-8b-tp4-graph",
+    ),
     "tiny-cpu": _row("a tiny model on the CPU, to try the command", TINY, peers=("hf", "mcore-te")),
     "tiny-cpu-dp2": _row("the same, DP=2: two processes", TINY, gpus=2, peers=("fsdp2",)),
     "tiny-cpu-dp2-full": _row("the same, fully sharded", f"{TINY} level=optim_grads_params", gpus=2),

@@ -146,7 +146,8 @@ def mixture_of(step: Step) -> MoEConfig:
 def twin(step: Step) -> Step:
     """Return a small step with the same layout, head size and precision. Its depth is kept only with a pipeline."""
     kv = min(step.kv, step.tp * step.cp)
-    heads = step.heads // step.kv * kv
+    # Of a deep one, float32 weights and Adam's state on each rank: 70B wide with eight heads a key, they take 100 GB.
+    heads = (min(step.heads // step.kv, 4) if step.pp > 1 else step.heads // step.kv) * kv
     return replace(
         step,
         layers=step.layers if step.pp > 1 else min(step.layers, 4),
@@ -159,7 +160,7 @@ def twin(step: Step) -> Step:
         vocab=min(step.vocab, 4096),
         seq=min(step.seq, 256 * step.cp),
         mbs=1,
-        micro=step.micro if step.pp > 1 else 2,
+        micro=min(step.micro, 4 * step.pp) if step.pp > 1 else 2,
     )
 
 

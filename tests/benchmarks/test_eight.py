@@ -1,21 +1,17 @@
-"""Rows of eight GPUs: the page has what the command predicts, and their layouts train tiny models on eight ranks."""
+"""Rows of eight GPUs: the page has what is predicted, and the script goes on behind what fails."""
 
 import json
-import os
 import sys
 from dataclasses import replace
-from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 
-from benchmarks import dense_step
-from benchmarks.eight import EIGHT, bubble_of, predict, table
+from benchmarks import eight
+from benchmarks.eight import EIGHT, TWINS, bubble_of, measure, predict, table, twin_of
+from benchmarks.peers.megalight import twin
 from benchmarks.rows import ROWS
+from tests.support.interpreters import environment
 from tests.support.source import ROOT
-from tests.support.workers import run
-
-TINY = "device=cpu layers=4 hidden=64 ffn=96 heads=8 kv=4 dim=16 vocab=256 steps=1 warmup=1 recompute= backends= graph="
 
 
 def test_the_page_has_the_predictions():
@@ -32,22 +28,71 @@ def test_a_row_with_the_layout_of_its_measured_one_keeps_its_figure():
     assert bubble_of(ROWS["llama3-8b-tp4pp2"].step) == pytest.approx(1 / 17)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("name", EIGHT)
-def test_its_layout_trains(name: str, tmp_path: Path) -> None:
-    step = ROWS[name].step
-    tiny = step.but(TINY + f" seq={128 * step.cp} micro={min(4, step.micro)} mbs=1 precision=fp32 recipe=tensorwise")
-    if step.pp > 1:
-        tiny = replace(tiny, layout="Ett|ttL")
-    if step.experts:
-        tiny = replace(tiny, experts=8, topk=2)
-    out = tmp_path / "out.json"
-    run(_measure, 8, ["--unchecked", "--out", str(out), *tiny.words()], timeout=240)
-    assert json.loads(out.read_text())["rows"][0]["seconds"] > 0
+def test_twins_of_two_gpus_keep_the_options(name):
+    row, two = ROWS[name], twin_of(name)
+    assert two.step.model_ranks * (2 // max(two.step.model_ranks, two.step.ep)) in (1, 2)
+    changed = {word.split("=")[0] for word in TWINS[name].split()} | {"layout"}
+    same = {key: value for key, value in vars(row.step).items() if key not in changed}
+    assert same.items() <= vars(two.step).items()
+    assert (two.peers, two.environment) == (row.peers, row.environment)
 
 
-def _measure(words: list[str]) -> None:
-    """Do as a rank that torchrun has started. Its own start is in test_bench.py."""
-    launched = {"LOCAL_RANK": os.environ["RANK"], "TORCHELASTIC_RUN_ID": "eight"}
-    with patch.dict(os.environ, launched), patch.object(sys, "argv", ["benchmarks/dense_step.py", *words]):
-        dense_step.main()
+def test_checks_of_deep_rows_leave_memory():
+    """Each rank keeps float32 weights, gradients and two moments of the whole narrow model."""
+    assert max(16 * twin(ROWS[name].step).weights for name in EIGHT) < 40e9
+
+
+@pytest.fixture
+def _forked(monkeypatch):
+    """Processes of rows need no time for imports."""
+    for name in ("PATH", "PYTHON_EXEC"):
+        monkeypatch.setenv(name, environment()[name])
+    monkeypatch.setattr(sys, "executable", environment()["PYTHON_EXEC"])
+
+
+@pytest.mark.usefixtures("_forked")
+def test_what_fails_stops_nothing_else(tmp_path, capsys):
+    """Our options are wrong and the first peer refuses them; the row's file tells both, and the next row runs."""
+    row = ROWS["tiny-cpu"]
+    wrong = replace(row, step=replace(row.step, sharding=("no_such_option:1",)), peers=("hf", "mcore-te"))
+    result = measure("wrong", wrong, tmp_path, 100.0)
+    assert "no_such_option" in result["rows"][0]["failed"]
+    assert "no sharding" in result["rows"][1]["refused"]
+    assert json.loads((tmp_path / "wrong.json").read_text()) == result
+    right = measure("right", replace(row, step=row.step.but("steps=1")), tmp_path, 100.0)
+    assert [found["peer"] for found in right["rows"] if "seconds" in found] == ["megalight", "hf"]
+    assert right["rows"][0]["checks"]["twin_difference"] < 1e-4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["right.json", "wrong.json", "wrong.log"]
+    said = capsys.readouterr().out
+    assert "FAILED megalight" in said
+    assert "RESULT hf" in said
+
+
+def test_a_peer_that_fails_behind_another_runs_alone(tmp_path, monkeypatch):
+    calls = []
+
+    def run_peers(row, peers, log, limit):
+        calls.append(peers)
+        for peer in peers:
+            good = peer == "megalight" or len(calls) == 2
+            figures = {"seconds": 1.0, "tflops": 1.0, "tokens_per_second": 1.0, "peak_gib": 1.0, "checks": {}}
+            yield peer, {"rows": [{"peer": peer, **(figures if good else {"failed": "out of memory"})}]}
+
+    monkeypatch.setattr(eight, "run_peers", run_peers)
+    result = measure("row", ROWS["tiny-cpu-dp2"], tmp_path, 10.0)
+    assert calls == [["megalight", "fsdp2"], ["fsdp2"]]
+    assert all("seconds" in found for found in result["rows"])
+
+
+def test_rows_without_time_or_with_a_file_are_left(tmp_path, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(eight.bench, "enough", lambda rows: None)
+    monkeypatch.setattr(eight, "measure", lambda name, *rest: asked.append(name) or {"rows": [{"seconds": 1.0}]})
+    (tmp_path / f"{EIGHT[0]}.json").touch()
+    assert eight.run(EIGHT, tmp_path, 2.0, two=False) == 1
+    assert EIGHT[0] not in asked
+    assert EIGHT[1] in asked
+    assert "llama3-8b-cp8-256k: not run" in capsys.readouterr().out
+    assert eight.run(EIGHT[1:3], tmp_path, 10.0, two=True) == 0
+    assert asked[-2:] == [f"{name}-two" for name in EIGHT[1:3]]
