@@ -32,7 +32,7 @@ from megalight.ops.linear import linear
 from megalight.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from megalight.ops.permute import permutation, permute, unpermute
 from megalight.ops.rotary import apply_rotary
-from megalight.parallel.layers import PRETRAINED, is_a
+from megalight.parallel.layers import is_transformers
 from megalight.parallel.tensor.linear import column_linears
 from megalight.parallel.transform import ModelTransform, register
 
@@ -445,16 +445,16 @@ def fuse(model: nn.Module) -> int:
         the number of decoder layers that are fused now, or were before.
     """
     roots = list(_of_transformers(model))
-    single = [root for root in roots if is_a(root, PRETRAINED)]
+    single = [root for root in roots if is_transformers(root)]
     # Layers of one model may lie in a module of the user's own.
-    for together in ([root for root in roots if not is_a(root, PRETRAINED)], *([root] for root in single)):
+    for together in ([root for root in roots if not is_transformers(root)], *([root] for root in single)):
         _fuse([each for root in together for each in reversed(list(root.modules()))])
     return sum(isinstance(module, Layer) for module in model.modules())
 
 
 def _of_transformers(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the outermost modules that are models of ``transformers``, or of its classes."""
-    if is_a(model, PRETRAINED) or type(model).__module__.startswith("transformers."):
+    if is_transformers(model) or type(model).__module__.startswith("transformers."):
         yield model
         return
     for child in model.children():
@@ -484,7 +484,7 @@ def _fuse(modules: list[nn.Module]) -> None:
             _change(module, part, form)
             break
     for module in modules:
-        if is_a(module, PRETRAINED):
+        if is_transformers(module):
             _fuse_model(module)
     for module in modules:
         if type(module) is nn.Linear:

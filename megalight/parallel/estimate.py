@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 from megalight.errors import ConfigurationError
-from megalight.ops.linear.low_precision import precision_of
+from megalight.ops.linear.low_precision import precision_of, storage_format_of
 from megalight.parallel.data_parallel import DataParallelOptions
-from megalight.parallel.data_parallel.fp8_parameters import storage_format_of
 from megalight.parallel.data_parallel.layout import level_of
 from megalight.parallel.data_parallel.options import DTYPES
 from megalight.parallel.data_parallel.unit_memory import GRADIENT_BUFFERS, PassOrder
@@ -166,7 +165,7 @@ def _elements(
     Args:
         units: of the model.
         may_be_quantized: whether trained parameters may be kept quantized at all.
-        spared: as :func:`.fp8_parameters.storage_format_of` takes it.
+        spared: as :func:`megalight.ops.linear.low_precision.storage_format_of` takes it.
 
     Returns:
         for each kind, number of each unit -> elements of the parameters that it alone owns; for each kind, elements of

@@ -75,6 +75,11 @@ def stacks_of(model: nn.Module) -> list[dict[str, nn.Module]]:
     return list(found.values())
 
 
+def is_transformers(module: nn.Module) -> bool:
+    """Return whether a module is a model of ``transformers``."""
+    return is_a(module, PRETRAINED)
+
+
 def is_a(value: object, kind: str) -> bool:
     """Return whether an object is of a class that is given by its full name."""
     return any(f"{each.__module__}.{each.__qualname__}" == kind for each in type(value).__mro__)

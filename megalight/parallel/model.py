@@ -39,7 +39,7 @@ from megalight.parallel.apply import check_backends, check_overlap, split, warn_
 from megalight.parallel.coupling import Coupling, couples
 from megalight.parallel.data_parallel.unshard import Units
 from megalight.parallel.initial_values import initialize, is_materialized, materialize, unknown
-from megalight.parallel.layers import PRETRAINED, is_a, layers_of
+from megalight.parallel.layers import is_transformers, layers_of
 from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import TOKEN_AXES, ParallelMesh
 from megalight.parallel.pipeline.layout import Stage
@@ -581,7 +581,7 @@ def _cast(root: nn.Module, dtype: torch.dtype) -> None:
     kept = [
         (module, local, buffer)
         for model in root.modules()
-        if is_a(model, PRETRAINED)
+        if is_transformers(model)
         for module in model.modules()
         for local, buffer in module._buffers.items()
         if buffer is not None and buffer.is_floating_point() and buffer.dtype.itemsize > dtype.itemsize

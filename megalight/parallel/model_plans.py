@@ -23,7 +23,7 @@ from torch import nn
 
 from megalight.errors import LayoutError
 from megalight.parallel.context_regions import context_regions
-from megalight.parallel.layers import PRETRAINED, is_a
+from megalight.parallel.layers import is_transformers
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.sequence_regions import with_sequence_regions
 from megalight.parallel.structural_plan import (
@@ -103,11 +103,6 @@ def _registered(model: nn.Module) -> Callable[[Any], ParallelizePlan] | None:
         if name in PLANS:
             return PLANS[name]
     return None
-
-
-def is_transformers(model: nn.Module) -> bool:
-    """Return whether a model is one of ``transformers``."""
-    return is_a(model, PRETRAINED)
 
 
 def transformers_plan(model: nn.Module) -> ParallelizePlan | None:

@@ -24,7 +24,6 @@ from megalight.parallel.mesh import TOKEN_AXES, ParallelMesh, shared_group
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.random import RandomStreams
-from megalight.parallel.shard import ShardSpec
 from megalight.plugins.precision import MegatronPrecision
 from megalight.strategies.checkpoints import CheckpointOptions
 from megalight.strategies.micro_batches import MicroBatchSize
@@ -218,11 +217,6 @@ class MeshStrategy(Collectives, ParallelStrategy):
         if module is not None:
             check_not_compiled(type(self).__name__, module)
         self._module = module
-
-    @property
-    def specs(self) -> dict[str, ShardSpec]:
-        """Specs of local parameters and buffers: which part of the model each one holds."""
-        return {} if self.parallel_model is None else self.parallel_model.specs
 
     @property
     def ends_steps(self) -> bool:

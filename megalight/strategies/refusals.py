@@ -13,14 +13,13 @@ from lightning.pytorch.utilities.compile import to_uncompiled
 from torch import nn
 from torch._dynamo import OptimizedModule
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
 
 from megalight.attachments import overridden
 from megalight.errors import ConfigurationError
 from megalight.models.module import MegalightModule
+from megalight.parallel.layers import is_transformers
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
-from megalight.parallel.model_plans import is_transformers
 from megalight.strategies import _lightning
 
 
@@ -154,21 +153,6 @@ def optimizer_of_stage(module: pl.LightningModule, model: ParallelModel) -> Iter
     # On the instance, because Lightning looks the method up there. The user's own one may lie there too.
     with overridden(module, configure_optimizers=checked):
         yield
-
-
-def check_optimized(module: pl.LightningModule, optimizer: Optimizer) -> None:
-    """Refuse parameters of a Megalight module outside its model, which would be neither averaged nor saved."""
-    if not isinstance(module, MegalightModule) or module.model is None:
-        return
-    inside = set(map(id, module.model.parameters()))
-    names = {id(parameter): name for name, parameter in module.named_parameters() if id(parameter) not in inside}
-    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if outside := [names[id(parameter)] for parameter in given if id(parameter) in names]:
-        raise ConfigurationError(
-            f"the optimizer was given {', '.join(outside)} of {type(module).__name__}, outside of its model: only "
-            f"{type(module.model).__name__} is divided, averaged over replicas and saved. Add such parameters to the "
-            "model, in build_model, or freeze them, requires_grad_(False), and give the optimizer the others only."
-        )
 
 
 def check_lazy(root: nn.Module) -> None:

@@ -20,7 +20,7 @@ from torch.utils.data import RandomSampler
 from torchmetrics import Metric
 
 from megalight.attachments import SPLIT
-from megalight.errors import DataError
+from megalight.errors import ConfigurationError, DataError
 from megalight.models.module import MegalightModule
 from megalight.nn.transformers_attention import use_attention
 from megalight.optim import Muon, shard_optimizer
@@ -173,7 +173,7 @@ def build_engine(strategy: MeshStrategy, optimizer: Optimizer) -> DataParallelEn
     """Make the engine of one ``fit``. It now stores the values, and the optimizer updates its shards."""
     assert strategy.parallel_model is not None
     assert strategy.lightning_module is not None
-    refusals.check_optimized(strategy.lightning_module, optimizer)
+    _check_optimized(strategy.lightning_module, optimizer)
     # Groups as the optimizer has them now, and no longer after `shard_optimizer` has put in its shards.
     groups = [group["params"] for group in optimizer.param_groups]
     plain = not isinstance(strategy.lightning_module, MegalightModule)
@@ -184,6 +184,21 @@ def build_engine(strategy: MeshStrategy, optimizer: Optimizer) -> DataParallelEn
         optimizer.watch(strategy.parallel_model)
     guard_clipping(strategy.parallel_model, optimizer)
     return engine
+
+
+def _check_optimized(module: pl.LightningModule, optimizer: Optimizer) -> None:
+    """Refuse parameters of a Megalight module outside its model, which would be neither averaged nor saved."""
+    if not isinstance(module, MegalightModule) or module.model is None:
+        return
+    inside = set(map(id, module.model.parameters()))
+    names = {id(parameter): name for name, parameter in module.named_parameters() if id(parameter) not in inside}
+    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if outside := [names[id(parameter)] for parameter in given if id(parameter) in names]:
+        raise ConfigurationError(
+            f"the optimizer was given {', '.join(outside)} of {type(module).__name__}, outside of its model: only "
+            f"{type(module.model).__name__} is divided, averaged over replicas and saved. Add such parameters to the "
+            "model, in build_model, or freeze them, requires_grad_(False), and give the optimizer the others only."
+        )
 
 
 def close_engine(strategy: MeshStrategy, engine: DataParallelEngine, optimizer: Optimizer) -> None:

@@ -212,7 +212,7 @@ def trained(family: str, options: dict[str, Any], checkpointing: bool = False, *
     assert strategy.parallel_model is not None
     with strategy.parallel_model.full_parameters():
         named = {name: p.detach().clone() for name, p in module.named_parameters()}
-        found = gather_canonical(named, strategy.specs, strategy.mesh, sum_partial=False)
+        found = gather_canonical(named, strategy.parallel_model.specs, strategy.mesh, sum_partial=False)
     optimizer, losses = torch.optim.SGD(whole.parameters(), lr=0.1), []
     for batch in data.split(2):
         optimizer.zero_grad()

@@ -64,8 +64,9 @@ def trained(family: str, kind: str, options: dict[str, Any]) -> tuple[float, dic
     runner = trainer(strategy, max_steps=2)
     runner.fit(module, DataLoader(data, batch_size=2))
     strategy.sync_parameters()
+    assert strategy.parallel_model is not None
     named = {name: p.detach().clone() for name, p in module.named_parameters()}
-    return float(runner.callback_metrics["loss"]), gather_canonical(named, strategy.specs, strategy.mesh)
+    return float(runner.callback_metrics["loss"]), gather_canonical(named, strategy.parallel_model.specs, strategy.mesh)
 
 
 def check(family: str, kinds: list[str], options: dict[str, Any], ranks: int) -> None:

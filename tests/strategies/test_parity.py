@@ -83,7 +83,7 @@ def frozen_in(step: int, name: str) -> bool:
 
 class Freeze(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        specs = trainer.strategy.specs  # type: ignore[attr-defined]
+        specs = trainer.strategy.parallel_model.specs  # type: ignore[attr-defined]
         for name, parameter in pl_module.model.named_parameters():  # type: ignore[union-attr]
             parameter.requires_grad_(not frozen_in(trainer.global_step, specs[name].pieces[0].name))
 

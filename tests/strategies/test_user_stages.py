@@ -61,7 +61,7 @@ def trained(options: dict[str, Any], given: dict[str, Any], save: str = "", resu
     assert strategy.parallel_model is not None
     with strategy.parallel_model.full_parameters():
         named = {name: p.detach().clone() for name, p in module.named_parameters()}
-        weights = gather_canonical(named, strategy.specs, strategy.mesh, sum_partial=False)
+        weights = gather_canonical(named, strategy.parallel_model.specs, strategy.mesh, sum_partial=False)
     logged = {name: float(value) for name, value in runner.callback_metrics.items()}
     tokens = runner.predict(module, DataLoader(data[:2], batch_size=2))
     return float(strategy.report.loss), weights, logged, tokens

@@ -68,7 +68,7 @@ class Seen(Losses):
         assert isinstance(pl_module, Started)
         if strategy.precision.dtype != torch.bfloat16:  # which numpy lacks
             super().on_train_start(trainer, pl_module)
-        targets = parameter_targets(pl_module.model.named_parameters(), strategy.specs)
+        targets = parameter_targets(pl_module.model.named_parameters(), strategy.parallel_model.specs)
         self.held = sum(target.data.numel() for target in targets) * 4  # files are float32
         self.read = pl_module.folder.bytes_read
         shards = strategy.engine.shards

@@ -189,7 +189,8 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
         """
         # a rank may have only some parameters, so a rule without a match is no mistake there
         part = getattr(self.trainer.strategy, "holds_part", False)
-        named = _whole_names(self.named_parameters(), getattr(self.trainer.strategy, "specs", {}))
+        split = getattr(self.trainer.strategy, "parallel_model", None)
+        named = _whole_names(self.named_parameters(), {} if split is None else split.specs)
         optimizer, scheduler = self.optimizer.build(named, self.trainer.max_steps, part)
         if scheduler is None:
             return optimizer

@@ -34,7 +34,7 @@ from megalight.ops.quantize.amax_history import (
     magnitudes_of,
     rows_of,
 )
-from megalight.ops.quantize.formats import DTYPES, LARGEST
+from megalight.ops.quantize.formats import DTYPES, LARGEST, Format
 from megalight.ops.quantize.recipes import QuantizationRecipe
 from megalight.ops.scaled_accumulate import SCALED_ACCUMULATE, scaled_accumulate
 from megalight.ops.scaled_mm import SCALED_MM, ScaledMatmulSpec, scaled_mm
@@ -503,3 +503,17 @@ def precision_of(parameter: Tensor) -> LowPrecision | None:
     """Return the precision of products with a parameter; None: its own dtype."""
     state: ParameterState | None = getattr(parameter, "megalight", None)
     return None if state is None else state.precision
+
+
+def storage_format_of(parameter: Tensor, spared: bool = False) -> Format | None:
+    """Return the 8-bit format in which a parameter is stored; None: it keeps its own dtype.
+
+    Args:
+        spared: whether quantized values would spare messages or memory: ranks gather the parameter after each step, or
+            its masters are copies.
+    """
+    precision = precision_of(parameter)
+    if precision is None:
+        return None
+    wanted = spared if precision.primary is None else precision.primary
+    return precision.recipe.weight.format if wanted else None

@@ -26,7 +26,7 @@ from megalight.nn import InnerAttention
 from megalight.nn.transformers_attention import Call, MaskPattern, calling, plain, why_not_packed
 from megalight.parallel.context.attention import ContextAttention, ContextOptions
 from megalight.parallel.context.spec import ContextGroups
-from megalight.parallel.layers import PRETRAINED, is_a
+from megalight.parallel.layers import is_transformers
 from megalight.types import PackedSequences
 
 IGNORED = -100
@@ -125,7 +125,7 @@ def interfaces_of(root: nn.Module) -> list[str]:
     """Return the names of the models of ``transformers`` in a module, without those inside of others."""
     found: list[str] = []
     for name, module in root.named_modules():
-        if is_a(module, PRETRAINED) and not any(name.startswith(f"{outer}." if outer else "") for outer in found):
+        if is_transformers(module) and not any(name.startswith(f"{outer}." if outer else "") for outer in found):
             found.append(name)
     return found
 

@@ -424,6 +424,39 @@ class FlatShard:
                 for piece, first, last in spec.cut(low - offset, high - offset):
                     yield piece, first, last, offset + piece.start + first - self.start
 
+    def counted_runs(self) -> list[tuple[int, int]]:
+        """Return the elements ``[start, stop)`` of the shard that this rank counts, in as few runs as possible.
+
+        Pieces that another rank owns are left out, and so are elements inside parameters that no piece covers
+        (vocabulary padding). Gaps *between* parameters hold zeros; they are included, so that a shard is usually one
+        run. If several ranks hold the same shard, each counts an equal interval.
+        """
+        # Each replica of the shard counts one of equal intervals.
+        bounds = [self.numel * n // len(self.replicas) for n in (self.place, self.place + 1)]
+        excluded = [(0, bounds[0]), (bounds[1], self.numel)]
+        for spec, offset in self.slots:
+            base, covered = offset - self.start, 0
+            for piece in sorted(spec.pieces, key=lambda piece: piece.start):
+                # Another rank counts the piece. It stays part of the excluded gap.
+                if not piece.owner:
+                    continue
+                excluded.append((base + covered, base + piece.start))  # elements between pieces: padding
+                covered = piece.stop
+            excluded.append((base + covered, base + spec.numel))
+        # The complement of the excluded intervals, in one pass over them in order.
+        runs: list[tuple[int, int]] = []
+        position = 0
+        for low, high in sorted(excluded):
+            low, high = max(low, 0), min(high, self.numel)
+            if low < high:
+                if position < low:
+                    runs.append((position, low))
+                # Excluded intervals may overlap: those inside parameters, and those of other replicas.
+                position = max(position, high)
+        if position < self.numel:
+            runs.append((position, self.numel))
+        return runs
+
 
 def history(state: Mapping[str, Any]) -> Hashable:
     """Return what parameters must have in common to be stepped together: names and counts of their states."""

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megalight.errors import ConfigurationError
+from megalight.errors import ConfigurationError, MegalightError
+from megalight.ops.linear.low_precision import storage_format_of
 from megalight.parallel.data_parallel.buffers import (
     Bucket,
     FlatShard,
@@ -21,7 +22,6 @@ from megalight.parallel.data_parallel.buffers import (
     masters_of,
 )
 from megalight.parallel.data_parallel.communication import TransportChoice, UserBuffers
-from megalight.parallel.data_parallel.fp8_parameters import storage_format_of
 from megalight.parallel.data_parallel.gather import Pushes
 from megalight.parallel.data_parallel.grad_norm import check_finite
 from megalight.parallel.data_parallel.gradients import MainGradients, UnusedParameters
@@ -30,7 +30,6 @@ from megalight.parallel.data_parallel.layout import (
     BucketLayout,
     Level,
     ParamInfo,
-    distinct,
     level_of,
     plan_buckets,
 )
@@ -276,7 +275,7 @@ class DataParallelEngine:
         self.level = level_of(options.level)
         # A tied parameter comes once: a second slot would send its gradient
         # twice, and count it twice in the norm.
-        every = distinct(params)
+        every = _distinct(params)
         self.infos = [info for info in every if info.parameter.requires_grad]
         self.unit_memory = UnitMemory(1, True, {})
         advanced, reduce_dtype = options.advanced, _dtype(options.reduce_dtype)
@@ -600,6 +599,22 @@ class DataParallelEngine:
             "masters": sum(b.shard.master.nbytes for b in self.buckets if not (b.master_is_own_params or b.on_host)),
             **({"host": self.host.nbytes()} if self.host.buckets else {}),
         }
+
+
+def _distinct(infos: Iterable[ParamInfo]) -> list[ParamInfo]:
+    """Return the parameters in order; a tied parameter comes once.
+
+    Raises:
+        MegalightError: those that need gradients have no storage yet, or live on several devices.
+    """
+    seen: dict[int, ParamInfo] = {}
+    for info in infos:
+        seen.setdefault(id(info.parameter), info)
+    devices = {info.parameter.device: info.name for info in seen.values() if info.parameter.requires_grad}
+    if len(devices) > 1 or torch.device("meta") in devices:
+        where = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        raise MegalightError(f"parameters must have storage on one device: {where}. Materialize the model first.")
+    return list(seen.values())
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:

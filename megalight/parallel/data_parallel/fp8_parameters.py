@@ -13,27 +13,12 @@ from torch.distributed import ProcessGroup
 from megalight.ops.adam import QuantizedOutput
 from megalight.ops.linear.low_precision import LowPrecision, precision_of
 from megalight.ops.quantize import scales_of
-from megalight.ops.quantize.formats import Format
 from megalight.ops.quantized_weight import QuantizedWeight, stored_of
 from megalight.parallel.data_parallel.buffers import Bucket
 from megalight.parallel.data_parallel.layout import SHARD_ALIGNMENT, BucketKey, BucketLayout, ParamInfo, align
 
 ALIGNMENT = 16
 """Alignment of each scale in bytes, as the matmuls require."""
-
-
-def storage_format_of(parameter: Tensor, spared: bool = False) -> Format | None:
-    """Return the 8-bit format in which a parameter is stored; None: it keeps its own dtype.
-
-    Args:
-        spared: whether quantized values would spare messages or memory: ranks gather the parameter after each step, or
-            its masters are copies.
-    """
-    precision = precision_of(parameter)
-    if precision is None:
-        return None
-    wanted = spared if precision.primary is None else precision.primary
-    return precision.recipe.weight.format if wanted else None
 
 
 class FP8Parameters:

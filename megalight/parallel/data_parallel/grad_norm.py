@@ -14,42 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.utils import clip_grad
 
 from megalight.errors import ConfigurationError, MegalightError
-from megalight.parallel.data_parallel.buffers import Bucket, FlatShard
-
-
-def counted_runs(shard: FlatShard) -> list[tuple[int, int]]:
-    """Return the elements ``[start, stop)`` of a shard that this rank counts, in as few runs as possible.
-
-    Pieces that another rank owns are left out, and so are elements inside parameters that no piece covers (vocabulary
-    padding). Gaps *between* parameters hold zeros; they are included, so that a shard is usually one run. If several
-    ranks hold the same shard, each counts an equal interval.
-    """
-    # Each replica of the shard counts one of equal intervals.
-    bounds = [shard.numel * n // len(shard.replicas) for n in (shard.place, shard.place + 1)]
-    excluded = [(0, bounds[0]), (bounds[1], shard.numel)]
-    for spec, offset in shard.slots:
-        base, covered = offset - shard.start, 0
-        for piece in sorted(spec.pieces, key=lambda piece: piece.start):
-            # Another rank counts the piece. It stays part of the excluded gap.
-            if not piece.owner:
-                continue
-            excluded.append((base + covered, base + piece.start))  # elements between pieces: padding
-            covered = piece.stop
-        excluded.append((base + covered, base + spec.numel))
-    # The complement of the excluded intervals, in one pass over them in order.
-    runs: list[tuple[int, int]] = []
-    position = 0
-    for low, high in sorted(excluded):
-        low, high = max(low, 0), min(high, shard.numel)
-        if low < high:
-            if position < low:
-                runs.append((position, low))
-            # Excluded intervals may overlap: those inside parameters, and those of other replicas.
-            position = max(position, high)
-    if position < shard.numel:
-        runs.append((position, shard.numel))
-    return runs
-
+from megalight.parallel.data_parallel.buffers import Bucket
 
 PIECE = 2**13
 """Elements whose squares are added in float32 on a CPU."""

@@ -20,7 +20,7 @@ from megalight.ops.parameter import state_of
 from megalight.parallel.data_parallel.buffers import Bucket
 from megalight.parallel.data_parallel.communication import SideStream, side_stream
 from megalight.parallel.data_parallel.grad_hooks import FirstWrites, GradReadyCounter, register_grad_hook
-from megalight.parallel.data_parallel.grad_norm import counted_runs, global_norm
+from megalight.parallel.data_parallel.grad_norm import global_norm
 from megalight.parallel.data_parallel.reduce import PartialReducer, Reducer
 from megalight.parallel.trace import capturing, span
 
@@ -373,7 +373,7 @@ class MainGradients:
         self._whole = [bucket for bucket in buckets if not bucket.shards_grads]
         self._partial = PartialReducer(buckets, device)
         self.everyone = everyone
-        self._counted = [counted_runs(bucket.shard) for bucket in buckets]
+        self._counted = [bucket.shard.counted_runs() for bucket in buckets]
         self._stream = side_stream(device, any(bucket.group is not None for bucket in buckets))
         if self._stream is not None:
             # A run that is dropped in the middle of a step leaves reductions on their way, which nobody waits for.

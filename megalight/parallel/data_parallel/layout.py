@@ -9,13 +9,13 @@ ranks hold equal, aligned intervals. One parameter may lie on several ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from megalight.errors import ConfigurationError, MegalightError, nearest
+from megalight.errors import ConfigurationError, nearest
 from megalight.ops.quantize.formats import DTYPES, Format
 from megalight.parallel.mesh import TOKEN_AXES, ParallelMesh
 from megalight.parallel.shard import ShardSpec
@@ -280,19 +280,3 @@ class ParamInfo:
     chunk: int = 0
     mesh: ParallelMesh | None = None
     unit: int | None = None
-
-
-def distinct(infos: Iterable[ParamInfo]) -> list[ParamInfo]:
-    """Return the parameters in order; a tied parameter comes once.
-
-    Raises:
-        MegalightError: those that need gradients have no storage yet, or live on several devices.
-    """
-    seen: dict[int, ParamInfo] = {}
-    for info in infos:
-        seen.setdefault(id(info.parameter), info)
-    devices = {info.parameter.device: info.name for info in seen.values() if info.parameter.requires_grad}
-    if len(devices) > 1 or torch.device("meta") in devices:
-        where = ", ".join(f"{name} on {device}" for device, name in devices.items())
-        raise MegalightError(f"parameters must have storage on one device: {where}. Materialize the model first.")
-    return list(seen.values())

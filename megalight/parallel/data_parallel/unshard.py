@@ -34,10 +34,11 @@ from torch.utils._pytree import tree_leaves
 from megalight.attachments import UNIT_HOOKS
 from megalight.errors import MegalightError
 from megalight.imports import in_backward
+from megalight.ops.linear.low_precision import storage_format_of
 from megalight.ops.quantized_weight import stored_of
 from megalight.parallel.data_parallel.buffers import Allocating, FlatParameters, Groups
 from megalight.parallel.data_parallel.communication import side_stream
-from megalight.parallel.data_parallel.fp8_parameters import FlatQuantized, storage_format_of
+from megalight.parallel.data_parallel.fp8_parameters import FlatQuantized
 from megalight.parallel.data_parallel.gather import Pushes, gather
 from megalight.parallel.data_parallel.gradients import UnitGradients
 from megalight.parallel.data_parallel.layout import BucketKey, BucketLayout, ParamInfo, plan_buckets

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megalight.ops.parameter import state_of
 from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions, ParamInfo, clip_coefficient
 from megalight.parallel.data_parallel.buffers import FlatShard
-from megalight.parallel.data_parallel.grad_norm import counted_runs, global_norm
+from megalight.parallel.data_parallel.grad_norm import global_norm
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardPiece, ShardSpec
 from tests.parallel.data_parallel.helpers import assert_close, mesh, split_spec
@@ -56,9 +56,9 @@ def test_runs_join_over_gaps_between_parameters() -> None:
     padded = ShardSpec((ShardPiece("b", (30,), (0,), (30,)),), (40,))
     other = ShardSpec((ShardPiece("c", (10,), (0,), (10,), 0, (), False), ShardPiece("d", (5,), (0,), (5,), 10)), (15,))
     slots = [(whole, 0), (padded, 64), (other, 128)]
-    assert counted_runs(FlatShard(0, 0, 256, torch.zeros(256), slots)) == [(0, 94), (104, 128), (138, 256)]
-    assert counted_runs(FlatShard(0, 70, 130, torch.zeros(60), slots)) == [(0, 24), (34, 58)]
-    assert counted_runs(FlatShard(0, 128, 138, torch.zeros(10), slots)) == []
+    assert FlatShard(0, 0, 256, torch.zeros(256), slots).counted_runs() == [(0, 94), (104, 128), (138, 256)]
+    assert FlatShard(0, 70, 130, torch.zeros(60), slots).counted_runs() == [(0, 24), (34, 58)]
+    assert FlatShard(0, 128, 138, torch.zeros(10), slots).counted_runs() == []
 
 
 def test_bfloat16_gradients_have_a_float32_norm() -> None:
