@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from megalight.errors import ConfigurationError
 from megalight.nn.canonical import CanonicalPart
 from megalight.nn.init import draw, initializers, key
-from megalight.parallel.shard import ShardSpec
+from megalight.parallel.shard import ShardSpec, take
 from megalight.parallel.splitter import Elsewhere, SplitOrigin, on_meta
-from megalight.parallel.tensor.split import take
 
 
 def unmaterialized(like: Tensor, device: torch.device) -> Tensor:

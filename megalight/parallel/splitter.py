@@ -16,9 +16,9 @@ from torch.nn.utils.parametrize import is_parametrized
 from megalight.errors import LayoutError
 from megalight.nn.adapter import Adapter, AdapterSet
 from megalight.nn.canonical import CanonicalPart, joined, parts
+from megalight.parallel import shard
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
-from megalight.parallel.tensor import split
 from megalight.parallel.tensor.shared import Shared
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class Splitter:
             values = torch.empty(spec.shape, dtype=whole.dtype, device=whole.device)
             # Without values (meta) there is nothing to cut: each rank draws or reads just its part later.
             if not whole.is_meta:
-                split.take(whole.detach(), self._parts[first], spec, values)
+                shard.take(whole.detach(), self._parts[first], spec, values)
             self._local[first] = nn.Parameter(values, requires_grad=whole.requires_grad)
         return self._local[first]
 
@@ -127,7 +127,7 @@ class Splitter:
         Args:
             partial: their gradients must be summed over ``tp``.
         """
-        rule = functools.partial(split.replicated, partial=partial)
+        rule = functools.partial(shard.replicated, partial=partial)
         for local in module._parameters:
             self.split(name, module, local, rule)
         if isinstance(adapters := getattr(module, "adapter", None), AdapterSet):
@@ -139,7 +139,7 @@ class Splitter:
 
     def keep_rest(self, name: str, module: nn.Module) -> None:
         """Hold whole what the styles of a module do not know: tensors that its class or its user added."""
-        rule = functools.partial(split.replicated, partial=False)
+        rule = functools.partial(shard.replicated, partial=False)
         for local, parameter in module._parameters.items():
             first = self._first.get(id(parameter))  # None: in place of one that was cut
             if first is not None and first not in self.specs:
@@ -152,7 +152,7 @@ class Splitter:
                 full, shape = joined(name, local), tuple(buffer.shape)
                 part = CanonicalPart(full, self.prefix + full, shape, 0)
                 # Persistent buffers are saved in checkpoints, so they need a spec too.
-                self.specs[full] = split.replicated([part], shape, self.shared.mesh, partial=False)
+                self.specs[full] = shard.replicated([part], shape, self.shared.mesh, partial=False)
 
     def check_held(self, name: str, module: nn.Module, replacement: nn.Module) -> None:
         """Refuse to replace a module that holds something which its replacement does not.

@@ -14,6 +14,7 @@ from megalight.checkpoint import views_of_parameters
 from megalight.nn.canonical import CanonicalPart, canonical_tensors
 from megalight.nn.init import Normal
 from megalight.nn.init import initialize as initialize_whole
+from megalight.parallel import shard
 from megalight.parallel.apply import parallelize
 from megalight.parallel.initial_values import initialize, materialize
 from megalight.parallel.mesh import ParallelMesh
@@ -21,7 +22,6 @@ from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.shard import ShardPiece, ShardSpec, check_cover
 from megalight.parallel.splitter import Splitter
 from megalight.parallel.styles import Style
-from megalight.parallel.tensor import split
 
 
 class Kernel(nn.Module):
@@ -63,7 +63,7 @@ class Along(Style):
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> nn.Module:
         def rule(parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
             if len(parts) == 1:
-                return split.along(parts, shape, mesh, dim=self.dim)
+                return shard.along(parts, shape, mesh, dim=self.dim)
             here = parts[mesh.rank("tp") * len(parts) // mesh.tp :][: len(parts) // mesh.tp]
             pieces = [ShardPiece(p.name, p.shape, (0, 0), p.shape, p.start - here[0].start) for p in here]
             return ShardSpec(tuple(pieces), (len(here), *shape[1:]))

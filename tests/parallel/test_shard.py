@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from megalight.errors import LayoutError
 from megalight.nn.canonical import CanonicalPart
+from megalight.parallel import shard
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardPiece, ShardSpec, boxes, check_cover
-from megalight.parallel.tensor import split
 
 shapes = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
 
@@ -73,11 +73,11 @@ def specs(mesh: ParallelMesh, units: int, *, partial: bool) -> dict[str, ShardSp
     """Every way to split: columns in units that several ranks may share, rows, a vocabulary, replicas."""
     q, kv = CanonicalPart("qkv", "q", (units * 8, 3), 0), CanonicalPart("qkv", "k", (units, 3), units * 24)
     return {
-        "qkv": split.output_features([q, kv], (), mesh, units=[units * 8, units]),
-        "proj": split.along([CanonicalPart("proj", "proj", (3, 16), 0)], (3, 16), mesh, dim=1),
-        "conv": split.along([CanonicalPart("conv", "conv", (3, 2, 8, 5), 0)], (3, 2, 8, 5), mesh, dim=2),
-        "embed": split.vocabulary([CanonicalPart("embed", "embed", (29, 3), 0)], (29, 3), mesh),
-        "norm": split.replicated([CanonicalPart("norm", "norm", (5,), 0)], (5,), mesh, partial=partial),
+        "qkv": shard.output_features([q, kv], (), mesh, units=[units * 8, units]),
+        "proj": shard.along([CanonicalPart("proj", "proj", (3, 16), 0)], (3, 16), mesh, dim=1),
+        "conv": shard.along([CanonicalPart("conv", "conv", (3, 2, 8, 5), 0)], (3, 2, 8, 5), mesh, dim=2),
+        "embed": shard.vocabulary([CanonicalPart("embed", "embed", (29, 3), 0)], (29, 3), mesh),
+        "norm": shard.replicated([CanonicalPart("norm", "norm", (5,), 0)], (5,), mesh, partial=partial),
     }
 
 

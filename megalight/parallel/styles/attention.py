@@ -14,6 +14,7 @@ from megalight.errors import LayoutError
 from megalight.nn import Attention, DraftAttention, InnerAttention, RMSNorm
 from megalight.nn.mamba2 import AllTokens
 from megalight.ops.norm import rms_norm
+from megalight.parallel import shard
 from megalight.parallel.collectives import own_slice
 from megalight.parallel.context.all_to_all import HeadShare, RowAttention
 from megalight.parallel.context.attention import ContextAttention, ContextDraftAttention
@@ -21,8 +22,7 @@ from megalight.parallel.context.divided_calls import ContextCore, divide_calls, 
 from megalight.parallel.context.divided_layers import ContextMean, OwnPart, compute_part, own_features
 from megalight.parallel.splitter import Splitter
 from megalight.parallel.styles.style import Style, register
-from megalight.parallel.tensor import split
-from megalight.parallel.tensor.split import GroupMean
+from megalight.parallel.tensor.shared import GroupMean
 
 
 @register
@@ -55,7 +55,7 @@ class HeadRegion(Style):
         heads = module.weight.shape[0] // around.head_dim
         # As the projection divides heads: a key head may be on several ranks. Each head is then on equally many, so the
         # mean over ranks is that over heads.
-        rule = functools.partial(split.output_features, units=[heads], shared=True)
+        rule = functools.partial(shard.output_features, units=[heads], shared=True)
         module._parameters["weight"] = splitter.split(name, module, "weight", rule)
         module.average = GroupMean(splitter.shared, tp)
 
@@ -92,7 +92,7 @@ class WideNorm(Style):
             compute_part(module, {"weight": part})
             return
         # As the projection divides heads: each is on equally many ranks, so the mean over ranks is that over heads.
-        rule = functools.partial(split.output_features, units=[self.heads], shared=True)
+        rule = functools.partial(shard.output_features, units=[self.heads], shared=True)
         module._parameters["weight"] = splitter.split(name, module, "weight", rule)
         if shared.mesh.tp > 1:
             module.forward = functools.partial(_norm, module, self.eps, GroupMean(shared, shared.mesh.tp))

@@ -8,11 +8,12 @@ from torch import nn
 
 from megalight.errors import LayoutError
 from megalight.nn import Embedding, Linear, LMHead, StateComparison, latent_attention
+from megalight.parallel import shard
 from megalight.parallel.expert.dispatch import MeshPool
 from megalight.parallel.splitter import Splitter
 from megalight.parallel.styles.boundaries import Boundary
 from megalight.parallel.styles.style import Style, register
-from megalight.parallel.tensor import embedding_and_head, split
+from megalight.parallel.tensor import embedding_and_head
 from megalight.parallel.tensor.embedding_and_head import ForAllHeads, VocabEmbedding
 from megalight.parallel.tensor.shared import Tokens
 
@@ -36,7 +37,7 @@ class Vocab(Style):
             if getattr(embedding, option, None):
                 raise LayoutError(f"{name}: an embedding with {option} cannot be split by vocabulary; unset it.")
         # The same rule as for an output layer, so that tied weights are split alike.
-        weight = splitter.split(name, embedding, "weight", split.vocabulary)
+        weight = splitter.split(name, embedding, "weight", shard.vocabulary)
         assert weight is not None
         return VocabEmbedding(
             weight,
@@ -67,7 +68,7 @@ class VocabHeadStyle(Style):
         self.expect(path, linear, nn.Linear, Linear, replaced=replaced)
         weight, bias = (
             # A bias has one element per row, so it is cut and padded like the rows.
-            splitter.split(path, linear, local, split.vocabulary)
+            splitter.split(path, linear, local, shard.vocabulary)
             for local in ("weight", "bias")
         )
         assert weight is not None

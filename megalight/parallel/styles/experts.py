@@ -17,14 +17,13 @@ from megalight.nn.canonical import CanonicalPart
 from megalight.nn.moe import Dispatcher, Experts, Router
 from megalight.nn.moe.adapters import StackAdapter
 from megalight.ops.router import Routes
-from megalight.parallel import collectives
+from megalight.parallel import collectives, shard
 from megalight.parallel.expert import DISPATCHERS
 from megalight.parallel.expert.dispatch import MeshPool
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.splitter import Splitter
 from megalight.parallel.styles.style import Style, register
-from megalight.parallel.tensor import split
 from megalight.parallel.tensor.linear import RowStackAdapter
 from megalight.parallel.tensor.shared import Shared
 
@@ -63,7 +62,7 @@ class Expert(Style):
         here = copy.copy(experts)
         here._modules = dict(experts._modules)
         here._parameters = {
-            local: splitter.split(name, experts, local, partial(split.stack, dim=dim))
+            local: splitter.split(name, experts, local, partial(shard.stack, dim=dim))
             for local, dim in experts.inner_dims.items()
         }
         here._modules["adapters"] = nn.ModuleDict(
@@ -118,7 +117,7 @@ class StackedExperts(Style):
             )
         for local in module._parameters:
             dim, sections = inner_dim(module, local) if narrow else (None, 1)
-            rule = partial(split.experts, axis=axis, dim=dim, sections=sections)
+            rule = partial(shard.experts, axis=axis, dim=dim, sections=sections)
             module._parameters[local] = splitter.split(name, module, local, rule)
         module.num_experts //= mesh.ep  # type: ignore[operator, assignment]
         compute = module.forward
@@ -228,7 +227,7 @@ def _adapter(splitter: Splitter, name: str, adapter: nn.Module) -> StackAdapter:
         here = copy.copy(adapter)
 
     def rule(dim: int | None, parts: Sequence[CanonicalPart], shape: tuple[int, ...], mesh: ParallelMesh) -> ShardSpec:
-        spec = split.stack(parts, shape, mesh, dim=dim)
+        spec = shard.stack(parts, shape, mesh, dim=dim)
         if dim is not None or mesh.etp == 1:
             return spec
         first = mesh.rank("etp") == 0

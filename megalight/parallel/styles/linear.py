@@ -12,14 +12,13 @@ from megalight.errors import LayoutError
 from megalight.nn import Linear
 from megalight.nn.adapter import Adapter, AdapterSet
 from megalight.nn.mamba2 import GatedNorm
+from megalight.parallel import shard
 from megalight.parallel.degrees import replicas_of
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.splitter import Rule, Splitter
 from megalight.parallel.styles.style import Style, register
-from megalight.parallel.tensor import split
 from megalight.parallel.tensor.linear import ColumnAdapter, ColumnLinear, RowAdapter, RowLinear, column_linear, row_sum
-from megalight.parallel.tensor.shared import ParallelDropout, Shared, Tokens
-from megalight.parallel.tensor.split import GroupMean
+from megalight.parallel.tensor.shared import GroupMean, ParallelDropout, Shared, Tokens
 
 
 def column_adapters(
@@ -86,8 +85,8 @@ def _column(
     partial = shared.sequence_parallel and tokens != "whole"
     # B has the layer's output features, so it must be cut into the same units (heads).
     counts = list(adapter.units.values()) if len(adapter.adapted) > 1 or units is None else [units]
-    output = functools.partial(split.output_features, units=counts, shared=True)  # the layer's own split decides
-    down = splitter.split(path, adapter, "A", functools.partial(split.replicated, partial=partial))
+    output = functools.partial(shard.output_features, units=counts, shared=True)  # the layer's own split decides
+    down = splitter.split(path, adapter, "A", functools.partial(shard.replicated, partial=partial))
     up = splitter.split(path, adapter, "B", output)
     magnitude = splitter.split(path, adapter, "magnitude", output)
     assert down is not None and up is not None
@@ -102,8 +101,8 @@ def _column(
 
 def _row(splitter: Splitter, path: str, adapter: Adapter) -> Adapter:
     shared = splitter.shared
-    down = splitter.split(path, adapter, "A", functools.partial(split.along, dim=1))
-    partial = functools.partial(split.replicated, partial=True)
+    down = splitter.split(path, adapter, "A", functools.partial(shard.along, dim=1))
+    partial = functools.partial(shard.replicated, partial=True)
     up = splitter.split(path, adapter, "B", partial)
     magnitude = splitter.split(path, adapter, "magnitude", partial)
     assert down is not None and up is not None
@@ -148,10 +147,10 @@ class Column(Style):
         """Return a :class:`ColumnLinear`; a fused layer is split section by section, an adapter with its layer."""
         linear = self.expect(name, module, nn.Linear, Linear, replaced=self.splits(splitter.shared.mesh))
         if self.sizes:
-            rule: Rule = functools.partial(split.sections, sizes=self.sizes, units=self.counts)
+            rule: Rule = functools.partial(shard.sections, sizes=self.sizes, units=self.counts)
         else:
             units = self._units(name, linear, splitter.shared.mesh)
-            rule = functools.partial(split.output_features, units=units, shared=self.shared)
+            rule = functools.partial(shard.output_features, units=units, shared=self.shared)
         weight, bias = (splitter.split(name, linear, local, rule) for local in ("weight", "bias"))
         assert weight is not None
         # Read after the split: of a shared section, a rank holds more rows than its size divided by tp.
@@ -210,8 +209,8 @@ class Row(Style):
         # Sections divide output features, and each rank has terms of all of these.
         if getattr(linear, "sections", None):
             raise LayoutError(f"{name} has sections of output features, but its rule Row splits the input; use Column.")
-        weight = splitter.split(name, linear, "weight", functools.partial(split.along, dim=1))
-        bias = splitter.split(name, linear, "bias", functools.partial(split.replicated, partial=partial))
+        weight = splitter.split(name, linear, "weight", functools.partial(shard.along, dim=1))
+        bias = splitter.split(name, linear, "bias", functools.partial(shard.replicated, partial=partial))
         assert weight is not None
         layer = RowLinear(weight, bias, splitter.shared, name, scatter_output=self.scatter_output)
         layer.adapter = row_adapters(splitter, name, linear)
@@ -243,7 +242,7 @@ class Channels(Style):
                 )
             rows = 0 if parameter is None else parameter.shape[0]
             units = [section.units for section in sections] if sections else [rows // group]
-            rule = functools.partial(split.output_features, units=units)
+            rule = functools.partial(shard.output_features, units=units)
             module._parameters[local] = splitter.split(name, module, local, rule)
 
 
@@ -266,7 +265,7 @@ class NormGroups(Style):
         features, mesh = norm.weight.shape[0], splitter.shared.mesh
         ranks = replicas_of(features // norm.group_size, mesh.tp, f"{name}.weight")
         # Single features are units: a rank may hold a part of a group.
-        rule = functools.partial(split.output_features, units=[features])
+        rule = functools.partial(shard.output_features, units=[features])
         norm._parameters["weight"] = splitter.split(name, norm, "weight", rule)
         if ranks > 1:
             norm.group_size //= ranks
@@ -371,7 +370,7 @@ class ConvColumn(Style):
         out = module.get_parameter("weight").shape[1]
         sizes, units = (out // self.sections,) * self.sections, (self.units,) * self.sections if self.units else ()
         weight, bias = (
-            splitter.split(name, module, local, functools.partial(split.sections, sizes=sizes, units=units, dim=dim))
+            splitter.split(name, module, local, functools.partial(shard.sections, sizes=sizes, units=units, dim=dim))
             for local, dim in {"weight": 1, "bias": 0}.items()
         )
         assert weight is not None
@@ -396,7 +395,7 @@ class ConvRow(Style):
             splitter.keep(name, module)
             return None
         partial = splitter.shared.sequence_parallel and self.scatter_output
-        weight = splitter.split(name, module, "weight", functools.partial(split.along, dim=0))
-        bias = splitter.split(name, module, "bias", functools.partial(split.replicated, partial=partial))
+        weight = splitter.split(name, module, "weight", functools.partial(shard.along, dim=0))
+        bias = splitter.split(name, module, "bias", functools.partial(shard.replicated, partial=partial))
         assert weight is not None
         return TransposedRow(weight, bias, splitter.shared, self.scatter_output, name)

@@ -16,10 +16,10 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from megalight.errors import LayoutError
 from megalight.nn import adapter
+from megalight.parallel import shard
 from megalight.parallel.degrees import replicas_of
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.splitter import Splitter
-from megalight.parallel.tensor import split
 from megalight.parallel.tensor.shared import OwnStream, ParallelDropout, has_dropout
 from megalight.registry import Registry
 
@@ -196,9 +196,9 @@ class Attributes(Style):
     def apply(self, splitter: Splitter, name: str, module: nn.Module) -> None:
         """Keep the module, and change its attributes."""
         for local, dim in self.per_head.items():
-            module._parameters[local] = splitter.split(name, module, local, functools.partial(split.along, dim=dim))
+            module._parameters[local] = splitter.split(name, module, local, functools.partial(shard.along, dim=dim))
         for local in self.vocabulary:
-            module._parameters[local] = splitter.split(name, module, local, split.vocabulary)
+            module._parameters[local] = splitter.split(name, module, local, shard.vocabulary)
         # Its other parameters, if any, stay whole: those that the counts describe belong to the layers inside.
         splitter.keep_rest(name, module)
         self.divide_counts(name, module, splitter.shared.mesh.tp, "tp")

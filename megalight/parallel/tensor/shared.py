@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from megalight.errors import BackendError, LayoutError
 from megalight.ops.linear.low_precision import precision_of
+from megalight.parallel.collectives import all_reduce, copy
 from megalight.parallel.context.attention import ContextOptions
 from megalight.parallel.context.divided_layers import TokenShares
 from megalight.parallel.context.spec import ContextGroups
@@ -299,6 +300,28 @@ def gains_by_recording(model: nn.Module) -> bool:
 def _states(model: nn.Module) -> list[Shared]:
     found = [getattr(module, "shared", None) for module in model.modules()]
     return list({id(shared): shared for shared in found if isinstance(shared, Shared)}.values())
+
+
+@dataclass(frozen=True)
+class GroupMean:
+    """The mean of the values of neighboring ``tp`` ranks, whose parts of a group of features are of one size.
+
+    Several ranks may hold the same part, if all parts have equally many holders.
+
+    Attributes:
+        shared: the state that all tensor-parallel layers share.
+        ranks: number of ranks that hold a group.
+    """
+
+    shared: Shared
+    ranks: int
+
+    def __call__(self, part: Tensor) -> Tensor:
+        """Return the mean, in the shape of ``part``. The backward sums gradients over the ranks, too."""
+        mesh = self.shared.mesh
+        group = self.shared.group if self.ranks == mesh.tp else mesh.group(f"tp%{self.ranks}")
+        # The sum enters the features of every rank, so each has one term of its gradient.
+        return copy(all_reduce(part, group), group) / self.ranks
 
 
 class ParallelDropout(nn.Module):
