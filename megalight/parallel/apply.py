@@ -23,8 +23,8 @@ from megalight.parallel.pipeline.layout import PipelineLayout
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.recompute import check_recompute
 from megalight.parallel.shard import ShardSpec
-from megalight.parallel.splitter import Splitter
 from megalight.parallel.styles import InterfaceRegion, Style
+from megalight.parallel.styles.style import Splitter
 from megalight.parallel.tensor.linear import ColumnLinear, RowLinear
 from megalight.parallel.tensor.overlap.spec import TensorOptions
 from megalight.parallel.tensor.shared import Shared

@@ -7,8 +7,10 @@ drawn in float32, so that masters keep more precision than a half-precision para
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -19,7 +21,50 @@ from megalight.errors import ConfigurationError
 from megalight.nn.canonical import CanonicalPart
 from megalight.nn.init import draw, initializers, key
 from megalight.parallel.shard import ShardSpec, take
-from megalight.parallel.splitter import Elsewhere, SplitOrigin, on_meta
+
+
+@dataclass(frozen=True)
+class SplitOrigin:
+    """The single-device module that a parallel one replaces; initial values are drawn with it.
+
+    Attributes:
+        module: its parameters are on meta.
+        parts: the canonical tensors of each parameter, by the parameter's own name.
+    """
+
+    module: nn.Module
+    parts: Mapping[str, Sequence[CanonicalPart]]
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """The place of a parameter in the whole model, of a tied one whose own place is on another pipeline stage.
+
+    Initial values are drawn there. A module that holds such a parameter has a dict ``elsewhere`` of them, by the
+    parameter's name in it.
+
+    Attributes:
+        path: name of the module in the whole model.
+        module: its parameters are on meta.
+        local: name of the parameter in it.
+    """
+
+    path: str
+    module: nn.Module
+    local: str
+
+
+def on_meta(module: nn.Module) -> nn.Module:
+    """Copy a module's shell (without children), with its own parameters and buffers on meta."""
+    shell = copy.copy(module)
+    shell._parameters = {
+        name: None if p is None else nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+        for name, p in module._parameters.items()
+    }
+    shell._buffers = {
+        name: None if b is None else torch.empty_like(b, device="meta") for name, b in module._buffers.items()
+    }
+    return shell
 
 
 def unmaterialized(like: Tensor, device: torch.device) -> Tensor:

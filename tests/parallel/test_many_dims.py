@@ -20,8 +20,8 @@ from megalight.parallel.initial_values import initialize, materialize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.shard import ShardPiece, ShardSpec, check_cover
-from megalight.parallel.splitter import Splitter
 from megalight.parallel.styles import Style
+from megalight.parallel.styles.style import Splitter
 
 
 class Kernel(nn.Module):

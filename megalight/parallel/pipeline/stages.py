@@ -27,12 +27,12 @@ from torch import Tensor, nn
 
 from megalight.attachments import STAGE, keep_apart, overridden, shadow_of
 from megalight.errors import ConfigurationError, LayoutError
+from megalight.parallel.initial_values import Elsewhere, on_meta
 from megalight.parallel.layers import layers_of
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.pipeline.layout import PipelineLayout, Stage
 from megalight.parallel.pipeline.p2p_communication import Carry
 from megalight.parallel.shard import ShardSpec
-from megalight.parallel.splitter import Elsewhere, on_meta
 
 ENDS = {"embed": "embed", "head": "head", "mtp": "mtp", "distillation": "head"}
 """Part of a model -> attribute of the stages that hold it. A student's part for its teacher goes with the head."""

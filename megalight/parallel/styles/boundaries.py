@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from megalight.errors import LayoutError
 from megalight.parallel.collectives import all_gather, copy, join, own_slice, split
 from megalight.parallel.context.divided_layers import change_arguments, read_alike
-from megalight.parallel.splitter import Splitter
-from megalight.parallel.styles.style import Style, register
+from megalight.parallel.styles.style import Splitter, Style, register
 from megalight.parallel.tensor.shared import Shared
 
 

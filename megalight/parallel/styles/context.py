@@ -19,9 +19,8 @@ from megalight.parallel.context.divided_layers import (
     read_alike,
     refuse_states,
 )
-from megalight.parallel.splitter import Splitter
 from megalight.parallel.styles.linear import Column, ConvColumn, ConvRow, Row
-from megalight.parallel.styles.style import Attributes, Style, register
+from megalight.parallel.styles.style import Attributes, Splitter, Style, register
 
 REFUSED = ("past_key_values", "output_hidden_states", "output_attentions", "output_router_logits")
 """Arguments of a call in training that ask for states of all tokens inside of layers, or for heads of all ranks."""

@@ -22,8 +22,7 @@ from megalight.parallel.expert import DISPATCHERS
 from megalight.parallel.expert.dispatch import MeshPool
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
-from megalight.parallel.splitter import Splitter
-from megalight.parallel.styles.style import Style, register
+from megalight.parallel.styles.style import Splitter, Style, register
 from megalight.parallel.tensor.linear import RowStackAdapter
 from megalight.parallel.tensor.shared import Shared
 

@@ -15,8 +15,7 @@ from megalight.nn.mamba2 import GatedNorm
 from megalight.parallel import shard
 from megalight.parallel.degrees import replicas_of
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.splitter import Rule, Splitter
-from megalight.parallel.styles.style import Style, register
+from megalight.parallel.styles.style import Rule, Splitter, Style, register
 from megalight.parallel.tensor.linear import ColumnAdapter, ColumnLinear, RowAdapter, RowLinear, column_linear, row_sum
 from megalight.parallel.tensor.shared import GroupMean, ParallelDropout, Shared, Tokens
 

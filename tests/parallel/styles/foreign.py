@@ -13,8 +13,8 @@ from megalight.nn.canonical import CanonicalPart
 from megalight.parallel.collectives import copy, join
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardPiece, ShardSpec
-from megalight.parallel.splitter import Splitter
 from megalight.parallel.styles import Style, register
+from megalight.parallel.styles.style import Splitter
 
 
 class SplitPair(nn.Module):
