@@ -27,6 +27,7 @@ from megalight.imports import has_grad_dtype
 
 if TYPE_CHECKING:
     from megalight.ops.quantize.amax_history import AmaxHistory
+    from megalight.ops.quantize.formats import Format
 
 
 class WeightCast(ABC):
@@ -49,6 +50,15 @@ class WeightCast(ABC):
     @abstractmethod
     def release(self) -> None:
         """Free that memory; no graph reads it any more."""
+
+    def storage_format(self, spared: bool) -> Format | None:
+        """Return the 8-bit format in which the parameter itself is stored; None: it keeps its own dtype.
+
+        Args:
+            spared: whether quantized values would spare messages or memory: ranks gather the parameter after each step,
+                or its masters are copies.
+        """
+        return None
 
 
 def do_nothing() -> None:
@@ -132,6 +142,12 @@ def cast_of(parameter: Tensor) -> WeightCast | None:
     """Return what casts a parameter, be it a matrix or a stack of matrices."""
     state: ParameterState | None = getattr(parameter, "megalight", None)
     return None if state is None else state.precision or state.stack_precision
+
+
+def storage_format_of(parameter: Tensor, spared: bool = False) -> Format | None:
+    """Return the 8-bit format in which a parameter is stored; see :meth:`WeightCast.storage_format`."""
+    cast = cast_of(parameter)
+    return None if cast is None else cast.storage_format(spared)
 
 
 def may_hide(x: Tensor, *parameters: Tensor | None) -> bool:

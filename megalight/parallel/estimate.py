@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from megalight.errors import ConfigurationError
-from megalight.ops.linear.low_precision import precision_of, storage_format_of
+from megalight.ops.linear.low_precision import precision_of
+from megalight.ops.parameter import storage_format_of
 from megalight.parallel.data_parallel import DataParallelOptions
 from megalight.parallel.data_parallel.layout import level_of
 from megalight.parallel.data_parallel.options import DTYPES
@@ -165,7 +166,7 @@ def _elements(
     Args:
         units: of the model.
         may_be_quantized: whether trained parameters may be kept quantized at all.
-        spared: as :func:`megalight.ops.linear.low_precision.storage_format_of` takes it.
+        spared: as :func:`megalight.ops.parameter.storage_format_of` takes it.
 
     Returns:
         for each kind, number of each unit -> elements of the parameters that it alone owns; for each kind, elements of

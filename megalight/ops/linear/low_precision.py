@@ -214,6 +214,11 @@ class LowPrecision(WeightCast):
         self._kept: tuple[Quantized, Quantized] | None = None
         session.layers.append(self)
 
+    def storage_format(self, spared: bool) -> Format | None:
+        """Return the format of the quantized weight, if it is kept instead of the weight, or may be and ``spared``."""
+        wanted = spared if self.primary is None else self.primary
+        return self.recipe.weight.format if wanted else None
+
     @property
     def reads_elided(self) -> bool:
         """Whether it casts tensors that are :mod:`~megalight.ops.note`, as their scales are known beforehand."""
@@ -503,17 +508,3 @@ def precision_of(parameter: Tensor) -> LowPrecision | None:
     """Return the precision of products with a parameter; None: its own dtype."""
     state: ParameterState | None = getattr(parameter, "megalight", None)
     return None if state is None else state.precision
-
-
-def storage_format_of(parameter: Tensor, spared: bool = False) -> Format | None:
-    """Return the 8-bit format in which a parameter is stored; None: it keeps its own dtype.
-
-    Args:
-        spared: whether quantized values would spare messages or memory: ranks gather the parameter after each step, or
-            its masters are copies.
-    """
-    precision = precision_of(parameter)
-    if precision is None:
-        return None
-    wanted = spared if precision.primary is None else precision.primary
-    return precision.recipe.weight.format if wanted else None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megalight.errors import ConfigurationError, MegalightError
-from megalight.ops.linear.low_precision import storage_format_of
+from megalight.ops.parameter import storage_format_of
 from megalight.parallel.data_parallel.buffers import (
     Bucket,
     FlatShard,
@@ -23,8 +23,9 @@ from megalight.parallel.data_parallel.buffers import (
 )
 from megalight.parallel.data_parallel.communication import TransportChoice, UserBuffers
 from megalight.parallel.data_parallel.gather import Pushes
+from megalight.parallel.data_parallel.grad_hooks import UnusedParameters
 from megalight.parallel.data_parallel.grad_norm import check_finite
-from megalight.parallel.data_parallel.gradients import MainGradients, UnusedParameters
+from megalight.parallel.data_parallel.gradients import MainGradients
 from megalight.parallel.data_parallel.layout import (
     BucketKey,
     BucketLayout,

@@ -1,7 +1,8 @@
 """Gradient hooks: autograd's gradients go into the flat buffer, and complete buckets are reduced at once.
 
-:func:`register_grad_hook` serves one parameter, :class:`GradReadyCounter` counts what is ready, and
-:class:`FirstWrites` lets the first gradient of a step overwrite the buffer, so that it need not be zeroed.
+:func:`register_grad_hook` serves one parameter, :class:`GradReadyCounter` counts what is ready,
+:class:`FirstWrites` lets the first gradient of a step overwrite the buffer, so that it need not be zeroed, and
+:class:`UnusedParameters` finds what no gradient has reached.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megalight.errors import MegalightError
 from megalight.ops.parameter import collect, state_of
@@ -283,3 +287,103 @@ class FirstWrites:
             if adds:
                 parameter.grad = buffer
         return left
+
+
+class UnusedParameters:
+    """Finds the parameters that no gradient has reached in a step: an optimizer leaves them as they are, as in torch.
+
+    What is frozen when the gradients are reduced counts as unused if it had none; all ranks freeze the same parameters.
+
+    Args:
+        buckets: of the parameters.
+        everyone: all ranks of the mesh; None for a single rank.
+        device: of the message.
+        agree: whether ranks tell each other which other parameters had a gradient, with one message per step. A rank
+            waits for it only where it lacks a gradient itself. If not, these parameters have a gradient of zero, and a
+            warning names one.
+    """
+
+    def __init__(
+        self, buckets: Sequence[Bucket], everyone: ProcessGroup | None, device: torch.device, agree: bool
+    ) -> None:
+        self._held = [[(info, state_of(info.parameter)) for info in bucket.infos] for bucket in buckets]
+        self._agree = agree
+        self._everyone = everyone if agree else None
+        self._device = device
+        self._recorded: set[int] = set()
+        self._zero: str | None = None  # a parameter that had no gradient, without being frozen
+        self._warned = False
+        self._numbers: list[list[int]] = []
+        self._sent: tuple[set[int], Tensor] | None = None
+        if self._everyone is not None:
+            # By the names of the whole model: a tensor that is split, or tied, is one parameter of torch.
+            names = [[info.spec.pieces[0].name for info, _ in held] for held in self._held]
+            every: list[Any] = [None] * self._everyone.size()
+            dist.all_gather_object(every, names, group=self._everyone)
+            numbers = {name: number for number, name in enumerate(sorted({n for r in every for b in r for n in b}))}
+            self._numbers = [[numbers[name] for name in held] for held in names]
+            self._count = len(numbers)
+
+    def begin(self) -> None:
+        """Begin a step: no gradient has arrived."""
+        for held in self._held:
+            for _, state in held:
+                state.unused = True
+
+    def leave_out(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Count these parameters as used unless they are frozen: passes are recorded that tell nothing of them."""
+        self._recorded.update(map(id, parameters))
+
+    def find(self) -> list[frozenset[int]]:
+        """Return the places of unused parameters in each bucket; all ranks call this together."""
+        frozen, without = [], []
+        for held in self._held:
+            none = {place for place, (_, state) in enumerate(held) if state.unused}
+            still = {place for place in none if not held[place][0].parameter.requires_grad}
+            frozen.append(frozenset(still))
+            without.append({p for p in none - still if id(held[p][0].parameter) not in self._recorded})
+        unused = self._agreed(frozen, without) if self._everyone is not None else without
+        names = (held[place][0].name for held, places in zip(self._held, unused, strict=True) for place in places)
+        self._zero = next(names, None)
+        if self._agree:
+            return [a | b for a, b in zip(frozen, unused, strict=True)]
+        self._warn()
+        return frozen
+
+    def frozen(self) -> list[frozenset[int]]:
+        """Return the places of frozen parameters, after passes that were replayed as a whole: the others count."""
+        self._warn()
+        return [
+            frozenset(place for place, (info, _) in enumerate(held) if not info.parameter.requires_grad)
+            for held in self._held
+        ]
+
+    def _agreed(self, frozen: Sequence[frozenset[int]], without: Sequence[set[int]]) -> list[set[int]]:
+        """Return those that have no gradient here and on no other rank either."""
+        rows = zip(self._numbers, frozen, without, strict=True)
+        missing = {numbers[place] for numbers, still, none in rows for place in still | none}
+        if self._sent is None or self._sent[0] != missing:
+            here = [int(number not in missing) for number in range(self._count)]
+            self._sent = missing, torch.tensor(here, dtype=torch.uint8, device=self._device)
+        flags = self._sent[1].clone()
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._everyone)
+        if not any(without):
+            return [set() for _ in without]  # the host need not wait for what the others lack
+        used = flags.tolist()
+        return [
+            {place for place in none if not used[numbers[place]]}
+            for numbers, none in zip(self._numbers, without, strict=True)
+        ]
+
+    def _warn(self) -> None:
+        if self._zero is None or self._warned:
+            return
+        self._warned = True
+        log.warning(
+            "%s got no gradient in a step, and counts as if it were zero: weight decay and momentum move it. %s, or "
+            "freeze it with requires_grad_(False).",
+            self._zero,
+            "Train without CUDA graphs of whole steps to leave it as it is"
+            if self._agree
+            else "Set data_parallel.find_unused_parameters=True to leave it as it is, as torch does",
+        )

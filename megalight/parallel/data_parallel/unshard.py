@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 from megalight.attachments import UNIT_HOOKS
 from megalight.errors import MegalightError
 from megalight.imports import in_backward
-from megalight.ops.linear.low_precision import storage_format_of
+from megalight.ops.parameter import storage_format_of
 from megalight.ops.quantized_weight import stored_of
 from megalight.parallel.data_parallel.buffers import Allocating, FlatParameters, Groups
 from megalight.parallel.data_parallel.communication import side_stream
