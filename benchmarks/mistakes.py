@@ -113,7 +113,7 @@ MISTAKES = {
     "negative learning rate": f"{RUN} --model.optimizer.lr=-1",
     "moments that do not decay": f"{RUN} --model.optimizer.betas=[0.9,1.5]",
     "warm-up above the steps": (
-        f"{RUN} --model.optimizer.schedule=Cosine --model.optimizer.schedule.warmup=9 "
+        f"{RUN} --model.optimizer.schedule=CosineDecay --model.optimizer.schedule.warmup=9 "
         "--model.optimizer.schedule.steps=5"
     ),
     "unknown shape of a schedule": (f"{RUN} --model.optimizer.schedule=WSD --model.optimizer.schedule.shape=cube"),

@@ -37,7 +37,7 @@ from megalight.data.indexed import IndexedDataset
 from megalight.data.prepare import prepare
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.gpt.module import GPTModule
-from megalight.optim import AdamConfig, Linear, MuonConfig
+from megalight.optim import AdamConfig, LinearDecay, MuonConfig
 from megalight.types import TokenBatch
 
 FRACTIONS = (1.0, 0.75, 0.5)
@@ -146,7 +146,9 @@ def configured(size: Size, steps: int, adam: float, muon: float | None, device: 
     how = None
     if muon is not None:
         how = MuonConfig(lr=muon, ns_dtype="bfloat16" if device.type == "cuda" else "float32")
-    return AdamConfig(lr=adam, weight_decay=0.1, schedule=Linear(warmup=max(1, steps // 20), min_ratio=0.0), muon=how)
+    return AdamConfig(
+        lr=adam, weight_decay=0.1, schedule=LinearDecay(warmup=max(1, steps // 20), min_ratio=0.0), muon=how
+    )
 
 
 def measure(options: argparse.Namespace, device: torch.device, note: Callable[[dict[str, Any]], None]) -> None:

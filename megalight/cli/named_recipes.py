@@ -305,7 +305,7 @@ def _divides(config: Any, degree: int) -> bool:
 def _optimizer(parameters: int, job: RecipeJob) -> dict[str, Any]:
     """Adam as in published runs of this size (Llama 3, GPT-3): the larger the model, the lower the rate."""
     rate = job.rate or (6e-4 if parameters < 1e9 else 3e-4 if parameters < 20e9 else 1.5e-4)
-    schedule = {"class_path": "megalight.optim.Cosine", "init_args": {"warmup": 50 if job.chat else 2000}}
+    schedule = {"class_path": "megalight.optim.CosineDecay", "init_args": {"warmup": 50 if job.chat else 2000}}
     return {"lr": rate, "betas": [0.9, 0.95], "weight_decay": 0.0 if job.chat else 0.1, "schedule": schedule}
 
 

@@ -4,7 +4,7 @@ from megalight.optim.adam import Adam
 from megalight.optim.config import AdamConfig
 from megalight.optim.groups import GroupRule, parameter_groups
 from megalight.optim.muon import Muon, MuonConfig
-from megalight.optim.schedules import WSD, Constant, Cosine, InverseSqrt, Linear, LRSchedule
+from megalight.optim.schedules import WSD, Constant, CosineDecay, InverseSqrtDecay, LinearDecay, LRSchedule
 from megalight.optim.shampoo import Shampoo, ShampooConfig
 from megalight.optim.sharded import offload_to_cpu, restore_from_cpu, shard_optimizer
 from megalight.optim.whole_matrices import WholeMatrixOptimizer
@@ -15,11 +15,11 @@ __all__ = [
     "Adam",
     "AdamConfig",
     "Constant",
-    "Cosine",
+    "CosineDecay",
     "GroupRule",
-    "InverseSqrt",
+    "InverseSqrtDecay",
     "LRSchedule",
-    "Linear",
+    "LinearDecay",
     "Muon",
     "MuonConfig",
     "Shampoo",

@@ -53,7 +53,9 @@ def _factor(schedule: LRSchedule | None) -> Callable[[int], float]:
 
 def noted(note: Mapping[str, Any] | None) -> LRSchedule | None:
     """Return the schedule that a scheduler's note tells of; None if it is none of Megalight's."""
-    kinds: dict[str, type[LRSchedule]] = {kind.__name__: kind for kind in (Constant, Cosine, Linear, WSD, InverseSqrt)}
+    kinds: dict[str, type[LRSchedule]] = {
+        kind.__name__: kind for kind in (Constant, CosineDecay, LinearDecay, WSD, InverseSqrtDecay)
+    }
     kind = kinds.get((note or {}).get("kind", ""))
     return None if kind is None or note is None else kind(**{name: note[name] for name in note if name != "kind"})
 
@@ -121,7 +123,7 @@ class WarmedUp(LRSchedule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Falling(WarmedUp):
+class Decay(WarmedUp):
     """Base class of schedules that fall after the warm-up.
 
     Attributes:
@@ -148,7 +150,7 @@ class Constant(WarmedUp):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cosine(Falling):
+class CosineDecay(Decay):
     """Half a cosine from 1 down to ``min_ratio`` (Loshchilov and Hutter 2017, without restarts)."""
 
     min_ratio: float = 0.1
@@ -161,7 +163,7 @@ class Cosine(Falling):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Linear(Falling):
+class LinearDecay(Decay):
     """A straight line from 1 down to ``min_ratio``."""
 
     def after_warmup(self, step: int) -> float:
@@ -170,7 +172,7 @@ class Linear(Falling):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WSD(Falling):
+class WSD(Decay):
     """Warm-up, stable, decay (Hu et al. 2024): the full learning rate until a short decay at the end.
 
     Attributes:
@@ -199,7 +201,7 @@ class WSD(Falling):
 
 
 @dataclass(frozen=True, kw_only=True)
-class InverseSqrt(Falling):
+class InverseSqrtDecay(Decay):
     """Falls with one over the square root of the step (Vaswani et al. 2017). It is 1 at the end of the warm-up."""
 
     def after_warmup(self, step: int) -> float:

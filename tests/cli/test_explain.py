@@ -131,4 +131,4 @@ def test_settings_are_no_class(reason):
 def test_classes_are_listed_if_none_is_spelled_alike():
     message = UNION.replace("lightning.pytorch.strategies.strategy.Strategy", "megalight.optim.LRSchedule")
     text = explain(f"{message}    - Expected a dot import path string: Foo", given("--trainer.strategy=Foo"), OPTIONS)
-    assert "'Foo' names no known class. Known: Constant, Cosine, InverseSqrt, Linear, WSD" in text
+    assert "'Foo' names no known class. Known: Constant, CosineDecay, InverseSqrtDecay, LinearDecay, WSD" in text

@@ -110,7 +110,7 @@ MORE = [
     (["--model=GPTModul"], ["model = 'GPTModul' names no known class. Did you mean 'GPTModule'?"]),
     (["--data=BertDatModule"], ["'BertDatModule' names no known class. Did you mean 'BertDataModule'?"]),
     (["--model=BertModule", "--model.config=bert"], ["unknown BERT preset 'bert'", "'bert_"]),
-    (["--model.optimizer.schedule=Cosin"], ["schedule = 'Cosin' names no known class. Did you mean 'Cosine'?"]),
+    (["--model.optimizer.schedule=Cosin"], ["schedule = 'Cosin' names no known class. Did you mean 'CosineDecay'?"]),
     (["--trainer.callbacks+=Timer", "--trainer.callbacks.duration=noon"], ["duration='noon'", "DD:HH:MM"]),
     (["--trainer.min_steps=-3"], ["trainer.min_steps is -3; it must be at least 0"]),
     (

@@ -42,7 +42,7 @@ from megalight.models.saved import saved_model
 from megalight.nn.canonical import canonical_tensors
 from megalight.nn.mamba2 import GatedNorm
 from megalight.nn.moe import MoEConfig, RouterConfig, SharedConfig
-from megalight.optim.schedules import Cosine
+from megalight.optim.schedules import CosineDecay
 from megalight.parallel.source import Target
 from megalight.strategies import MegatronStrategy
 from tests.callbacks.test_transformers_export import pl_trainer
@@ -530,7 +530,7 @@ def test_pieces_of_another_shape_are_refused(shape: Any, tmp_path: Path) -> None
 def test_training_goes_on_from_imported_state(precision: Any, tmp_path: Path) -> None:
     """The run that is written as Megatron writes it, imported and resumed is the run that never stopped."""
     config = replace(LLAMA, vocab_size=101)
-    adam = replace(ADAM, schedule=Cosine(warmup=2, min_ratio=0.1))
+    adam = replace(ADAM, schedule=CosineDecay(warmup=2, min_ratio=0.1))
 
     def fit(resume: str | None) -> tuple[list[float], list[float], int]:
         losses, module = Losses(), WithData(config, optimizer=adam, seed=SEED)

@@ -15,7 +15,7 @@ from torch import nn
 from megalight.models.gpt import GPT
 from megalight.nn.canonical import parts
 from megalight.nn.init import initialize
-from megalight.optim import AdamConfig, Cosine
+from megalight.optim import AdamConfig, CosineDecay
 from tests.optim.test_muon import CONFIG, MUON, STEPS, orthogonalized, resumed
 from tests.optim.test_shampoo import CONFIG as SHAMPOO
 from tests.strategies.test_experts import PLAIN
@@ -91,7 +91,7 @@ def _said(optimizer: AdamConfig, steps: int, path: str, resume: bool) -> list[st
 
 def test_it_says_what_begins_anew_and_schedules_go_on(tmp_path: Path) -> None:
     path = str(tmp_path / "first.ckpt")
-    schedule = Cosine(warmup=1, steps=10)
+    schedule = CosineDecay(warmup=1, steps=10)
     run(_said, 1, replace(ADAM, schedule=schedule), 2, path, False)
     said = run(_said, 1, replace(SHAMPOO, schedule=schedule), 3, path, True)[0]
     assert "was trained with Adam, and this run uses Shampoo: the state of " in said[0]

@@ -5,14 +5,14 @@ import torch
 from jsonargparse import ArgumentParser
 from torch import nn
 
-from megalight.optim import Adam, AdamConfig, Cosine, GroupRule
+from megalight.optim import Adam, AdamConfig, CosineDecay, GroupRule
 
 RECIPE = """
 optimizer:
   lr: 0.001
   betas: [0.9, 0.98]
   schedule:
-    class_path: megalight.optim.Cosine
+    class_path: megalight.optim.CosineDecay
     init_args: {warmup: 2, min_ratio: 0.2}
   rules:
   - pattern: "0.*"
@@ -22,7 +22,7 @@ optimizer:
 
 def test_builds_optimizer_and_scheduler() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
-    config = AdamConfig(lr=0.1, schedule=Cosine(warmup=4), rules=(GroupRule("0.weight", lr_scale=0.5),))
+    config = AdamConfig(lr=0.1, schedule=CosineDecay(warmup=4), rules=(GroupRule("0.weight", lr_scale=0.5),))
     optimizer, scheduler = config.build(model.named_parameters(), max_steps=100)
     assert isinstance(optimizer, Adam)
     assert scheduler is not None
@@ -36,14 +36,17 @@ def test_comes_from_a_recipe() -> None:
     parser.add_class_arguments(AdamConfig, "optimizer")
     config = parser.instantiate(parser.parse_string(RECIPE)).optimizer
     assert config == AdamConfig(
-        lr=0.001, betas=(0.9, 0.98), schedule=Cosine(warmup=2, min_ratio=0.2), rules=(GroupRule("0.*", lr_scale=0.5),)
+        lr=0.001,
+        betas=(0.9, 0.98),
+        schedule=CosineDecay(warmup=2, min_ratio=0.2),
+        rules=(GroupRule("0.*", lr_scale=0.5),),
     )
 
 
 def test_trains() -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
-    optimizer, scheduler = AdamConfig(lr=0.05, schedule=Cosine()).build(model.named_parameters(), 60)
+    optimizer, scheduler = AdamConfig(lr=0.05, schedule=CosineDecay()).build(model.named_parameters(), 60)
     x = torch.randn(64, 3)
     losses = []
     for _ in range(60):

@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler as torchs
 
 from megalight.checkpoint.json_values import decode, encode
 from megalight.errors import ConfigurationError
-from megalight.optim import Cosine, Linear
+from megalight.optim import CosineDecay, LinearDecay
 from megalight.optim.configured import Configured, go_on
 from megalight.optim.schedules import noted
 
@@ -32,7 +32,7 @@ def chained(optimizer: Any, gamma: float = 0.9) -> Any:
 
 SCHEDULES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "none": (None, {}, {}),
-    "cosine": (lambda o, **k: Cosine(**k).build(o), {"warmup": 2, "steps": 9}, {"warmup": 2, "steps": 40}),
+    "cosine": (lambda o, **k: CosineDecay(**k).build(o), {"warmup": 2, "steps": 9}, {"warmup": 2, "steps": 40}),
     "function": (torchs.LambdaLR, {"lr_lambda": lambda s: 1 / (1 + s)}, {"lr_lambda": lambda s: 1 / (2 + s)}),
     "step": (torchs.StepLR, {"step_size": 2}, {"step_size": 2, "gamma": 0.3}),
     "milestones": (torchs.MultiStepLR, {"milestones": [1, 3]}, {"milestones": [2, 9]}),
@@ -171,7 +171,7 @@ def test_a_schedule_that_is_too_short_is_refused() -> None:
 
 
 def test_a_schedule_comes_back_from_its_note() -> None:
-    for schedule in (Cosine(warmup=2, steps=9), Linear(steps=4)):
+    for schedule in (CosineDecay(warmup=2, steps=9), LinearDecay(steps=4)):
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
         assert noted(schedule.build(optimizer).state_dict()["schedule"]) == schedule
     assert noted({"kind": "Mine"}) is noted(None) is None

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megalight.errors import ConfigurationError
 from megalight.optim import (
     Adam,
-    Linear,
+    LinearDecay,
     Muon,
     Shampoo,
     WholeMatrixOptimizer,
@@ -66,8 +66,8 @@ def _every_optimizer(level: str) -> None:
     for kind in (*ELEMENTWISE, Adam):
         model, reference = build(), build()
         optimizer, expected = _make(kind, model), _make(kind, reference)
-        groups, scheduler = optimizer.param_groups, Linear(warmup=2, steps=9).build(optimizer)
-        expected_scheduler = Linear(warmup=2, steps=9).build(expected)
+        groups, scheduler = optimizer.param_groups, LinearDecay(warmup=2, steps=9).build(optimizer)
+        expected_scheduler = LinearDecay(warmup=2, steps=9).build(expected)
         engine = _engine(model, optimizer, level=level, bucket_size=30)
         assert shard_optimizer(optimizer, engine) is optimizer
         assert optimizer.param_groups is groups
