@@ -21,6 +21,7 @@ from tests.support.source import ROOT
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 NO_BLOCKS = [ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
 LINK = re.compile(r"\[[^\]]*\]\((?!https?:|mailto:|#)([^)#\s]+)(#[^)\s]*)?\)")
+FILE = re.compile(r"`((?:megalight|tests|benchmarks|examples|recipes|docs)/[\w./*-]+)`")
 
 
 def pages(full: bool) -> list[Path]:
@@ -44,6 +45,12 @@ def test_whole_page_runs(page: Path, tmp_path: Path) -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     targets = [match[1] for match in LINK.finditer(page.read_text(encoding="utf-8"))]
     assert not [target for target in targets if not (page.parent / target).exists()]
+
+
+@pytest.mark.parametrize("page", [*PAGES, *NO_BLOCKS], ids=lambda page: page.name)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    named = FILE.findall(page.read_text(encoding="utf-8"))
+    assert not [name for name in named if not any(ROOT.glob(name))]
 
 
 def test_every_page_is_in_the_index() -> None:
