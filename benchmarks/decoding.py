@@ -514,12 +514,13 @@ def long(arguments: argparse.Namespace) -> Row:
 
 
 def suspend(arguments: argparse.Namespace) -> Row:
-    """Time suspend and resume of an engine with graphs and 32 running texts, and which share of the cache it frees.
+    """Time two suspends and resumes of an engine with graphs and 32 running texts, and which share of bytes they free.
 
-    ``slowdown`` is that of the first step after it; ``captures``: how many graphs are recorded after resume; "on
-    demand": no page is prefetched at resume; "torch": level 0 in torch's own memory. ``others_take_s`` is how long an
-    allocation takes that gets all that was free before, and 95 % of what the suspend gave back; None: it gets less.
-    At levels 1 and 2 only plans "for others" try it: the first step then finds pages away.
+    The first pins memory of the host, and moves weights to addresses that stay. ``slowdown`` is that of the first step
+    after the second; ``captures``: how many graphs are recorded after resume; "on demand": no page is prefetched at
+    resume; "torch": level 0 in torch's own memory. ``others_take_s`` is how long an allocation takes that gets all that
+    was free before, and 95 % of what the suspend gave back; None: it gets less. At levels 1 and 2 only plans "for
+    others" try it: the first step then finds pages away.
     """
     from megalight.inference import DynamicEngine, SamplingParams
     from megalight.inference import engine as module
@@ -553,11 +554,12 @@ def suspend(arguments: argparse.Namespace) -> Row:
         return seconds
 
     plans: tuple[tuple[str, int, Row], ...] = (
+        ("cache, torch", 0, {}),
+        ("kept cache, torch", 0, {"keep_cache": True}),
+        ("cache and weights, torch", 0, {"weights": True}),
         ("cache", 0, {}),
         ("kept cache", 0, {"keep_cache": True}),
         ("cache and weights", 0, {"weights": True}),
-        ("cache, torch", 0, {}),
-        ("kept cache, torch", 0, {"keep_cache": True}),
         ("cache", 1, {}),
         ("cache for others", 1, {}),
         ("kept cache", 1, {"keep_cache": True}),
@@ -577,25 +579,25 @@ def suspend(arguments: argparse.Namespace) -> Row:
         row: Row = {"level": engine.memory_level, "usual_step_s": clock(engine.step)[0]}
         cache = sum(each.nbytes for each in engine._scheduler.cache.tensors)
         row["cache_gib"] = cache / 2**30
-        for _ in range(2):  # memory of the host is pinned in the first
+        gone = cache + (sum(each.nbytes for each in model.parameters()) if "weights" in options else 0)
+        for turn in ("first_", ""):
             before = free()
-            row["suspend_s"], _ = clock(partial(engine.suspend, **options))
-            row["freed_of_cache"] = (free() - before) / cache
-            gone = cache + (sum(each.nbytes for each in model.parameters()) if "weights" in options else 0)
+            row[f"{turn}suspend_s"], _ = clock(partial(engine.suspend, **options))
+            row["freed_share"] = (free() - before) / gone
             if level == 0 or "others" in name:
                 row["others_take_s"] = others_take(before + int(0.95 * gone) - 2**28)
             if "demand" in name:
-                engine._pages.move = engine._pages.move_weights = lambda *_: None  # type: ignore[union-attr, method-assign]
+                engine._held_cache.restore = engine._held_weights.restore = lambda: None  # type: ignore[method-assign]
             made = captures[0]
-            row["resume_s"], _ = clock(engine.resume)
+            row[f"{turn}resume_s"], _ = clock(engine.resume)
             row["first_step_s"], _ = clock(engine.step)
             if "demand" in name:
-                del engine._pages.move, engine._pages.move_weights  # type: ignore[union-attr]
+                del engine._held_cache.restore, engine._held_weights.restore
             for _ in range(16):  # prompts have run again after 11
                 engine.step()
-            row["captures"] = captures[0] - made
+            row[f"{turn}captures"] = captures[0] - made
         row["slowdown"] = row["first_step_s"] / row["usual_step_s"] - 1
-        kept.append(engine._pages)
+        kept.append(engine._held_weights)
         out[f"{name} {level}"] = row
         print(name, row, f"({time.perf_counter() - begin:.0f} s)", flush=True)
         del engine

@@ -136,6 +136,7 @@ class Cache:
         self._axes: int | None = None
         self._pools: list[TokenBlocks | SlotEntries] = []
         self._used: dict[BlockPool | SpanBlocks, list[int]] = {}
+        self._forms: Sequence[Form | None] = ()
         self.memory: VirtualMemory | None = None
         self.states: dict[str, Any] = {}
         for name, layer in layers.items():
@@ -218,8 +219,16 @@ class Cache:
         for pool in self._pools:
             pool.stored = None
 
-    def keep(self) -> None:
-        """Give the memory of the device back, and keep what sequences have in it on the host."""
+    @property
+    def stay(self) -> bool:
+        """Whether addresses stay while the memory is given back."""
+        return self.memory is not None
+
+    def suspend(self, keep: bool) -> None:
+        """Give the memory of the device back. Keep what sequences have in it on the host, or :meth:`drop` it."""
+        if not keep:
+            self.drop()
+            return
         self._used = {each: each.used for each in self.blocks.pools}
         for pool in self._pools:
             if pool.stored is not None:
@@ -252,21 +261,20 @@ class Cache:
                 entry += size
         return forms, tokens, entry
 
-    def allocate(self, forms: Sequence[Form | None], memory: VirtualMemory | None = None) -> None:
+    def allocate(self, forms: Sequence[Form | None] = ()) -> None:
         """Take the memory of all pools or of none, now and not in the first pass, or again after it was given back.
 
         Args:
-            forms: those of the pools.
-            memory: where the pools lie, always the same. Their addresses then stay. None: in torch's own memory.
+            forms: those of the pools, the first time.
 
         Raises:
             torch.OutOfMemoryError: the device has too little.
         """
-        if memory is not None and self.memory is memory:
-            memory.restore()
+        if self.memory is not None and self._forms:
+            self.memory.restore()
             return
-        self.lie_in(memory)
-        made = [None if form is None else pool.empty(form) for pool, form in zip(self._pools, forms, strict=True)]
+        self._forms = self._forms or forms
+        made = [None if form is None else pool.empty(form) for pool, form in zip(self._pools, self._forms, strict=True)]
         for pool, stored in zip(self._pools, made, strict=True):
             pool.stored = stored
 
@@ -276,8 +284,8 @@ class Cache:
         for pool in self._pools:
             pool.memory = memory
 
-    def fill(self) -> None:
-        """Write into new memory what :meth:`keep` kept. Other states of sequences are zero."""
+    def restore(self) -> None:
+        """Write into new memory what :meth:`suspend` kept. Other states of sequences are zero."""
         for pool in self._pools:
             if pool.stored is None:
                 continue

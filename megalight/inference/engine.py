@@ -28,8 +28,11 @@ from megalight.inference.engine_memory import (
     ManagedPages,
     Memory,
     addresses_of,
+    check_free,
     check_memory,
     layers_of,
+    managed_memory,
+    managed_weights,
 )
 from megalight.inference.grammar import Grammar, GrammarSource
 from megalight.inference.parallel import GenerativeModel, ParallelGPT, device_of, generative
@@ -94,9 +97,9 @@ class DynamicEngine:
         speculator: guesses tokens, which a pass checks together; see :mod:`megalight.inference.speculator`. A step
             still gives one token of each request; those that were guessed come without a pass.
         memory_level: 0: the cache is in the device's own memory, at addresses that stay where the driver can map memory
-            (:mod:`megalight.parallel.virtual_memory`): graphs survive a suspend, unless weights go or have moved. 1: it
-            is in managed memory. 2: the weights are moved there, too, and graphs survive. Without such memory on a
-            rank, it warns and takes 0.
+            (:mod:`megalight.parallel.virtual_memory`): graphs survive a suspend, but the first one with weights. 1: it
+            is in managed memory. 2: the weights are moved there, too. Without such memory on a rank, it warns and
+            takes 0.
         first_rank_only: on a divided model, the first rank of a replica makes all calls, and tells the other ranks.
         sampling_params: those of requests that have none; it warns, as each request should have its own.
         step_log: a file to which a line of JSON is appended for each step: its dimensions, those of its graph and how
@@ -193,27 +196,26 @@ class DynamicEngine:
         # Models of transformers may have no bound.
         capacity = min(capacity, count * block_size)
         cache = Cache(layers_of(model, eagle), max_sequences, capacity, self.blocks, quantized)
-        self._forms = forms.forms
-        self._released: HostWeights | None = None
-        # What graphs read.
         drafts = [] if speculator is None or speculator.draft is None else [speculator.draft]
-        self._weights, self._addresses = nn.ModuleList([model, *drafts]), list[int]()
-        self._pages = None
-        self._memory: VirtualMemory | None = None
-        if integer("memory_level", memory_level, 0, 2):
-            self._pages = ManagedPages.of(device_of(model), self._every)
-        self.memory_level = memory_level if self._pages is not None else 0
-        if self._pages is not None:
-            if self.memory_level == 2:
-                self._pages.take(model)
-            self._pages.check(forms.bytes(held, block_size, cache.dummy_slot + 1))
-            with self._pages.memory.allocating():
-                cache.allocate(self._forms)
+        # What graphs read.
+        self._modules, self._addresses, device = nn.ModuleList([model, *drafts]), list[int](), device_of(model)
+        managed = managed_memory(device, self._every) if integer("memory_level", memory_level, 0, 2) else None
+        self.memory_level = 0 if managed is None else memory_level
+        # Agreed, as graphs of all ranks are kept or none.
+        fixed = self._every(why_not(device) is None)
+        own = VirtualMemory(device) if fixed else None
+        self._held_weights: HostWeights | ManagedPages = HostWeights(self._modules, own)
+        self._held_cache: Cache | ManagedPages = cache
+        if managed is None:
+            cache.lie_in(VirtualMemory(device) if fixed else None)
+            cache.allocate(forms.forms)
         else:
-            # Agreed, as graphs of all ranks are kept or none.
-            if self._every(why_not(device_of(model)) is None):
-                self._memory = VirtualMemory(device_of(model))
-            cache.allocate(self._forms, self._memory)
+            if memory_level == 2:
+                self._held_weights = ManagedPages(managed, managed_weights(self._modules, managed))
+            check_free(managed, forms.bytes(held, block_size, cache.dummy_slot + 1))
+            with managed.allocating():
+                cache.allocate(forms.forms)
+            self._held_cache = ManagedPages(managed, cache.tensors)
         # Ranks of a replica may hold different layers, and must plan the same.
         self._scheduler = Scheduler(cache, step_tokens, states=not self._every(cache.reversible))
         self._requests: dict[int, Request] = {}
@@ -246,7 +248,7 @@ class DynamicEngine:
         self._open: OpenStep | None = None
         self._ended: dict[int, Completion] = {}
         self._finished: dict[int, RequestRecord] = {}
-        self.suspended = self._kept = self.met = False
+        self.suspended = self.met = False
 
     def add(
         self,
@@ -634,39 +636,34 @@ class DynamicEngine:
         Args:
             keep_cache: keep keys, values and states on the host. Requests then go on where they were; otherwise their
                 tokens run again. The weights must stay those of now.
-            weights: move the weights to the host, too. The model cannot run until :meth:`resume`.
+            weights: move the weights to the host, too, and those of a draft. They cannot run until :meth:`resume`.
         """
         self._check_asked()
         self._tell("_suspend", keep_cache, weights)
         self._suspend(keep_cache, weights)
 
     def _suspend(self, keep_cache: bool, weights: bool) -> None:
-        cache, pages = self._scheduler.cache, self._pages
         for request in [] if self.suspended else self._scheduler.running:
             request.events.append(RequestEvent.now(RequestEventKind.PAUSE))
         if not keep_cache:
             self._restart()
         self._passes.drop_speculator()
         # Results of a pass that is on its way are on the host, or come there.
-        if pages is None:
-            if not keep_cache:
-                cache.drop()
-            elif not self.suspended:
-                cache.keep()
-        elif not self.suspended:
-            pages.move(cache.tensors, torch.device("cpu"), keep_cache)
-        if weights and pages is not None and pages.has_weights:
-            pages.move_weights(torch.device("cpu"))
-        elif weights and self._released is None:
-            self._released = HostWeights(self._model)
-        # They hold addresses of what is gone.
-        gone = self._released is not None or (pages is None and self._memory is None)
-        if self._passes.graphs is not None and gone:
-            self._passes.graphs.drop()
         if not self.suspended:
-            self._addresses = addresses_of(self._weights)
-        self._kept = keep_cache
+            self._addresses = addresses_of(self._modules)
+        if not self.suspended or not keep_cache:
+            self._held_cache.suspend(keep_cache)
+        if weights:
+            self._held_weights.suspend()
+        if not (self._held_cache.stay and self._held_weights.stay):
+            self._drop_graphs()
         self.suspended = True
+
+    def _drop_graphs(self) -> None:
+        # They hold addresses of what is gone.
+        self._addresses.clear()
+        if self._passes.graphs is not None:
+            self._passes.graphs.drop()
 
     def resume(self) -> None:
         """Go on, with the weights that the model has now: after a suspend that kept the cache where requests were,
@@ -688,31 +685,21 @@ class DynamicEngine:
         """Do what :meth:`resume` does, on all ranks or on none; return why not."""
         if not self.suspended:
             return None
-        cache, why = self._scheduler.cache, None
+        held, why = (self._held_cache, self._held_weights), None
         try:
-            if self._pages is None:
-                cache.allocate(self._forms, self._memory)
-            if self._released is not None:
-                self._released.allocate()
+            for each in held:
+                each.allocate()
         except (torch.OutOfMemoryError, MegalightError) as error:
             why = str(error)
         if not self._every(why is None):
-            if self._pages is None:
-                cache.give_back()
-            if self._released is not None:
-                self._released.give_back()
+            for each in held:
+                each.give_back()
             return why or "another rank of the replica has too little."
-        if self._released is not None:
-            self._released.restore()
-            self._released = None
-        # Training may have put them elsewhere.
-        elif not self._every(self._addresses == addresses_of(self._weights)) and self._passes.graphs is not None:
-            self._passes.graphs.drop()
-        if self._pages is not None:
-            self._pages.move(cache.tensors, device_of(self._model), self._kept)
-            self._pages.move_weights(device_of(self._model))
-        else:
-            cache.fill()
+        for each in held:
+            each.restore()
+        # Training may have put weights elsewhere.
+        if not self._every(self._addresses == addresses_of(self._modules)):
+            self._drop_graphs()
         self.suspended = False
         return None
 

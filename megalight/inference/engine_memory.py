@@ -26,6 +26,7 @@ from megalight.inference.scheduler import Request
 from megalight.inference.speculator import EagleSpeculator
 from megalight.ops.quantized_weight import stored_of
 from megalight.parallel.host_memory import ManagedMemory, host_memory, move_pages
+from megalight.parallel.virtual_memory import VirtualMemory
 from megalight.types import AttentionSpan
 
 Memory = int | float
@@ -143,126 +144,187 @@ def _free(device: torch.device) -> int:
 # While the engine is suspended
 
 
-class HostWeights:
-    """The weights of a model, moved to the host until :meth:`restore`. The tensors stay, without memory.
+@dataclass
+class _Kept:
+    """Weights that share a storage, and its values on the host.
 
-    Args:
-        model: a model, or this rank's part of one. Views of its weights have none either.
+    Attributes:
+        tensors: the weights.
+        storage: where they lie.
+        whole: whether they are no parts of a larger buffer, such as those of training.
+        values: ``uint8``, pinned.
+        place: where they lie in virtual memory from now on, ``uint8``; None: they stay in their storage.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._kept: list[tuple[UntypedStorage, Tensor]] = []
-        for storage in _storages(model):
-            there = _bytes(storage)
-            kept = host_memory(there.shape, there.dtype, there.device)
-            kept.copy_(there)
-            storage.resize_(0)
-            self._kept.append((storage, kept))
+    tensors: Sequence[Tensor]
+    storage: UntypedStorage
+    whole: bool
+    values: Tensor
+    place: Tensor | None = None
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> _Kept:
+        storage = tensors[0].untyped_storage()
+        there = _bytes(storage)
+        return cls(tensors, storage, _whole(tensors), host_memory(there.shape, there.dtype, there.device).copy_(there))
+
+
+class HostWeights:
+    """Weights that are in pinned memory of the host while the engine is suspended with them. The tensors stay.
+
+    The first :meth:`restore` moves them to virtual memory, whose addresses stay from then on; but not those that are
+    parts of larger buffers. Weights of at most half a page are never suspended then.
+
+    Args:
+        model: a model, or this rank's part of one. Views of its weights have no memory meanwhile either.
+        memory: where they move to; None: they stay in torch's own memory.
+    """
+
+    def __init__(self, model: nn.Module, memory: VirtualMemory | None) -> None:
+        self._model, self._memory = model, memory
+        self._kept: list[_Kept] = []
+        # Of these, what torch's memory has lost.
+        self._freed: list[_Kept] = []
+
+    @property
+    def stay(self) -> bool:
+        """Whether addresses are the same after :meth:`restore`, so that CUDA graphs may be kept."""
+        return not self._freed
+
+    def _goes(self, tensor: Tensor) -> bool:
+        memory, size = self._memory, tensor.untyped_storage().nbytes()
+        return memory is None or (tensor.device == memory.device and size > memory.page // 2)
+
+    def suspend(self) -> None:
+        """Copy the weights to the host, and give their memory back. A second call does nothing."""
+        if self._kept:
+            return
+        # All are copied before the first is gone.
+        self._kept = [_Kept.of(each) for each in _sharing(self._model) if self._goes(each[0])]
+        for each in self._kept:
+            if self._memory is None or not self._memory.adopt(each.storage):
+                self._freed.append(each)
+        self.give_back()
+        if self._freed:
+            torch.cuda.empty_cache()  # other processes may have it
 
     def allocate(self) -> None:
-        """Take the memory of all weights again, or of none.
+        """Take the memory again, all or some of it.
 
         Raises:
-            torch.OutOfMemoryError: the device has too little.
+            torch.OutOfMemoryError: the device has too little. Call :meth:`give_back` then.
+            MegalightError: the driver refuses.
         """
-        try:
-            for storage, kept in self._kept:
-                storage.resize_(kept.nbytes)
-        except torch.OutOfMemoryError:
-            self.give_back()
-            raise
+        if self._memory is not None:
+            self._memory.restore()
+        for each in self._freed:
+            if self._memory is None or not each.whole:
+                each.storage.resize_(each.values.nbytes)
+            elif each.place is None:
+                each.place = self._memory.empty(each.values.shape, torch.uint8)
 
     def give_back(self) -> None:
-        """Give the memory back that :meth:`allocate` took."""
-        for storage, _ in self._kept:
-            storage.resize_(0)
+        """Give back what :meth:`allocate` took."""
+        if self._memory is not None:
+            self._memory.release()
+        for each in self._freed:
+            each.storage.resize_(0)
 
     def restore(self) -> None:
-        """Move the weights back, into the memory that :meth:`allocate` took."""
-        for storage, kept in self._kept:
-            _bytes(storage).copy_(kept)
-        self._kept.clear()
+        """Copy the weights back, into what :meth:`allocate` took."""
+        for each in self._kept:
+            if each.place is None:
+                _bytes(each.storage).copy_(each.values)
+                continue
+            each.place.copy_(each.values)
+            for tensor in each.tensors:
+                # Others were given new values meanwhile.
+                if tensor.untyped_storage()._cdata == each.storage._cdata:
+                    tensor.data = each.place.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+        self._kept, self._freed = [], []
 
 
 class ManagedPages:
-    """Managed memory of an engine. Its pages go to the host and come back, and addresses stay: graphs may be kept.
+    """Tensors in managed memory, whose pages go to the host and come back. It only starts these moves.
 
     Args:
         memory: the pool.
+        tensors: what lies there.
     """
 
-    def __init__(self, memory: ManagedMemory) -> None:
-        self.memory = memory
-        self._weights: list[Tensor] = []
+    stay = True
 
-    @classmethod
-    def of(cls, device: torch.device, every: Callable[[bool], bool]) -> ManagedPages | None:
-        """Return managed memory of a device; None, with a warning, if a rank has none.
+    def __init__(self, memory: ManagedMemory, tensors: Sequence[Tensor]) -> None:
+        self._memory, self._tensors, self._values = memory, tensors, True
 
-        Args:
-            device: the device of this rank.
-            every: whether a flag is set on all ranks of the replica.
-        """
-        memory, reason = None, "another rank has none"
-        try:
-            memory = ManagedMemory(device)
-        except MegalightError as error:
-            reason = str(error)
-        # Agreed, as graphs of all ranks are kept or none.
-        if every(memory is not None):
-            assert memory is not None
-            return cls(memory)
-        warnings.warn(f"the engine runs without managed memory, as memory_level=0 says: {reason}", stacklevel=4)
-        return None
+    def suspend(self, keep: bool = True) -> None:
+        """Move the pages to the host, with their values or without."""
+        self._values = keep
+        move_pages(self._tensors, torch.device("cpu"), keep)
 
-    def check(self, size: int) -> None:
-        """Refuse to take more bytes than the device has free: it can hang.
+    def allocate(self) -> None:
+        """Do nothing: pages take memory when they come."""
 
-        Raises:
-            ConfigurationError: it has less.
-        """
-        torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info(self.memory.device)
-        if size > free:
-            raise ConfigurationError(
-                f"{size} bytes of managed memory are wanted, and {self.memory.device} has {free} free; lower "
-                "num_blocks or cache_memory, or set memory_level=0."
-            )
+    def give_back(self) -> None:
+        """Do nothing."""
 
-    def take(self, model: nn.Module) -> None:
-        """Move the weights of a model to managed memory.
+    def restore(self) -> None:
+        """Move the pages to the device."""
+        move_pages(self._tensors, self._memory.device, self._values)
 
-        Raises:
-            ConfigurationError: they are parts of larger buffers, those of training for example; or see :meth:`check`.
-        """
-        storages = _storages(model)
-        self.check(max((storage.nbytes() for storage in storages), default=0))
-        for tensor in _weights(model):
-            if tensor.nbytes != tensor.untyped_storage().nbytes():
-                raise ConfigurationError(
-                    "weights are parts of larger buffers, as those of a model that trains; use memory_level=1."
-                )
-        moved: dict[int, Tensor] = {}
-        for tensor in _weights(model):
-            place = tensor.data_ptr()
-            if place not in moved:
-                with self.memory.allocating():
-                    moved[place] = tensor.data.clone()
-            tensor.data = moved[place].view_as(tensor)
-        self._weights = [*moved.values()]
 
-    def move(self, tensors: Sequence[Tensor], where: torch.device, keep: bool = True) -> None:
-        """Start to move the pages of tensors, with their values or without."""
-        move_pages(tensors, where, keep)
+def managed_memory(device: torch.device, every: Callable[[bool], bool]) -> ManagedMemory | None:
+    """Return managed memory of a device; None, with a warning, if a rank has none.
 
-    def move_weights(self, where: torch.device) -> None:
-        """Start to move the pages of the weights."""
-        move_pages(self._weights, where)
+    Args:
+        device: the device of this rank.
+        every: whether a flag is set on all ranks of the replica.
+    """
+    memory, reason = None, "another rank has none"
+    try:
+        memory = ManagedMemory(device)
+    except MegalightError as error:
+        reason = str(error)
+    # Agreed, as graphs of all ranks are kept or none.
+    if every(memory is not None):
+        return memory
+    warnings.warn(f"the engine runs without managed memory, as memory_level=0 says: {reason}", stacklevel=3)
+    return None
 
-    @property
-    def has_weights(self) -> bool:
-        """Whether the weights are in this memory."""
-        return bool(self._weights)
+
+def check_free(memory: ManagedMemory, size: int) -> None:
+    """Refuse to take more bytes of managed memory than the device has free: it can hang.
+
+    Raises:
+        ConfigurationError: it has less.
+    """
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(memory.device)
+    if size > free:
+        raise ConfigurationError(
+            f"{size} bytes of managed memory are wanted, and {memory.device} has {free} free; lower "
+            "num_blocks or cache_memory, or set memory_level=0."
+        )
+
+
+def managed_weights(model: nn.Module, memory: ManagedMemory) -> list[Tensor]:
+    """Move weights to managed memory; return what they share there.
+
+    Raises:
+        ConfigurationError: they are parts of larger buffers, those of training for example; or see :func:`check_free`.
+    """
+    sharing, moved = _sharing(model), list[Tensor]()
+    check_free(memory, max((each[0].nbytes for each in sharing), default=0))
+    if not all(map(_whole, sharing)):
+        raise ConfigurationError(
+            "weights are parts of larger buffers, as those of a model that trains; use memory_level=1."
+        )
+    for each in sharing:
+        with memory.allocating():
+            moved.append(each[0].data.clone())
+        for tensor in each:
+            tensor.data = moved[-1].view_as(tensor)
+    return moved
 
 
 def _weights(model: nn.Module) -> list[Tensor]:
@@ -279,9 +341,17 @@ def addresses_of(model: nn.Module) -> list[int]:
     return [tensor.data_ptr() for tensor in _weights(model)]
 
 
-def _storages(model: nn.Module) -> list[UntypedStorage]:
-    """Return each storage of the weights once: tied weights share one."""
-    return [*{each.data_ptr(): each for each in (tensor.untyped_storage() for tensor in _weights(model))}.values()]
+def _sharing(model: nn.Module) -> list[list[Tensor]]:
+    """Return the weights by their storages: tied weights share one."""
+    found: dict[int, list[Tensor]] = {}
+    for tensor in _weights(model):
+        found.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+    return [*found.values()]
+
+
+def _whole(sharing: Sequence[Tensor]) -> bool:
+    """Return whether weights are no parts of a larger buffer."""
+    return all(each.nbytes == each.untyped_storage().nbytes() for each in sharing)
 
 
 def _bytes(storage: UntypedStorage) -> Tensor:

@@ -8,7 +8,8 @@ Addresses are reserved once. Physical memory is mapped there, unmapped, and mapp
     memory.restore()  # at the same addresses, with any values
 
 So CUDA graphs, which hold addresses, stay valid. Unlike pages of managed memory (:mod:`.host_memory`), what is unmapped
-is free at once, as ``torch.cuda.mem_get_info`` shows. Torch's own statistics do not count this memory.
+is free at once, as ``torch.cuda.mem_get_info`` shows. Torch's own statistics do not count this memory. A tensor has its
+own pages, of 2 MiB in general, and gives them back when it ends.
 
 Calls and structures: https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VA.html
 """
@@ -21,9 +22,10 @@ import sys
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from megalight.errors import ConfigurationError
 from megalight.parallel.host_memory import LIBRARY, Location, attribute_of, check_result, ordinal_of
@@ -103,6 +105,9 @@ class VirtualMemory:
     Args:
         device: the GPU.
 
+    Attributes:
+        page: bytes of a page.
+
     Raises:
         ConfigurationError: the driver lacks it; the reason is told.
     """
@@ -111,24 +116,36 @@ class VirtualMemory:
         if (reason := why_not(device)) is not None:
             raise ConfigurationError(f"virtual memory management for {device}: {reason}. Use torch's own memory.")
         self.device = device
-        self._ranges: list[_Range] = []
+        self._properties = AllocationProperties(type=PINNED, location=Location(ON_DEVICE, ordinal_of(device)))
+        page = SIZE(0)
+        code = library().cuMemGetAllocationGranularity(ctypes.byref(page), ctypes.byref(self._properties), MINIMUM)
+        check_result(code, "cuMemGetAllocationGranularity")
+        self.page: int = page.value
+        self._ranges: WeakValueDictionary[int, _Range] = WeakValueDictionary()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor with any values. Its memory is rounded up to whole pages, of 2 MiB in general.
+        """Return a tensor with any values. Its memory is rounded up to whole pages.
 
         Raises:
             torch.OutOfMemoryError: the device has too little memory.
         """
         torch.cuda.synchronize(self.device)  # makes the device's context current
-        made = _Range(self.device, math.prod(shape) * dtype.itemsize)
+        made = _Range(self.device, math.prod(shape) * dtype.itemsize, self.page, self._properties)
         made.map()
-        self._ranges.append(made)
+        self._ranges[made.address] = RANGES[made.address] = made
         return tensor_over(made).view(dtype).view(*shape)
+
+    def adopt(self, storage: UntypedStorage) -> bool:
+        """Return whether a storage lies in such memory, which then comes and goes with this, whoever made it."""
+        found = RANGES.get(storage.data_ptr())
+        if found is not None:
+            self._ranges[found.address] = found
+        return found is not None
 
     def release(self) -> None:
         """Give all memory back, once the device has done what it was asked for. A second call does nothing."""
         torch.cuda.synchronize(self.device)
-        for each in self._ranges:
+        for each in self._ranges.values():
             each.unmap()
 
     def restore(self) -> None:
@@ -139,12 +156,12 @@ class VirtualMemory:
         """
         torch.cuda.synchronize(self.device)  # makes the device's context current
         try:
-            for each in self._ranges:
+            for each in self._ranges.values():
                 each.map()
         except BaseException as error:
             self.release()
             if isinstance(error, torch.OutOfMemoryError):
-                size = sum(each.size for each in self._ranges)
+                size = sum(each.size for each in self._ranges.values())
                 raise torch.OutOfMemoryError(f"{self.device} has less than {size} bytes free.") from error
             raise
 
@@ -155,20 +172,19 @@ class _Range:
     Args:
         device: the device.
         used: bytes that a tensor needs.
+        page: bytes of a page.
+        properties: of the memory.
 
     Attributes:
         size: bytes of memory: whole pages.
     """
 
-    def __init__(self, device: torch.device, used: int) -> None:
+    def __init__(self, device: torch.device, used: int, page: int, properties: AllocationProperties) -> None:
         self.device, self.used, self.mapped = device, used, False
-        self._driver = driver = library()
-        self._properties = AllocationProperties(type=PINNED, location=Location(ON_DEVICE, ordinal_of(device)))
-        page, address = SIZE(0), ADDRESS(0)
-        code = driver.cuMemGetAllocationGranularity(ctypes.byref(page), ctypes.byref(self._properties), MINIMUM)
-        check_result(code, "cuMemGetAllocationGranularity")
-        self.size = -(-used // page.value) * page.value
-        check_result(driver.cuMemAddressReserve(ctypes.byref(address), self.size, 0, 0, 0), "cuMemAddressReserve")
+        self._driver, self._properties = library(), properties
+        self.size, address = -(-used // page) * page, ADDRESS(0)
+        code = self._driver.cuMemAddressReserve(ctypes.byref(address), self.size, 0, 0, 0)
+        check_result(code, "cuMemAddressReserve")
         self.address: int = address.value
 
     @property
@@ -207,6 +223,10 @@ class _Range:
             torch.cuda.synchronize(self.device)
             self.unmap()
             self._driver.cuMemAddressFree(self.address, self.size)
+
+
+RANGES: WeakValueDictionary[int, _Range] = WeakValueDictionary()
+"""All of this process, by their addresses."""
 
 
 def tensor_over(memory: _Range) -> Tensor:

@@ -12,11 +12,14 @@ import torch
 
 from megalight.errors import ConfigurationError, MegalightError
 from megalight.inference import Completion, DynamicEngine
+from megalight.inference.engine_memory import _weights
+from megalight.inference.fp8_weights import quantize_weights
+from megalight.nn.init import initialize
 from tests.inference.test_engine import MODELS, SAMPLED, alone
 from tests.inference.test_generate import PROMPTS, build
 from tests.inference.test_graphs import DIMENSIONS, recording
 from tests.parallel.graphs.tape import Tape
-from tests.support.fake_driver import FakeDriver, fake_driver
+from tests.support.fake_driver import PAGE, FakeDriver, fake_driver
 
 
 def complete(engine: DynamicEngine, cycles: int, **how: Any) -> dict[int, Completion]:
@@ -106,14 +109,100 @@ def test_graphs_survive_where_addresses_stay(name: str, driver: FakeDriver) -> N
     engine.resume()
     assert not graphs._steps
     assert not tape.tapes
-    engine.suspend(weights=True)
-    engine.resume()
-    engine.add(PROMPTS[0], max_new_tokens=9, sampling_params=SAMPLED, seed=11)
-    (completion,) = engine.run().values()
-    assert completion.tokens == expected[0]
     del engine, graphs, pools, step, tape
     gc.collect()
     assert (driver.mapped, driver.reserved, driver.handles, driver.mistakes) == (0, 0, 0, 0)
+
+
+def ask(engine: DynamicEngine) -> list[list[int]]:
+    for number, prompt in enumerate(PROMPTS):
+        engine.add(prompt, max_new_tokens=9, sampling_params=SAMPLED, seed=11 + number)
+    return [each.tokens for each in engine.run().values()]
+
+
+@pytest.mark.parametrize("name", ["tied", "fp8", pytest.param("experts", marks=pytest.mark.full)])
+def test_graphs_survive_suspends_with_weights_but_the_first(name: str, driver: FakeDriver) -> None:
+    """What is mapped again holds NaN."""
+    model, tape = build(**{**MODELS, "tied": {"style": "gpt2"}, "fp8": {"vocab_size": 61}}[name]), Tape()
+    if name == "fp8":
+        quantize_weights(model)
+    expected = alone(model, seed=11)
+
+    def engine_of() -> DynamicEngine:
+        return DynamicEngine(model, num_blocks=20, block_size=3, max_sequences=5, step_tokens=6)
+
+    engine = engine_of()
+    recording(engine, DIMENSIONS, tape)
+    engine.create_cuda_graphs()
+    cache = driver.mapped
+    engine.suspend(weights=True)
+    assert not tape.tapes
+    engine.resume()
+    weights = [*{each.untyped_storage().data_ptr(): each for each in _weights(model)}.values()]
+    large = sum(each.nbytes for each in weights if each.nbytes > PAGE // 2)
+    whole, addresses = driver.mapped, [each.data_ptr() for each in weights]
+    assert large <= whole - cache <= large + PAGE * len(weights)
+    engine.create_cuda_graphs()
+    made = tape.made
+    for turn in range(3):
+        assert ask(engine) == expected
+        engine.suspend(keep_cache=turn == 1)
+        if turn:
+            engine.resume()
+        for _ in range(2):
+            engine.suspend(keep_cache=turn == 1, weights=True)
+        assert driver.mapped == driver.handles == 0
+        engine.resume()
+        assert driver.mapped == whole
+    assert ask(engine) == expected
+    assert [each.data_ptr() for each in weights] == addresses
+    assert tape.made == made == 2 * len(tape.tapes)
+    if name == "tied":
+        assert model.embed.word.weight.data_ptr() == model.head.output_layer.weight.data_ptr()
+    # Another engine finds them there, and one that is gone does no harm.
+    other = engine_of()
+    other.suspend(weights=True)
+    assert driver.mapped == cache
+    other.resume()
+    assert ask(other) == ask(engine) == expected
+    assert tape.made == made
+    del engine, tape
+    gc.collect()
+    other.suspend(weights=True)
+    assert driver.mapped == 0
+    other.resume()
+    assert ask(other) == expected
+    del other, weights
+    model.to("meta")
+    gc.collect()
+    assert (driver.mapped, driver.reserved, driver.handles, driver.mistakes) == (0, 0, 0, 0)
+
+
+def test_parts_of_a_buffer_stay_there_and_new_weights_win(driver: FakeDriver) -> None:
+    model, tape = build(), Tape()
+    expected = alone(model, seed=11)
+    parameters = [*model.parameters()]
+    flat = torch.cat([each.detach().flatten() for each in parameters])
+    for part, each in zip(flat.split([each.numel() for each in parameters]), parameters, strict=True):
+        each.data = part.view_as(each)
+    engine = DynamicEngine(model, num_blocks=20, block_size=3, max_sequences=5, step_tokens=6)
+    recording(engine, DIMENSIONS, tape)
+    for _ in range(2):
+        engine.create_cuda_graphs()
+        assert ask(engine) == expected
+        engine.suspend(weights=True)
+        assert not tape.tapes
+        assert driver.mapped == flat.untyped_storage().nbytes() == 0
+        engine.resume()
+        assert {each.untyped_storage()._cdata for each in parameters} == {flat.untyped_storage()._cdata}
+    other = build()
+    initialize(other, 6)
+    for _ in range(2):
+        engine.suspend(weights=True)
+        for each, new in zip(parameters, other.parameters(), strict=True):
+            each.data = new.detach().clone()
+        engine.resume()
+        assert ask(engine) == alone(other, seed=11) != expected
 
 
 @pytest.mark.parametrize("keep_cache", [False, True])
@@ -121,31 +210,37 @@ def test_a_resume_without_memory_may_be_tried_again(keep_cache: bool, driver: Fa
     model = build(**MODELS["mamba"])
     expected = alone(model, seed=11)
     engine = DynamicEngine(model, num_blocks=20, block_size=3)
-    for number, prompt in enumerate(PROMPTS):
-        engine.add(prompt, max_new_tokens=9, sampling_params=SAMPLED, seed=11 + number)
-    engine.step()
-    size = driver.mapped
-    engine.suspend(keep_cache=keep_cache, weights=True)
+    cache, room = driver.mapped, driver.number("limit", 1)[0]
+    large = [each for each in model.parameters() if each.nbytes > PAGE // 2]
+    assert len(large) > 3
 
-    def refused(reason: str) -> None:
+    def refused(reason: str, first: bool) -> None:
         with pytest.raises(MegalightError, match=f"is still suspended, as its memory cannot be taken: {reason}"):
             engine.resume()
         assert engine.suspended
         assert driver.mapped == driver.handles == 0
-        assert all(weight.untyped_storage().nbytes() == 0 for weight in model.parameters())
+        assert all((each.untyped_storage().nbytes() == 0) == first for each in large)
 
-    for limit in (0, size - 1):
-        driver.limit = limit
-        refused(f"cpu has less than {size} bytes free")
-    driver.limit = size
-    engine._every = lambda flag: False  # type: ignore[method-assign]
-    refused("another rank of the replica has too little")
-    del engine._every
-    driver.fail("access")
-    refused("the CUDA driver's cuMemSetAccess failed with code 999")
-    driver.fail(None)
-    engine.resume()
-    assert [each.tokens for each in engine.run().values()] == expected
+    for first in (True, False):  # weights move, and then stay
+        for number, prompt in enumerate(PROMPTS):
+            engine.add(prompt, max_new_tokens=9, sampling_params=SAMPLED, seed=11 + number)
+        engine.step()
+        engine.suspend(keep_cache=keep_cache, weights=True)
+        for limit in (0, cache - 1):
+            driver.limit = limit
+            refused(f"cpu has less than {cache} bytes free", first)
+        for limit in (cache, cache + 3 * PAGE):
+            driver.limit = limit
+            refused("cpu has less than", first)
+        driver.limit = room
+        engine._every = lambda flag: False  # type: ignore[method-assign]
+        refused("another rank of the replica has too little", first)
+        del engine._every
+        driver.fail("access")
+        refused("the CUDA driver's cuMemSetAccess failed with code 999", first)
+        driver.fail(None)
+        engine.resume()
+        assert [each.tokens for each in engine.run().values()] == expected
     assert driver.mistakes == 0
 
 
