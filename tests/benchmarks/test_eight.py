@@ -1,17 +1,96 @@
-"""Rows of eight GPUs: the page has what is predicted, and the script goes on behind what fails."""
+"""Rows of eight GPUs: their layouts are exact on eight ranks, the page has what is predicted, the script goes on."""
 
 import json
+import os
 import sys
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
+import torch
 
 from benchmarks import eight
 from benchmarks.eight import EIGHT, TWINS, bubble_of, measure, predict, table, twin_of
+from benchmarks.peers import megalight
 from benchmarks.peers.megalight import twin
 from benchmarks.rows import ROWS
+from megalight.models.gpt.module import GPTModule
+from megalight.nn.aux_losses import KeptAuxLosses, collecting
+from megalight.nn.init import initialize
+from megalight.types import PackedSequences
+from tests.strategies.training import Gradients, assert_same_gradients, canonical
 from tests.support.interpreters import environment
 from tests.support.source import ROOT
+from tests.support.workers import run
+
+SMALL = "device=cpu graph=0 hidden=128 ffn=128 heads=8 vocab=256 dim=16 mbs=1"
+"""What a row has otherwise here. On a CPU there are no graphs; all its other options stay."""
+
+
+def small(name):
+    step = ROWS[name].step
+    experts = {"experts": 16, "topk": 2} if step.experts else {}
+    step = step.but(f"{SMALL} layers=3 kv={min(step.kv, 4)} seq={32 * step.cp} micro={min(4, step.micro)}")
+    return replace(step, layout="Ett|tL" if step.pp > 1 else None, **experts)
+
+
+def as_rank(do, *arguments):
+    """Do as a rank that torchrun has started. Its own start is in test_bench.py."""
+    with patch.dict(os.environ, {"LOCAL_RANK": os.environ["RANK"], "TORCHELASTIC_RUN_ID": "eight"}):
+        return do(*arguments)
+
+
+def trained(step):
+    """The reported loss, and the whole model's gradients, of a step in float64."""
+    losses, kept = [], Gradients()
+    with patch.object(megalight, "TRAINER_PRECISION", {"fp32": "64-true"}):
+        megalight.train(
+            step, 1, lambda strategy: losses.append(float(strategy.report.loss)), fixed=True, callbacks=[kept]
+        )
+    return losses[0], kept.first
+
+
+def of_one_device(step, ranks):
+    """The same of the batches of all replicas, from one model."""
+    model = megalight.one_device(step).double()
+    initialize(model, GPTModule(megalight.config_of(step)).seed, prefix="model.")
+    replicas, mean = ranks // step.model_ranks, 0.0
+    rows = torch.cat([megalight.share(step, replica, 0) for replica in range(replicas)])
+    sequences = PackedSequences.of_uniform(1, step.seq, "cpu")
+    for number, row in enumerate(rows):
+        megalight.force_routes_of(model, number * replicas // len(rows))
+        with collecting(KeptAuxLosses()) as side:
+            loss = model(row[:-1], sequences, labels=row[1:]).losses.mean() / len(rows)
+        torch.stack([loss, *(value / len(rows) for value in side.values.values())]).sum().backward()
+        mean += float(loss.detach())
+    return mean, canonical(model, {name: p.grad for name, p in model.named_parameters()})
+
+
+def marked(name):
+    return pytest.param(name, marks=[pytest.mark.full] * (name != "llama3-8b-tp4pp2"))
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in EIGHT if not name.endswith(("-fp8", "-graph"))])
+def test_eight_ranks_train_as_one_device(name):
+    step = replace(small(name), precision="fp32")
+    loss, gradients = of_one_device(step, 8)
+    for found, theirs in run(as_rank, 8, trained, step, timeout=240):
+        assert found == pytest.approx(loss, rel=1e-9)
+        assert_same_gradients(theirs, gradients)
+
+
+def checked(step):
+    """The check of a row before it is timed."""
+    return megalight.Runner().check(step)["twin_losses"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [name for name in EIGHT if not name.endswith("-graph")])
+def test_eight_ranks_pass_the_check_of_their_row(name):
+    """In the row's own precision; products in FP8 are emulated."""
+    (losses, *others) = run(as_rank, 8, checked, small(name), timeout=240)
+    assert all(other == losses for other in others)
+    assert losses[-1] < losses[0] - 0.03
 
 
 def test_the_page_has_the_predictions():
