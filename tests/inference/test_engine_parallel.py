@@ -243,9 +243,7 @@ def _resume_twice(model: ParallelGPT, driver: FakeDriver) -> Any:
         engine.step()
         engine.suspend(keep_cache=True, weights=True)
         for _ in range(2):
-            with pytest.raises(
-                MegalightError, match="still suspended, .*: another rank of the replica has"
-            ):
+            with pytest.raises(MegalightError, match=r"still suspended, .*: another rank of the replica has"):
                 engine.resume()
             assert driver.mapped == 0
         engine.resume()
