@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from megalight.ops.linear import weight_gradient
+from megalight.registry import choose
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -182,7 +183,7 @@ def products(out: int, width: int, x: Tensor, grad_y: Tensor, weight: Tensor, sw
         "weight gradient",
         label,
         "bf16",
-        lambda: weight_gradient.choose(spec)(main, grad_y, x, False),
+        lambda: choose(weight_gradient.WGRAD, spec)(main, grad_y, x, False),
         lambda: 0.0,
         operations=work,
     )

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from megalight.ops.linear import weight_gradient
+from megalight.registry import choose
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -194,8 +195,10 @@ class Shapes:
                 def fn(backend: str, grad_y: Tensor, x: Tensor) -> Tensor:
                     exact = grad_y.dtype == torch.float64
                     target = torch.zeros_like(main, dtype=torch.float64) if exact else main
-                    weight_gradient.choose(
-                        weight_gradient.WeightGradientSpec(self.device, grad_y.dtype, target.dtype), backend
+                    choose(
+                        weight_gradient.WGRAD,
+                        weight_gradient.WeightGradientSpec(self.device, grad_y.dtype, target.dtype),
+                        backend,
                     )(target, grad_y, x, False)
                     return target
 

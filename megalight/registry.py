@@ -105,7 +105,7 @@ def remembered(choose: ChooseT) -> ChooseT:
     """
 
     # Requests are named tuples, so equal layers share one answer.
-    @functools.lru_cache(maxsize=256)
+    @functools.lru_cache(maxsize=4096)
     @functools.wraps(choose)
     def cached(*args: object, **kwargs: object) -> object:
         found = choose(*args, **kwargs)
@@ -215,6 +215,12 @@ def _answer(backend: Backend[SpecT, FnT], spec: SpecT, reason: str | None) -> st
     if reason is not None:
         return reason
     return "can serve" if backend.automatic(spec) else "can serve if you ask for it by name"
+
+
+@remembered
+def choose(registry: BackendRegistry[SpecT, FnT], spec: SpecT, name: str = "auto") -> FnT:
+    """Return the function of :meth:`BackendRegistry.select`. The choice is cached."""
+    return registry.select(spec, name).fn
 
 
 _loaded: dict[str, str | None] = {}

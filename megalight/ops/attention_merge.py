@@ -11,7 +11,7 @@ from torch import Tensor
 from megalight.errors import LayoutError
 from megalight.ops.common import serve_all, triton_why_not, wide
 from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, tl
-from megalight.registry import Backend, BackendRegistry, remembered
+from megalight.registry import Backend, BackendRegistry, choose
 
 
 def reference_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -105,11 +105,6 @@ ATTENTION_MERGE.register(Backend("triton", triton_merge, 20, _triton_why_not))
 ATTENTION_MERGE.register(Backend("reference", reference_merge, 0, serve_all))
 
 
-@remembered
-def _choose(spec: AttentionMergeSpec, backend: str) -> Callable[..., None]:
-    return ATTENTION_MERGE.select(spec, backend).fn
-
-
 def merge(
     out_a: Tensor,
     lse_a: Tensor,
@@ -154,5 +149,5 @@ def merge(
             torch.empty_like(lse_a, memory_format=torch.contiguous_format),
         )
     spec = AttentionMergeSpec(out_a.device.type, out_a.dtype, out_b.dtype, into[0].dtype)
-    _choose(spec, backend)(out_a, lse_a, out_b, lse_b, *into)
+    choose(ATTENTION_MERGE, spec, backend)(out_a, lse_a, out_b, lse_b, *into)
     return into

@@ -13,7 +13,7 @@ from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
 from megalight.ops.quantize import TINY, amax_of, multiplier
 from megalight.ops.quantize.amax_history import record_largest
 from megalight.ops.quantize.formats import DTYPES, LARGEST, Scheme, to_fp8
-from megalight.registry import Backend, BackendRegistry, remembered
+from megalight.registry import Backend, BackendRegistry, choose
 
 BLOCK = 4096
 """Elements of a program."""
@@ -106,12 +106,7 @@ def cast_flat(
         BackendError: the named backend cannot serve this.
     """
     spec = CastFlatSpec(x.device.type, x.dtype, rounded, x.device == out.device)
-    _choose(spec, backend)(out.view(DTYPES[scheme.format]), x, scheme, amax, rounded, largest)
-
-
-@remembered
-def _choose(spec: CastFlatSpec, backend: str) -> CastFlat:
-    return CAST_FLAT.select(spec, backend).fn
+    choose(CAST_FLAT, spec, backend)(out.view(DTYPES[scheme.format]), x, scheme, amax, rounded, largest)
 
 
 def _reference(

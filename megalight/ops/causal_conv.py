@@ -12,7 +12,7 @@ from torch import Tensor
 from megalight.ops.common import apply, once_differentiable, serve_all, triton_why_not, wide
 from megalight.ops.jit import Value, cdiv, constexpr, jit, sigmoid, tl
 from megalight.ops.row_indexing import empty_gradient, place_of
-from megalight.registry import Backend, BackendRegistry, remembered
+from megalight.registry import Backend, BackendRegistry, choose
 from megalight.types import PackedSequences
 
 
@@ -329,11 +329,6 @@ CAUSAL_CONV.register(Backend("triton", triton_causal_conv, 20, _triton_why_not))
 CAUSAL_CONV.register(Backend("reference", reference_causal_conv, 0, serve_all))
 
 
-@remembered
-def _choose(spec: CausalConvSpec, backend: str) -> Callable[..., Tensor]:
-    return CAUSAL_CONV.select(spec, backend).fn
-
-
 def causal_conv(
     x: Tensor,
     weight: Tensor,
@@ -356,4 +351,4 @@ def causal_conv(
         backend: a backend's name, or ``auto``.
     """
     spec = CausalConvSpec(x.device.type, x.dtype, weight.dtype, weight.shape[1], x.shape[1])
-    return _choose(spec, backend)(x, weight, bias, sequences.positions, silu)
+    return choose(CAUSAL_CONV, spec, backend)(x, weight, bias, sequences.positions, silu)

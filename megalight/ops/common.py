@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import function
 
 from megalight.imports import has
-from megalight.registry import BackendRegistry
+from megalight.registry import BackendRegistry, remembered
 
 BackwardT = TypeVar("BackwardT", bound=Callable[..., Any])
 SpecT = TypeVar("SpecT")
@@ -150,7 +150,15 @@ def measuring(backend: str, wanted: bool = True) -> str:
     return backend.removesuffix(AMAX) + AMAX * wanted
 
 
-def select(registry: BackendRegistry[SpecT, Callable[..., Any]], spec: SpecT, backend: str) -> Callable[..., Any]:
+def last_contiguous(x: Tensor) -> Tensor:
+    """Return ``x`` with a contiguous last dim; rows may lie apart."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@remembered
+def choose_measured(
+    registry: BackendRegistry[SpecT, Callable[..., Any]], spec: SpecT, backend: str
+) -> Callable[..., Any]:
     """Return the function of a backend; it also finds magnitudes if the name requests this and the backend can."""
     fn = registry.select(spec, backend.removesuffix(AMAX)).fn
     if not (backend.endswith(AMAX) and getattr(fn, "measures", False)):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megalight.ops.common import serve_all, triton_why_not
 from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
-from megalight.registry import Backend, BackendRegistry, remembered
+from megalight.registry import Backend, BackendRegistry, choose
 
 ROUNDS = 10
 _FACTORS = 0xD2511F53, 0xCD9E8D57
@@ -89,11 +89,6 @@ DRAWS.register(Backend("triton", triton_draws, 20, _triton_why_not))
 DRAWS.register(Backend("reference", reference_draws, 0, serve_all))
 
 
-@remembered
-def _choose(spec: DrawsSpec, backend: str) -> Callable[..., Tensor]:
-    return DRAWS.select(spec, backend).fn
-
-
 def draws(seeds: Tensor, positions: Tensor, size: int, *, backend: str = "auto") -> Tensor:
     """Return random bits ``[N, size]``, int64 from 0 to ``2**32 - 1``. All backends give the same.
 
@@ -103,7 +98,7 @@ def draws(seeds: Tensor, positions: Tensor, size: int, *, backend: str = "auto")
         size: how many numbers to draw for each row.
         backend: name of a backend.
     """
-    return _choose(DrawsSpec(seeds.device.type), backend)(seeds, positions, size)
+    return choose(DRAWS, DrawsSpec(seeds.device.type), backend)(seeds, positions, size)
 
 
 def exponentials(seeds: Tensor, positions: Tensor, size: int, *, backend: str = "auto") -> Tensor:

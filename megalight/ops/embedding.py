@@ -12,7 +12,7 @@ from torch import Tensor
 from megalight.ops.common import apply, once_differentiable, serve_all, triton_why_not
 from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, tl
 from megalight.ops.parameter import main_grad_of, put, state_of
-from megalight.registry import Backend, BackendRegistry, remembered
+from megalight.registry import Backend, BackendRegistry, choose
 
 
 def reference_add_rows(main_grad: Tensor, ids: Tensor, grad: Tensor, write: bool) -> None:
@@ -107,11 +107,6 @@ EMBEDDING_GRADIENT.register(Backend("triton", triton_add_rows, 10, _triton_why_n
 EMBEDDING_GRADIENT.register(Backend("reference", reference_add_rows, 0, serve_all))
 
 
-@remembered
-def _choose(spec: EmbeddingGradientSpec, backend: str) -> AddRows:
-    return EMBEDDING_GRADIENT.select(spec, backend).fn
-
-
 def embedding(ids: Tensor, weight: Tensor, keep: Tensor | None = None) -> Tensor:
     """Look up ``weight[ids]``: ids ``[...]`` and a table ``[rows, h]`` give ``[..., h]``.
 
@@ -148,7 +143,7 @@ class _Embedding(torch.autograd.Function):
         if keep is not None:
             # No row has this number.
             ids = torch.where(keep, ids, len(main_grad))
-        run = _choose(EmbeddingGradientSpec(grad.device.type, grad.dtype, main_grad.dtype), "auto")
+        run = choose(EMBEDDING_GRADIENT, EmbeddingGradientSpec(grad.device.type, grad.dtype, main_grad.dtype), "auto")
         run(main_grad, ids.reshape(-1), grad.reshape(-1, grad.shape[-1]), state.touch())
         state.mark_grad_ready()
         return None, None, None

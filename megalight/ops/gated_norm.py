@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megalight.ops.common import (
     apply,
+    last_contiguous,
     num_sms,
     once_differentiable,
     serve_all,
@@ -21,7 +22,7 @@ from megalight.ops.common import (
 )
 from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, sigmoid, tl
 from megalight.ops.row_indexing import empty_gradient, place_of
-from megalight.registry import Backend, BackendRegistry, remembered
+from megalight.registry import Backend, BackendRegistry, choose
 
 
 def reference_gated_norm(
@@ -140,16 +141,11 @@ def _tile(group: int) -> dict[str, int]:
     return {"ROWS": rows, "BLOCK": block, "num_warps": min(32, max(4, rows * block // 256))}
 
 
-def _row_wise(x: Tensor) -> Tensor:
-    """Return ``x [T, size]`` with features side by side; rows may lie apart."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 class _GatedNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, z: Tensor, weight: Tensor, group: int, eps: float, last: bool) -> Tensor:
         place = place_of(z)
-        y, z = _row_wise(y), _row_wise(z)
+        y, z = last_contiguous(y), last_contiguous(z)
         rows, size = y.shape
         out = torch.empty(rows, size, dtype=y.dtype, device=y.device)
         tile = _tile(group)
@@ -233,14 +229,9 @@ GATED_NORM.register(Backend("triton", triton_gated_norm, 20, _triton_why_not))
 GATED_NORM.register(Backend("reference", reference_gated_norm, 0, serve_all))
 
 
-@remembered
-def _choose(spec: GatedNormSpec, backend: str) -> Callable[..., Tensor]:
-    return GATED_NORM.select(spec, backend).fn
-
-
 def check_backend(weight: Tensor, group_size: int, device: str, backend: str, divided: bool) -> None:
     """Do what :func:`megalight.ops.norm.check_backend` does for this op, for groups of ``group_size`` features."""
-    _choose(GatedNormSpec(device, weight.dtype, weight.dtype, group_size, divided), backend)
+    choose(GATED_NORM, GatedNormSpec(device, weight.dtype, weight.dtype, group_size, divided), backend)
 
 
 def gated_norm(
@@ -274,4 +265,4 @@ def gated_norm(
         BackendError: the named backend cannot serve, for example because of ``average``.
     """
     spec = GatedNormSpec(y.device.type, y.dtype, weight.dtype, group_size, average is not None)
-    return _choose(spec, backend)(y, z, weight, group_size, eps, last, average=average)
+    return choose(GATED_NORM, spec, backend)(y, z, weight, group_size, eps, last, average=average)

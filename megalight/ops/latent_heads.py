@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megalight.ops.common import apply, once_differentiable, serve_all, triton_why_not
+from megalight.ops.common import apply, last_contiguous, once_differentiable, serve_all, triton_why_not
 from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, tl
 from megalight.ops.rotary import reference_apply_rotary
-from megalight.registry import Backend, BackendRegistry, remembered
+from megalight.registry import Backend, BackendRegistry, choose
 
 
 def reference_rotate_tail(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -122,26 +122,17 @@ def _part(
     tl.store(grad_key + token * shared + feature, total.to(grad_key.dtype.element_ty), mask=feature < shared)
 
 
-def _rows(x: Tensor) -> Tensor:
-    """Return ``x`` with a contiguous last dim."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool) -> Tensor:
-    x = _rows(x)
+    x = last_contiguous(x)
     tokens, heads, size = x.shape
     half = cos.shape[-1]
     plain = size - 2 * half
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _tail[(tokens, cdiv(heads, HEADS))](
         *(x, out, cos, sin, x.stride(0), x.stride(1), heads, plain, half),
-        INTERLEAVED=interleaved,
-        BACKWARD=backward,
-        HEADS=HEADS,
-        PLAIN=next_power(plain),
-        HALF=next_power(half),
+        INTERLEAVED=interleaved, BACKWARD=backward, HEADS=HEADS, PLAIN=next_power(plain), HALF=next_power(half),
         num_warps=4,
-    )
+    )  # fmt: skip
     return out
 
 
@@ -162,24 +153,21 @@ class _RotateTail(torch.autograd.Function):
 class _JoinKeys(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, wide: Tensor, key: Tensor, own: int) -> tuple[Tensor, Tensor]:
-        wide, key = _rows(wide), _rows(key)
+        wide, key = last_contiguous(wide), last_contiguous(key)
         tokens, heads, _ = wide.shape
         shared = key.shape[-1]
         k = wide.new_empty(tokens, heads, own + shared)
         _join[(tokens, cdiv(heads, HEADS))](
             *(wide, key, k, wide.stride(0), wide.stride(1), key.stride(0), heads, own, shared),
-            HEADS=HEADS,
-            OWN=next_power(own),
-            SHARED=next_power(shared),
-            num_warps=4,
-        )
+            HEADS=HEADS, OWN=next_power(own), SHARED=next_power(shared), num_warps=4,
+        )  # fmt: skip
         ctx.own, ctx.dtype = own, key.dtype
         return k, wide[..., own:]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:
-        grad_k, grad_v = _rows(grad_k), _rows(grad_v)
+        grad_k, grad_v = last_contiguous(grad_k), last_contiguous(grad_v)
         tokens, heads, size = grad_k.shape
         own, values = ctx.own, grad_v.shape[-1]
         shared = size - own
@@ -188,12 +176,8 @@ class _JoinKeys(torch.autograd.Function):
         strides = (*grad_k.stride()[:2], *grad_v.stride()[:2])
         _part[(tokens,)](
             *(grad_k, grad_v, grad_wide, grad_key, *strides, heads, own, shared, values),
-            HEADS=HEADS,
-            OWN=next_power(own),
-            SHARED=next_power(shared),
-            VALUES=next_power(values),
-            num_warps=4,
-        )
+            HEADS=HEADS, OWN=next_power(own), SHARED=next_power(shared), VALUES=next_power(values), num_warps=4,
+        )  # fmt: skip
         return grad_wide, grad_key, None
 
 
@@ -236,13 +220,6 @@ JOIN_KEYS.register(Backend("triton", triton_join_keys, 20, _triton_why_not))
 JOIN_KEYS.register(Backend("reference", reference_join_keys, 0, serve_all))
 
 
-@remembered
-def _choose(
-    registry: BackendRegistry[LatentHeadsSpec, Callable[..., Any]], spec: LatentHeadsSpec, backend: str
-) -> Callable[..., Any]:
-    return registry.select(spec, backend).fn
-
-
 def rotate_tail(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, backend: str = "auto") -> Tensor:
     """Rotate the last ``r = 2 * cos.shape[-1]`` features of every head, in one pass.
 
@@ -253,7 +230,7 @@ def rotate_tail(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, 
         interleaved: as in :func:`~megalight.ops.rotary.apply_rotary`.
         backend: name of a backend.
     """
-    out: Tensor = _choose(ROTATE_TAIL, LatentHeadsSpec(x.device.type, x.dtype), backend)(x, cos, sin, interleaved)
+    out: Tensor = choose(ROTATE_TAIL, LatentHeadsSpec(x.device.type, x.dtype), backend)(x, cos, sin, interleaved)
     return out
 
 
@@ -269,6 +246,6 @@ def join_keys(wide: Tensor, key: Tensor, head_dim: int, backend: str = "auto") -
     Returns:
         keys ``[T, H, D + R]`` and values ``[T, H, V]``, which are a view of ``wide``.
     """
-    fn = _choose(JOIN_KEYS, LatentHeadsSpec(wide.device.type, wide.dtype), backend)
+    fn = choose(JOIN_KEYS, LatentHeadsSpec(wide.device.type, wide.dtype), backend)
     out: tuple[Tensor, Tensor] = fn(wide, key, head_dim)
     return out

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from megalight.ops.batch_invariant import refuse
 from megalight.ops.common import apply, once_differentiable
-from megalight.ops.linear import weight_gradient
+from megalight.ops.linear.weight_gradient import WGRAD, WeightGradientSpec
 from megalight.ops.parameter import main_grad_of, state_of
+from megalight.registry import choose
 
 
 def add_low_rank(y: Tensor, narrow: Tensor, up: Tensor, sizes: Sequence[int], adapted: Sequence[bool]) -> Tensor:
@@ -82,9 +83,7 @@ def _up_gradient(rows: Tensor, narrow: Tensor, up: Tensor, parts: list[tuple[sli
         return torch.cat([rows[:, features].t() @ narrow[:, few] for features, few, _ in parts]).to(up.dtype)
     state = state_of(up)
     write = state.touch()
-    accumulate = weight_gradient.choose(
-        weight_gradient.WeightGradientSpec(rows.device.type, rows.dtype, main_grad.dtype)
-    )
+    accumulate = choose(WGRAD, WeightGradientSpec(rows.device.type, rows.dtype, main_grad.dtype))
     for features, few, own in parts:
         accumulate(main_grad[own], rows[:, features], narrow[:, few], write)
     state.mark_grad_ready()

@@ -7,14 +7,14 @@ parameter instead of 26. A division by the norm takes two.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megalight.ops.common import serve_all, triton_why_not, wide
 from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
-from megalight.registry import Backend, BackendRegistry, remembered
+from megalight.registry import Backend, BackendRegistry, choose
 
 BLOCK = 1024
 """Elements of a program: eight per thread with four warps."""
@@ -77,11 +77,8 @@ def triton_momentum(
     if n := out.numel():
         _momentum[(cdiv(n, BLOCK),)](
             *(out, gradient, buffer, gradient if scale is None else scale, n, float(momentum), float(1 - momentum)),
-            SCALED=scale is not None,
-            NESTEROV=nesterov,
-            BLOCK=BLOCK,
-            num_warps=4,
-        )
+            SCALED=scale is not None, NESTEROV=nesterov, BLOCK=BLOCK, num_warps=4,
+        )  # fmt: skip
 
 
 @jit
@@ -108,11 +105,8 @@ def triton_decayed(param: Tensor, update: Tensor, lr: float | Tensor, decay: flo
         _decayed[(cdiv(n, BLOCK),)](
             *(param, update, param if out is None else out, lr if on_device else param, n),
             *(0.0 if on_device else float(lr), float(decay)),
-            COPY=out is not None,
-            ON_DEVICE=on_device,
-            BLOCK=BLOCK,
-            num_warps=4,
-        )
+            COPY=out is not None, ON_DEVICE=on_device, BLOCK=BLOCK, num_warps=4,
+        )  # fmt: skip
 
 
 @jit
@@ -189,11 +183,6 @@ NORMALIZED.register(Backend("triton", triton_normalized, 20, _triton_why_not))
 NORMALIZED.register(Backend("reference", reference_normalized, 0, serve_all))
 
 
-@remembered
-def _choose(registry: BackendRegistry[MomentumSpec, Callable[..., Any]], spec: MomentumSpec) -> Callable[..., Any]:
-    return registry.select(spec).fn
-
-
 def momentum_step(
     out: Tensor, gradient: Tensor, buffer: Tensor, *, momentum: float, nesterov: bool, scale: Tensor | None = None
 ) -> None:
@@ -211,7 +200,7 @@ def momentum_step(
         scale: 0-dim tensor on the device.
     """
     flat = all(each.is_contiguous() for each in (out, gradient, buffer))
-    _choose(MOMENTUM, MomentumSpec(out.device.type, gradient.dtype, buffer.dtype, flat))(
+    choose(MOMENTUM, MomentumSpec(out.device.type, gradient.dtype, buffer.dtype, flat))(
         out, gradient, buffer, momentum, nesterov, scale
     )
 
@@ -230,7 +219,7 @@ def decayed_step(
     """
     flat = all(each is None or each.is_contiguous() for each in (param, update, out))
     spec = MomentumSpec(param.device.type, update.dtype, param.dtype, flat)
-    _choose(DECAYED, spec)(param, update, lr, weight_decay, out)
+    choose(DECAYED, spec)(param, update, lr, weight_decay, out)
 
 
 def normalized(x: Tensor, eps: float) -> Tensor:
@@ -244,5 +233,5 @@ def normalized(x: Tensor, eps: float) -> Tensor:
         ``[B, m, n]``; squares of half types are added in float32.
     """
     spec = MomentumSpec(x.device.type, x.dtype, x.dtype, x.is_contiguous())
-    found: Tensor = _choose(NORMALIZED, spec)(x, eps)
+    found: Tensor = choose(NORMALIZED, spec)(x, eps)
     return found

@@ -31,7 +31,7 @@ from megalight.ops.common import fp8_why_not, serve_all, triton_why_not
 from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
 from megalight.ops.parameter import ParameterState, state_of
 from megalight.ops.quantize.formats import LARGEST, to_fp8
-from megalight.registry import Backend, BackendRegistry, remembered
+from megalight.registry import Backend, BackendRegistry, choose
 
 LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -136,11 +136,6 @@ DECODE.register(Backend("triton", triton_decode, 20, _triton_why_not))
 DECODE.register(Backend("reference", reference_decode, 0, serve_all))
 
 
-@remembered
-def _choose(spec: DequantizeSpec, backend: str) -> Decode:
-    return DECODE.select(spec, backend).fn
-
-
 def decode(data: Tensor, scales: Tensor, form: str, dtype: torch.dtype | None = None, backend: str = "auto") -> Tensor:
     """Return the weight ``[out, in]`` of quantized values.
 
@@ -152,7 +147,7 @@ def decode(data: Tensor, scales: Tensor, form: str, dtype: torch.dtype | None = 
         backend: name of a backend.
     """
     spec = DequantizeSpec(data.device.type, scales.dtype, form == "fp8")
-    return _choose(spec, backend)(data, scales, form, dtype or scales.dtype)
+    return choose(DECODE, spec, backend)(data, scales, form, dtype or scales.dtype)
 
 
 class QuantizedWeight:

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from megalight.ops.common import serve_all, triton_why_not
 from megalight.ops.draws import draws
 from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
-from megalight.registry import Backend, BackendRegistry, remembered
+from megalight.registry import Backend, BackendRegistry, choose
 
 FAILED = -1
 """The sample of a row that holds NaN or infinity, or ``-inf`` alone."""
@@ -406,12 +406,6 @@ SAMPLE.register(Backend("triton", SamplingKernels(triton_peak, triton_cut, trito
 SAMPLE.register(Backend("reference", SamplingKernels(reference_peak, reference_cut, reference_best), 0, serve_all))
 
 
-@remembered
-def _choose(spec: SampleSpec, backend: str) -> SamplingKernels:
-    found: SamplingKernels = SAMPLE.select(spec, backend).fn
-    return found
-
-
 def sample_tokens(
     logits: Tensor, rows: SamplingRows, *, ranks: VocabularyRanks | None = None, backend: str = "auto"
 ) -> Tensor:
@@ -428,7 +422,7 @@ def sample_tokens(
         ranks: this rank has some of the columns. Rows are not filtered then.
         backend: name of a backend.
     """
-    kernels = _choose(SampleSpec(logits.device.type, logits.dtype), backend)
+    kernels = choose(SAMPLE, SampleSpec(logits.device.type, logits.dtype), backend)
     peak, column = kernels.peak(logits)
     first, columns = (0, logits.shape[-1]) if ranks is None else (ranks.first, ranks.columns)
     own, column = peak, column + first

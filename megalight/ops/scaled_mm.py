@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megalight.ops.common import cuda_why_not, serve_all
 from megalight.ops.quantize import Quantized, Scheme, quantize
-from megalight.registry import Backend, BackendRegistry, remembered
+from megalight.registry import Backend, BackendRegistry, choose
 
 BLOCKS = ((1, 128), (128, 128))
 RECIPES = {(1, 128): F.ScalingType.BlockWise1x128, (128, 128): F.ScalingType.BlockWise128x128}
@@ -164,7 +164,7 @@ def scaled_mm(
         BackendError: the named backend cannot serve these schemes on this device.
     """
     spec = ScaledMatmulSpec(a.data.device.type, a.scheme, b.scheme, dtype, bias is not None)
-    return choose(spec, backend)(a, b, dtype, fast, bias)
+    return choose(SCALED_MM, spec, backend)(a, b, dtype, fast, bias)
 
 
 def multiply_into(out: Tensor, a: Quantized, b: Quantized, *, fast: bool = False, backend: str = "auto") -> bool:
@@ -173,7 +173,7 @@ def multiply_into(out: Tensor, a: Quantized, b: Quantized, *, fast: bool = False
     ``fast`` and ``backend`` are those of :func:`scaled_mm`.
     """
     spec = ScaledMatmulSpec(a.data.device.type, a.scheme, b.scheme, out.dtype)
-    if not writes_products(choose(spec, backend)) or not out.is_contiguous():
+    if not writes_products(choose(SCALED_MM, spec, backend)) or not out.is_contiguous():
         return False
     torch._scaled_mm(
         a.data,
@@ -190,12 +190,6 @@ def multiply_into(out: Tensor, a: Quantized, b: Quantized, *, fast: bool = False
 def writes_products(product: ScaledMM) -> bool:
     """Return whether a product is written straight into its place: others are rounded to bf16 first."""
     return product is _tensorwise
-
-
-@remembered
-def choose(spec: ScaledMatmulSpec, backend: str = "auto") -> ScaledMM:
-    """Return the function that multiplies for ``spec``."""
-    return SCALED_MM.select(spec, backend).fn
 
 
 def _reference(a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool, bias: Tensor | None) -> Tensor:
@@ -380,7 +374,7 @@ def multiply_groups(
         fast: whether sums may have fewer bits than float32.
         backend: name of a backend of :mod:`megalight.ops.scaled_mm`.
     """
-    product = choose(ScaledMatmulSpec(out.device.type, rows.scheme, factors.scheme, out.dtype), backend)
+    product = choose(SCALED_MM, ScaledMatmulSpec(out.device.type, rows.scheme, factors.scheme, out.dtype), backend)
     parts = _split(rows.data, sizes)
     targets = _split(out, sizes)
     # A copy: groups begin anywhere, and products need scales at multiples of 16 bytes.

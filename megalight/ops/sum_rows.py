@@ -12,7 +12,7 @@ from torch import Tensor
 from megalight.ops.common import num_sms, serve_all, triton_why_not
 from megalight.ops.jit import UNIT, Value, cdiv, constexpr, jit, tl
 from megalight.ops.norm.triton import sum_programs
-from megalight.registry import Backend, BackendRegistry, remembered
+from megalight.registry import Backend, BackendRegistry, choose
 
 
 def reference_sum_rows(out: Tensor, rows: Tensor, add: bool) -> None:
@@ -89,11 +89,6 @@ SUM_ROWS.register(Backend("triton", triton_sum_rows, 20, _triton_why_not))
 SUM_ROWS.register(Backend("reference", reference_sum_rows, 0, serve_all))
 
 
-@remembered
-def _choose(spec: SumRowsSpec, backend: str) -> Callable[..., None]:
-    return SUM_ROWS.select(spec, backend).fn
-
-
 def sum_rows(out: Tensor, rows: Tensor, *, add: bool, backend: str = "auto") -> None:
     """Sum ``rows [n, size]`` in float32 or wider, and write the sum to ``out [size]``, or add it.
 
@@ -108,4 +103,4 @@ def sum_rows(out: Tensor, rows: Tensor, *, add: bool, backend: str = "auto") -> 
     Raises:
         BackendError: the named backend cannot serve these dtypes on this device.
     """
-    _choose(SumRowsSpec(rows.device.type, rows.dtype, out.dtype), backend)(out, rows, add)
+    choose(SUM_ROWS, SumRowsSpec(rows.device.type, rows.dtype, out.dtype), backend)(out, rows, add)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalight.ops.common import serve_all, triton_why_not
 from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
-from megalight.registry import Backend, BackendRegistry, remembered
+from megalight.registry import Backend, BackendRegistry, choose
 
 
 def reference_sum_terms(out: Tensor, own: Tensor, others: Sequence[Tensor], place: int, add: bool) -> None:
@@ -81,11 +81,6 @@ SUM_TERMS.register(Backend("triton", triton_sum_terms, 20, _triton_why_not))
 SUM_TERMS.register(Backend("reference", reference_sum_terms, 0, serve_all))
 
 
-@remembered
-def _choose(spec: SumTermsSpec, backend: str) -> Callable[..., None]:
-    return SUM_TERMS.select(spec, backend).fn
-
-
 def sum_terms(
     out: Tensor, own: Tensor, others: Sequence[Tensor], place: int, *, add: bool = False, backend: str = "auto"
 ) -> None:
@@ -103,4 +98,4 @@ def sum_terms(
     Raises:
         BackendError: the named backend cannot serve these dtypes on this device.
     """
-    _choose(SumTermsSpec(own.device.type, own.dtype, out.dtype), backend)(out, own, others, place, add)
+    choose(SUM_TERMS, SumTermsSpec(own.device.type, own.dtype, out.dtype), backend)(out, own, others, place, add)

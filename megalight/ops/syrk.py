@@ -16,7 +16,7 @@ from torch.nn import functional
 from megalight.imports import require
 from megalight.ops.common import HALF, serve_all, triton_why_not, wide
 from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
-from megalight.registry import Backend, BackendRegistry, remembered
+from megalight.registry import Backend, BackendRegistry, choose
 
 TILE: dict[str, Any] = {"ROWS": 128, "COLUMNS": 128, "DEPTH": 64, "GROUP": 8, "num_warps": 4, "num_stages": 3}
 """Tile of the result, features per step, and tiles of rows that share columns in the L2 cache.
@@ -193,11 +193,6 @@ SYRK.register(Backend("triton", triton_syrk, 20, _triton_why_not, slower=_triton
 SYRK.register(Backend("reference", reference_syrk, 0, serve_all))
 
 
-@remembered
-def _choose(spec: SyrkSpec, backend: str) -> Callable[..., Tensor]:
-    return SYRK.select(spec, backend).fn
-
-
 def syrk(
     x: Tensor,
     c: Tensor | None = None,
@@ -224,4 +219,4 @@ def syrk(
     batch, size, depth = x.shape
     tiles = cdiv(size, TILE["ROWS"])
     spec = SyrkSpec(x.device.type, x.dtype, size, depth, _lies_transposed(x), batch * tiles * (tiles + 1) // 2)
-    return _choose(spec, backend)(x, c, alpha, beta, diagonal)
+    return choose(SYRK, spec, backend)(x, c, alpha, beta, diagonal)

@@ -181,7 +181,7 @@ def test_backends_are_told_of_fast_kernels(
     fast: bool, dropout: float, full: bool, swift: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[ops.AttentionSpec] = []
-    monkeypatch.setattr(ops, "_choose", lambda spec, backend: found.append(spec) or ops.reference_attention)
+    monkeypatch.setattr(ops, "choose", lambda _, spec, backend: found.append(spec) or ops.reference_attention)
     monkeypatch.setattr(ops.hopper, "serves_backward", lambda *_: fast)
     monkeypatch.setattr(ops.hopper, "fills", lambda *_: full)
     assert "cpu" not in ops.hopper.DEVICES

@@ -201,7 +201,7 @@ def test_backends_are_told_of_fast_kernels(fast: bool, monkeypatch: pytest.Monke
         return fast and options == (False, None, attention_block.LONG)
 
     found: list[Any] = []
-    monkeypatch.setattr(attention_block, "_choose", lambda _, spec, __: found.append(spec) or reference_forward)
+    monkeypatch.setattr(attention_block, "choose", lambda _, spec, __: found.append(spec) or reference_forward)
     monkeypatch.setattr(hopper, "serves_backward", serves)
     monkeypatch.setattr(hopper, "fills", lambda *_: True)
     monkeypatch.setattr(hopper, "DEVICES", ("cpu",))

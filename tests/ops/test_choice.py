@@ -7,6 +7,7 @@ import torch
 
 from megalight.errors import BackendError, ConfigurationError
 from megalight.ops import backends_of, norm, registries, use_backends
+from megalight.ops.common import choose_measured
 from megalight.ops.norm import reference_rms_norm
 
 
@@ -23,7 +24,7 @@ def test_auto_becomes_the_named_backend(monkeypatch: pytest.MonkeyPatch) -> None
     assert norm.RMS_NORM.select(spec).name == "torch"
     use_backends(rms_norm="reference")
     assert norm.RMS_NORM.select(spec).fn is reference_rms_norm
-    assert norm._choose(norm.RMS_NORM, spec, "auto") is reference_rms_norm, "the earlier choice is forgotten"
+    assert choose_measured(norm.RMS_NORM, spec, "auto") is reference_rms_norm, "the earlier choice is forgotten"
     assert norm.LAYER_NORM.select(spec).name == "torch"
     use_backends(rms_norm="auto")
     assert norm.RMS_NORM.select(spec).name == "torch"

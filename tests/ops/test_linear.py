@@ -9,7 +9,9 @@ from torch.utils.checkpoint import checkpoint
 
 from megalight.errors import BackendError
 from megalight.ops.linear import accumulate_weight_gradient, input_gradient, linear, weight_gradient
+from megalight.ops.linear.weight_gradient import WGRAD
 from megalight.ops.parameter import collect
+from megalight.registry import choose
 from tests.ops.checks import check_weight_gradient, error
 
 
@@ -158,4 +160,4 @@ def test_the_choice_keeps_float32_sums() -> None:
     assert chosen("cpu", torch.float64, torch.float64) == "addmm"
     assert chosen("cpu", torch.bfloat16, torch.float32) == "reference"
     with pytest.raises(BackendError, match="needs tensors on cuda"):
-        weight_gradient.choose(weight_gradient.WeightGradientSpec("cpu", torch.bfloat16, torch.float32), "addmm_fp32")
+        choose(WGRAD, weight_gradient.WeightGradientSpec("cpu", torch.bfloat16, torch.float32), "addmm_fp32")

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megalight.ops.linear import linear, weight_gradient
+from megalight.registry import choose
 from tests.ops.checks import check_weight_gradient, error
 from tests.ops.test_linear import with_main_grad
 
@@ -31,7 +32,7 @@ def test_a_kernel_without_temporary_serves_training() -> None:
     assert weight_gradient.WGRAD.select(spec).name in ("addmm_fp32", "triton")
     main_grad = torch.zeros(4096, 4096, device="cuda")
     grad_y, x = (torch.randn(512, 4096, device="cuda").bfloat16() for _ in range(2))
-    accumulate = weight_gradient.choose(spec)
+    accumulate = choose(weight_gradient.WGRAD, spec)
     accumulate(main_grad, grad_y, x, False)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

@@ -18,7 +18,8 @@ from megalight.ops.parameter import release, state_of
 from megalight.ops.quantize import Scheme, cast, quantize
 from megalight.ops.quantize.amax_history import AmaxHistory
 from megalight.ops.quantize.recipes import RECIPES, recipe
-from megalight.ops.scaled_mm import ScaledMatmulSpec, choose, scaled_mm, trial
+from megalight.ops.scaled_mm import SCALED_MM, ScaledMatmulSpec, scaled_mm, trial
+from megalight.registry import choose
 from tests.ops.checks import error
 from tests.ops.test_linear import Parameter, with_main_grad
 
@@ -351,7 +352,7 @@ def test_the_trial_of_a_product_fits_into_its_dtype(tile: tuple[int, int], dtype
     """A library that is right must pass, and one that forgets the bias must not."""
     spec = ScaledMatmulSpec("cpu", Scheme("e4m3", tile), Scheme("e4m3", tile), dtype, bias=True)
     left, right, bias = trial(spec, "cpu")
-    product = choose(spec, "reference")
+    product = choose(SCALED_MM, spec, "reference")
     expected = product(left, right, torch.float64, False, bias)
     found = product(left, right, dtype, False, bias)
     assert found.isfinite().all()

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalight.errors import nearest
-from megalight.ops.common import lazy, select, serve_all, triton_why_not, wide
+from megalight.ops.common import choose_measured, lazy, serve_all, triton_why_not, wide
 from megalight.registry import Backend, BackendRegistry, remembered
 
 
@@ -138,7 +138,7 @@ def _choose(
 ) -> Callable[..., Tensor]:
     if spec.kind not in KINDS:
         raise ValueError(f"unknown activation {spec.kind!r}; known: {', '.join(KINDS)}.{nearest(spec.kind, KINDS)}")
-    return select(registry, spec, backend)
+    return choose_measured(registry, spec, backend)
 
 
 def gated(

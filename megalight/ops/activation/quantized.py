@@ -28,7 +28,7 @@ from megalight.ops.quantize.triton import (
     whole_factor,
     write_quantized,
 )
-from megalight.registry import Backend, BackendRegistry, remembered
+from megalight.registry import Backend, BackendRegistry, choose
 
 FORWARD = {"TOKENS": 64, "FEATURES": 128, "num_warps": 8}
 BACKWARD = {"TOKENS": 64, "FEATURES": 64, "num_warps": 8}
@@ -219,7 +219,7 @@ def cast_activation(
         the casts, and magnitudes of which the largest is that of what was cast.
     """
     spec = QuantizedActivationSpec(x.device.type, x.dtype, kind, rows, columns)
-    return _choose(CAST_ACTIVATION, spec, backend)(x, kind, gates, rows, columns, amax)
+    return choose(CAST_ACTIVATION, spec, backend)(x, kind, gates, rows, columns, amax)
 
 
 def cast_activation_gradient(
@@ -234,15 +234,7 @@ def cast_activation_gradient(
 ) -> QuantizedCasts:
     """Cast the gradient of ``x``, rounded to its dtype, from that of the output; see :func:`cast_activation`."""
     spec = QuantizedActivationSpec(x.device.type, x.dtype, kind, rows, columns)
-    return _choose(CAST_ACTIVATION_GRADIENT, spec, backend)(grad_y, x, kind, gates, rows, columns, amax)
-
-
-@remembered
-def _choose(
-    registry: BackendRegistry[QuantizedActivationSpec, Any], spec: QuantizedActivationSpec, backend: str
-) -> Callable[..., QuantizedCasts]:
-    found: Callable[..., QuantizedCasts] = registry.select(spec, backend).fn
-    return found
+    return choose(CAST_ACTIVATION_GRADIENT, spec, backend)(grad_y, x, kind, gates, rows, columns, amax)
 
 
 def _plain(x: Tensor, kind: str, gates: bool) -> Tensor:

@@ -13,7 +13,7 @@ from megalight.errors import ConfigurationError
 from megalight.ops.cast_flat import cast_flat
 from megalight.ops.common import lazy, serve_all, triton_why_not, wide
 from megalight.ops.quantize.formats import DTYPES, Scheme
-from megalight.registry import Backend, BackendRegistry, remembered
+from megalight.registry import Backend, BackendRegistry, choose, remembered
 
 MOMENT_BLOCK = 64
 """Elements that share an exponent. Parameters in flat buffers begin at multiples of it: no block has parts of two."""
@@ -340,11 +340,6 @@ ADAM.register(Backend("reference", reference_adam_step, 0, serve_all))
 
 
 @remembered
-def _choose(spec: AdamSpec, backend: str) -> Callable[..., None]:
-    return ADAM.select(spec, backend).fn
-
-
-@remembered
 def _with_quantized(spec: AdamSpec, backend: str) -> bool:
     """Whether the chosen kernel also writes quantized values."""
     return spec.dtype == torch.float32 and ADAM.select(spec, backend).name == "triton"
@@ -416,7 +411,7 @@ def adam_step(
     written = quantized_out is not None and _with_quantized(spec, backend)
     if written:
         optional["quantized_out"] = quantized_out
-    _choose(spec, backend)(
+    choose(ADAM, spec, backend)(
         param,
         grad,
         exp_avg,

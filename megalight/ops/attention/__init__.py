@@ -25,7 +25,7 @@ from megalight.ops.common import (
     triton_heads_why_not,
     triton_why_not,
 )
-from megalight.registry import Backend, BackendRegistry, remembered
+from megalight.registry import Backend, BackendRegistry, choose
 from megalight.types import PackedSequences
 
 
@@ -173,11 +173,6 @@ ATTENTION.register(Backend("reference", reference_attention, 0, serve_all))
 _paged = lazy("megalight.ops.paged_attention.triton", "paged_attention")
 
 
-@remembered
-def _choose(spec: AttentionSpec, backend: str) -> Callable[..., Tensor]:
-    return ATTENTION.select(spec, backend).fn
-
-
 def attention(
     q: Tensor,
     k: Tensor,
@@ -274,4 +269,4 @@ def attention(
     )
     # backends that have no sinks do not take one
     more = () if sink is None else (sink,)
-    return _choose(spec, backend)(q, k, v, sequences, causal, scale, window, softcap, dropout, *more)
+    return choose(ATTENTION, spec, backend)(q, k, v, sequences, causal, scale, window, softcap, dropout, *more)

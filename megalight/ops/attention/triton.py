@@ -134,12 +134,9 @@ def launch_forward(
     table = query_blocks(sequences.lengths, keys.lengths, shape["ROWS"], causal, window, q.device)
     _attention_forward[(heads, len(table))](
         *(described(q, shape["ROWS"]), described(k, shape["KEYS"]), described(v, shape["KEYS"])),
-        *(out, lse, table, sink, *factors(scale, softcap), window or 0),
-        *(tokens, heads, value_dim),
-        SUNK=sink is not None,
-        **flags(q, k, causal, window, softcap),
-        **shape,
-    )
+        *(out, lse, table, sink, *factors(scale, softcap), window or 0), *(tokens, heads, value_dim),
+        SUNK=sink is not None, **flags(q, k, causal, window, softcap), **shape,
+    )  # fmt: skip
     return out, lse
 
 

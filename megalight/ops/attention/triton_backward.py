@@ -404,11 +404,8 @@ def run(
         *(_described(q, rows), _described(k, size), _described(v, size), _described(grad, rows), lse, delta),
         *(grad_k, grad_v, table, *factors(scale, softcap), scale, window or 0),
         *(tokens, key_heads, q.stride(1), k.stride(1), v.stride(1)),
-        FEATURES=dim,
-        VALUES=value_dim,
-        **flags(q, k, causal, window, softcap),
-        **BLOCKS,
-    )
+        FEATURES=dim, VALUES=value_dim, **flags(q, k, causal, window, softcap), **BLOCKS,
+    )  # fmt: skip
     return grad_k, grad_v
 
 

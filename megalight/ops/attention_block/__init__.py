@@ -18,7 +18,7 @@ from megalight.ops.attention_block import torch_kernels
 from megalight.ops.attention_block.torch_kernels import packed, reference_backward, reference_forward
 from megalight.ops.batch_invariant import refuse
 from megalight.ops.common import cuda_why_not, heads_why_not, lazy, serve_all, triton_heads_why_not
-from megalight.registry import Backend, BackendRegistry, remembered
+from megalight.registry import Backend, BackendRegistry, choose
 from megalight.types import PackedSequences
 
 
@@ -124,13 +124,6 @@ ATTENTION_BLOCK_BACKWARD.register(Backend("reference", reference_backward, 0, se
 _beats_cudnn = lazy("megalight.ops.attention.hopper", "beats_cudnn")
 
 
-@remembered
-def _choose(
-    registry: BackendRegistry[AttentionBlockSpec, Callable[..., Any]], spec: AttentionBlockSpec, backend: str
-) -> Callable[..., Any]:
-    return registry.select(spec, backend).fn
-
-
 def _spec(
     q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences | None, causal: bool, window: int | None
 ) -> AttentionBlockSpec:
@@ -189,7 +182,7 @@ def block_attention(
         BackendError: no backend can serve, or the named one cannot.
     """
     refuse("attention in blocks of keys (context parallelism)")
-    fn = _choose(ATTENTION_BLOCK, _spec(q, k, v, sequences, causal, window), backend)
+    fn = choose(ATTENTION_BLOCK, _spec(q, k, v, sequences, causal, window), backend)
     result: tuple[Tensor, Tensor] = fn(q, k, v, sequences, causal, scale, window)
     return result
 
@@ -232,6 +225,6 @@ def block_attention_backward(
         LayoutError: as in :func:`block_attention`.
         BackendError: no backend can serve, or the named one cannot.
     """
-    fn = _choose(ATTENTION_BLOCK_BACKWARD, _spec(q, k, v, sequences, causal, window), backend)
+    fn = choose(ATTENTION_BLOCK_BACKWARD, _spec(q, k, v, sequences, causal, window), backend)
     result: tuple[Tensor, Tensor, Tensor] = fn(grad_out, q, k, v, out, lse, sequences, causal, scale, window)
     return result

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megalight.errors import ConfigurationError
-from megalight.ops.common import HALF, num_sms
+from megalight.ops.common import HALF, last_contiguous, num_sms
 from megalight.ops.jit import LOG2E, Value, cdiv, constexpr, jit, next_power, tl, triton
 
 FEW: dict[str, Any] = {"ROWS": 64, "num_warps": 4, "num_stages": 4}
@@ -91,7 +91,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor | No
             f"batch-invariant mode multiplies bfloat16, float16 or float32 of one kind on a GPU, not {x.dtype} with "
             f"{weight.dtype}."
         )
-    x, weight = x if x.stride(-1) == 1 else x.contiguous(), weight.contiguous()
+    x, weight = last_contiguous(x), weight.contiguous()
     y = x.new_empty(rows, columns)
     if not rows:
         return y
@@ -103,13 +103,9 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor | No
     tiles = (cdiv(rows, tile["ROWS"]) + groups - 1) * cdiv(columns, shape["COLUMNS"])
     _product[(min(tiles, 2 * num_sms(x.device)),)](
         *(x, weight, bias, offsets, y, rows, columns, depth, x.stride(0), groups),
-        GROUPS=0 if offsets is None else next_power(groups),
-        BIAS=bias is not None,
-        EVEN=depth % shape["DEPTH"] == 0,
-        PRECISION="tf32" if half else "ieee",
-        **shape,
-        **tile,
-    )
+        GROUPS=0 if offsets is None else next_power(groups), BIAS=bias is not None, EVEN=depth % shape["DEPTH"] == 0,
+        PRECISION="tf32" if half else "ieee", **shape, **tile,
+    )  # fmt: skip
     return y
 
 
@@ -137,7 +133,7 @@ def _log_sum_exp(logits: Value, out: Value, stride: Value, columns: Value, BLOCK
 
 def log_sum_exp(logits: Tensor) -> Tensor:
     """``[n, V] -> [n]`` in float32."""
-    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    logits = last_contiguous(logits)
     out = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     if len(logits):
         _log_sum_exp[(len(logits),)](logits, out, logits.stride(0), logits.shape[1], BLOCK=BLOCK, num_warps=8)

@@ -14,7 +14,7 @@ from megalight.ops.batch_invariant.cross_entropy import linear_losses
 from megalight.ops.common import lazy, serve_all, triton_why_not, wide
 from megalight.ops.cross_entropy import chunked
 from megalight.ops.cross_entropy.chunked import Combine, CrossEntropyKernels
-from megalight.registry import Backend, BackendRegistry, remembered
+from megalight.registry import Backend, BackendRegistry, choose
 
 
 def reference_linear_cross_entropy(
@@ -55,7 +55,8 @@ BLOCK = 1 << 24
 """Number of logits that are processed at once."""
 
 
-def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Return ``softcap tanh(logits / softcap)``, in float32 or wider."""
     logits = logits.to(wide(logits.dtype))
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
@@ -77,7 +78,7 @@ def statistics(logits: Tensor, labels: Tensor, real: int, softcap: float | None)
     for part in blocks(logits) if real else ():
         # Labels outside this part of the vocabulary are clamped for `gather`, which checks bounds, and masked
         # afterwards.
-        values = _capped(logits[part, :real], softcap)
+        values = capped(logits[part, :real], softcap)
         inside = (labels[part] >= 0) & (labels[part] < real)
         logsumexp[part] = values.logsumexp(-1)
         target[part] = values.gather(1, labels[part].clamp(0, real - 1)[:, None])[:, 0].where(inside, target[part])
@@ -91,7 +92,7 @@ def gradient_(
     # Padding has no gradient. (Its logits are arbitrary, so exp() of them could be infinite.)
     logits[:, real:] = 0
     for part in blocks(logits) if real else ():
-        values = _capped(logits[part, :real], softcap)
+        values = capped(logits[part, :real], softcap)
         # softmax - one-hot. With the log-sum-exp of all ranks, each rank computes its columns without communication.
         slope = (values - logsumexp[part, None]).exp()
         inside = (labels[part] >= 0) & (labels[part] < real)
@@ -125,11 +126,6 @@ _TORCH = CrossEntropyKernels(statistics, gradient_)
 CROSS_ENTROPY.register(Backend("triton", partial(chunked.linear_cross_entropy, _TRITON), 20, _triton_why_not))
 CROSS_ENTROPY.register(Backend("torch", partial(chunked.linear_cross_entropy, _TORCH), 10, serve_all))
 CROSS_ENTROPY.register(Backend("reference", reference_linear_cross_entropy, 0, serve_all))
-
-
-@remembered
-def _choose(spec: CrossEntropySpec, backend: str) -> Callable[..., Tensor]:
-    return CROSS_ENTROPY.select(spec, backend).fn
 
 
 def linear_cross_entropy(
@@ -183,5 +179,5 @@ def linear_cross_entropy(
             return linear_losses(hidden, weight, labels, bias, softcap)
 
         return with_gradient_of(ordinary, invariant, (hidden, weight, bias))
-    fn = _choose(CrossEntropySpec(device, hidden.dtype), backend)
+    fn = choose(CROSS_ENTROPY, CrossEntropySpec(device, hidden.dtype), backend)
     return fn(hidden, weight, labels, bias, softcap, chunk, first_row, real, combine)

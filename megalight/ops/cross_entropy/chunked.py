@@ -14,6 +14,7 @@ from torch import Tensor
 from megalight.ops.common import once_differentiable, wide
 from megalight.ops.linear import weight_gradient
 from megalight.ops.parameter import main_grad_of, put, state_of
+from megalight.registry import choose
 
 ALIGNED = 64
 """Rows of the vocabulary that fast kernels take a multiple of: 128 bytes of logits in half precision."""
@@ -79,7 +80,7 @@ def propagate(
             # `touch()` is True for the first write of a step only: the first chunk overwrites, later chunks add.
             first = state_of(weight).touch()
             for block in rows:
-                weight_gradient.choose(spec)(main[block], logits[:, block], hidden[part], first)
+                choose(weight_gradient.WGRAD, spec)(main[block], logits[:, block], hidden[part], first)
         if bias is not None and main_bias is not None:
             put(main_bias, logits.sum(0, dtype=main_bias.dtype), state_of(bias).touch())
     for parameter, target, own in ((weight, main, grad_weight), (bias, main_bias, grad_bias)):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalight.ops.common import HALF, lazy, serve_all, triton_why_not, wide, without_autocast
-from megalight.registry import Backend, BackendRegistry, remembered
+from megalight.registry import Backend, BackendRegistry, choose
 from megalight.types import PackedSequences, Pages
 
 # The gated delta rule in plain torch, chunk by chunk (section 3.3 of https://arxiv.org/abs/2412.06464).
@@ -163,16 +163,6 @@ CONTINUED.register(Backend("reference", reference_continued, 0, serve_all))
 DELTA_RULE.register(Backend("reference", reference_delta_rule, 0, serve_all))
 
 
-@remembered
-def _choose(spec: DeltaRuleSpec, backend: str) -> Callable[..., Tensor]:
-    return DELTA_RULE.select(spec, backend).fn
-
-
-@remembered
-def _choose_continued(spec: DeltaRuleSpec, backend: str) -> Callable[..., Tensor]:
-    return CONTINUED.select(spec, backend).fn
-
-
 def delta_rule(
     q: Tensor,
     k: Tensor,
@@ -200,7 +190,7 @@ def delta_rule(
         ``[T, H, V]`` in the dtype of ``v``.
     """
     spec = DeltaRuleSpec(v.device.type, v.dtype, k.shape[-1], v.shape[-1])
-    return _choose(spec, backend)(q, k, v, decay, beta, sequences)
+    return choose(DELTA_RULE, spec, backend)(q, k, v, decay, beta, sequences)
 
 
 def delta_rule_continued(
@@ -229,4 +219,4 @@ def delta_rule_continued(
     if torch.is_grad_enabled():
         backend = "reference"
     spec = DeltaRuleSpec(v.device.type, v.dtype, k.shape[-1], v.shape[-1])
-    return _choose_continued(spec, backend)(q, k, v, decay, beta, entries, pages)
+    return choose(CONTINUED, spec, backend)(q, k, v, decay, beta, entries, pages)

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalight.ops.common import apply, once_differentiable
+from megalight.ops.common import apply, last_contiguous, once_differentiable
 from megalight.ops.jit import OVERLAP, Value, cdiv, constexpr, jit, next_power, start_dependents, tl, triton
 from megalight.types import PackedSequences, Pages
 
@@ -448,11 +448,8 @@ class _Chunks:
         out = self.new(self.rows, self.heads, CHUNK)
         _solve[(self.count, self.heads)](
             *(k, self.beta, self.totals, self.starts, out, *self.sizes, *k.stride()[:2]),
-            CHUNK=CHUNK,
-            LEVELS=CHUNK.bit_length() - 1,
-            WIDTH=self.width,
-            num_warps=4,
-        )
+            CHUNK=CHUNK, LEVELS=CHUNK.bit_length() - 1, WIDTH=self.width, num_warps=4,
+        )  # fmt: skip
         return out
 
     def written(
@@ -588,7 +585,7 @@ def delta_rule_continued(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, entries: Tensor, pages: Pages
 ) -> Tensor:
     """See :func:`megalight.ops.delta_rule.delta_rule_continued`."""
-    q, k, v = (rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (q, k, v))
+    q, k, v = (last_contiguous(rows) for rows in (q, k, v))
     (_, heads, size), (groups, width), count = v.shape, k.shape[1:], pages.decodes
     y = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     if count:
@@ -596,12 +593,8 @@ def delta_rule_continued(
         _decode[(count, heads, cdiv(size, FEATURES))](
             *(q, k, v, decay, beta, entries, pages.state_slot, pages.lengths, y, heads, heads // groups, width, size),
             *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *decay.stride(), *beta.stride()),
-            WIDTH=next_power(width),
-            VALUES=FEATURES,
-            PDL=pdl,
-            launch_pdl=pdl,
-            num_warps=4,
-        )
+            WIDTH=next_power(width), VALUES=FEATURES, PDL=pdl, launch_pdl=pdl, num_warps=4,
+        )  # fmt: skip
     if count < len(pages.query_lengths):
         _prefill(q, k, v, decay, beta, entries, pages, y)
     return y

@@ -16,7 +16,7 @@ from megalight.ops.divergence import chunked, top_k
 from megalight.ops.divergence.spec import KINDS as KINDS
 from megalight.ops.divergence.spec import DivergenceKernels, Measure
 from megalight.ops.divergence.spec import Projection as Projection
-from megalight.registry import Backend, BackendRegistry, remembered
+from megalight.registry import Backend, BackendRegistry, choose
 from megalight.types import TopTokens
 
 TOP_KINDS = ("forward_kl", "cross_entropy")
@@ -47,11 +47,6 @@ _TRITON = DivergenceKernels(lazy(_KERNELS, "statistics"), lazy(_KERNELS, "sums")
 _TORCH = DivergenceKernels(chunked.statistics, chunked.sums, chunked.gradient_)
 DIVERGENCE.register(Backend("triton", partial(chunked.linear_divergence, _TRITON), 20, _triton_why_not))
 DIVERGENCE.register(Backend("reference", partial(chunked.linear_divergence, _TORCH), 0, serve_all))
-
-
-@remembered
-def _choose(spec: DivergenceSpec, backend: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    return DIVERGENCE.select(spec, backend).fn
 
 
 def linear_divergence(
@@ -101,7 +96,9 @@ def linear_divergence(
             student, teacher, labels, temperature, own, chunk, first_row, real, combine, entropy
         )
     teacher = _as_autocast(teacher)
-    fn = _choose(DivergenceSpec(student.hidden.device.type, student.hidden.dtype, teacher.hidden.dtype), backend)
+    fn = choose(
+        DIVERGENCE, DivergenceSpec(student.hidden.device.type, student.hidden.dtype, teacher.hidden.dtype), backend
+    )
     measure = Measure(kind, temperature, own, real, (student.softcap, teacher.softcap))
     return fn(student, teacher, labels, measure, chunk, first_row, combine)
 

@@ -15,11 +15,6 @@ from megalight.ops.cross_entropy.chunked import SHARE, Combine, cut, logits_of, 
 from megalight.ops.divergence.spec import KINDS, DivergenceKernels, Measure, Projection
 
 
-def _capped(logits: Tensor, softcap: float | None) -> Tensor:
-    logits = logits.to(wide(logits.dtype))
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
-
-
 def _logs(
     student: Tensor, teacher: Tensor, logsumexp: Tensor, measure: Measure
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
@@ -27,7 +22,8 @@ def _logs(
     # Without real rows, this part of the vocabulary has probability 0.
     for block in cross_entropy.blocks(student) if measure.real else ():
         log_q, log_p = (
-            _capped(logits[block, : measure.real], cap) / measure.temperature - logsumexp[place, block, None]
+            cross_entropy.capped(logits[block, : measure.real], cap) / measure.temperature
+            - logsumexp[place, block, None]
             for place, (logits, cap) in enumerate(zip((student, teacher), measure.caps, strict=True))
         )
         yield block, log_p, log_q
@@ -40,7 +36,7 @@ def statistics(student: Tensor, teacher: Tensor, labels: Tensor, measure: Measur
     target = torch.zeros_like(logsumexp[0])
     for block in cross_entropy.blocks(student) if measure.real else ():
         for place, (logits, cap) in enumerate(zip((student, teacher), measure.caps, strict=True)):
-            values = _capped(logits[block, : measure.real], cap) / measure.temperature
+            values = cross_entropy.capped(logits[block, : measure.real], cap) / measure.temperature
             logsumexp[place, block] = values.logsumexp(-1)
     if measure.own:
         logsumexp[2], target = cross_entropy.statistics(student, labels, measure.real, measure.caps[0])
@@ -73,7 +69,7 @@ def gradient_(
         # log q = z / temperature - logsumexp, and the derivative of the log-sum-exp is q / temperature.
         slope = KINDS[measure.kind](log_p, log_q)[1] - log_q.exp() * slopes[block, None]
         slope.mul_(grad[block, None] / measure.temperature)
-        values = _capped(student[block, :real], cap)
+        values = cross_entropy.capped(student[block, :real], cap)
         if measure.own:
             factor = grad_own[block, None]
             slope += (values - logsumexp[2, block, None]).exp() * factor
@@ -154,7 +150,7 @@ class _LinearDivergence(torch.autograd.Function):
         logsumexp = torch.empty(3, tokens, dtype=wide(hidden.dtype), device=hidden.device)
         target = torch.zeros_like(logsumexp)  # like the sums, for `combine`; the first row is used
         kept: list[tuple[Tensor, Tensor]] = []
-        for part in _parts(tokens, plan.chunk):
+        for part in parts_of(tokens, plan.chunk):
             logits = _both(sides, part)
             logsumexp[:, part], target[0, part] = plan.rows.statistics(*logits, labels[part], plan.measure)
             if len(kept) < plan.kept:
@@ -164,7 +160,7 @@ class _LinearDivergence(torch.autograd.Function):
             logsumexp, target = combine(logsumexp, target)
         # Rows: the divergence, and the sum of its slopes.
         sums = torch.empty_like(logsumexp[:2])
-        for number, part in enumerate(_parts(tokens, plan.chunk)):
+        for number, part in enumerate(parts_of(tokens, plan.chunk)):
             logits = kept[number] if number < len(kept) else _both(sides, part)
             sums[:, part] = plan.rows.sums(*logits, logsumexp[:, part], plan.measure)
         if combine is not None:
@@ -189,7 +185,7 @@ class _LinearDivergence(torch.autograd.Function):
         grad, grad_own = (given.masked_fill(ignored, 0.0).contiguous() for given in (grad, grad_own))
 
         def slopes_of_logits() -> Iterator[tuple[slice, Tensor]]:
-            for part in _parts(hidden.shape[0], plan.chunk):
+            for part in parts_of(hidden.shape[0], plan.chunk):
                 # In place: from here on `student` holds the gradient of the student's logits.
                 student, teachers = kept.pop(0) if kept else _both(sides, part)
                 of_part = logsumexp[:, part], slopes[part], grad[part], grad_own[part]
@@ -206,7 +202,8 @@ def _without(ignored: Tensor, hidden: Tensor) -> Tensor:
     return hidden.masked_fill(ignored[:, None], 0)
 
 
-def _parts(tokens: int, chunk: int) -> list[slice]:
+def parts_of(tokens: int, chunk: int) -> list[slice]:
+    """Return the chunks of the tokens."""
     return [slice(start, start + chunk) for start in range(0, tokens, chunk)]
 
 

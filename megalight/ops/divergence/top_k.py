@@ -13,6 +13,7 @@ from megalight.ops import cross_entropy
 from megalight.ops.common import once_differentiable, wide
 from megalight.ops.cross_entropy import statistics
 from megalight.ops.cross_entropy.chunked import SHARE, Combine, cut, logits_of, memory_of, propagate
+from megalight.ops.divergence.chunked import parts_of
 from megalight.ops.divergence.spec import Projection
 from megalight.types import TopTokens
 
@@ -92,7 +93,7 @@ class _TopDivergence(torch.autograd.Function):
             logsumexp[2] = 0
         target = torch.zeros_like(logsumexp)
         kept: list[Tensor] = []
-        for part in _parts(tokens, plan.chunk):
+        for part in parts_of(tokens, plan.chunk):
             logits = logits_of(rows[part], weight, bias)
             for block, values in _blocks(logits, plan):
                 here = slice(part.start + block.start, part.start + block.start + len(values))
@@ -132,7 +133,7 @@ class _TopDivergence(torch.autograd.Function):
         grad, grad_own = grad.masked_fill(ignored, 0.0), grad_own.masked_fill(ignored, 0.0)
 
         def slopes() -> Iterator[tuple[slice, Tensor]]:
-            for part in _parts(hidden.shape[0], plan.chunk):
+            for part in parts_of(hidden.shape[0], plan.chunk):
                 logits = kept.pop(0) if kept else logits_of(hidden[part], weight, bias)
                 given = ids[part], probs[part], labels[part], logsumexp[:, part], grad[part], grad_own[part]
                 _gradient_(logits, *given, plan)
@@ -142,20 +143,11 @@ class _TopDivergence(torch.autograd.Function):
         return (*grads, *(None,) * 5)
 
 
-def _parts(tokens: int, chunk: int) -> list[slice]:
-    return [slice(start, start + chunk) for start in range(0, tokens, chunk)]
-
-
-def _capped(logits: Tensor, plan: TopKConstants) -> Tensor:
-    logits = logits[:, : plan.real].to(wide(logits.dtype))
-    return logits if plan.softcap is None else plan.softcap * torch.tanh(logits / plan.softcap)
-
-
 def _blocks(logits: Tensor, plan: TopKConstants) -> Iterator[tuple[slice, Tensor]]:
     """Yield blocks of rows with the student's logits at the temperature."""
     # Without real rows, this part of the vocabulary has probability 0.
     for block in cross_entropy.blocks(logits) if plan.real else ():
-        yield block, _capped(logits[block], plan) / plan.temperature
+        yield block, cross_entropy.capped(logits[block, : plan.real], plan.softcap) / plan.temperature
 
 
 def _columns(ids: Tensor, plan: TopKConstants) -> tuple[Tensor, Tensor]:

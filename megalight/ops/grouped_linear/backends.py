@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from torch import Tensor
 from megalight.ops.common import HALF, lazy, serve_all, triton_why_not, wide
 from megalight.ops.linear import weight_gradient
 from megalight.ops.parameter import put
-from megalight.registry import Backend, BackendRegistry, remembered
+from megalight.registry import Backend, BackendRegistry, choose
 
 
 def groups(offsets: Tensor, sizes: Sequence[int] | None) -> Iterator[tuple[int, slice]]:
@@ -71,7 +71,10 @@ def torch_accumulate(
     main_grad: Tensor, grad_y: Tensor, x: Tensor, offsets: Tensor, sizes: Sequence[int] | None, write: bool
 ) -> None:
     """Add each group's ``grad_y^T x`` by the backend of dense layers, or write it."""
-    add = weight_gradient.choose(weight_gradient.WeightGradientSpec(grad_y.device.type, grad_y.dtype, main_grad.dtype))
+    add = choose(
+        weight_gradient.WGRAD,
+        weight_gradient.WeightGradientSpec(grad_y.device.type, grad_y.dtype, main_grad.dtype),
+    )
     for expert, rows in groups(offsets, sizes):
         if rows.start != rows.stop:
             add(main_grad[expert], grad_y[rows], x[rows], write)
@@ -155,15 +158,6 @@ PRODUCT.register(Backend("reference", reference_product, 0, serve_all))
 WGRAD.register(Backend("triton", lazy(_TRITON, "accumulate"), 30, _hopper_why_not))
 WGRAD.register(Backend("loop", torch_accumulate, 10, _loop_why_not))
 WGRAD.register(Backend("reference", reference_accumulate, 0, serve_all))
-
-
-@remembered
-def choose(
-    registry: BackendRegistry[GroupedLinearSpec, Any], spec: GroupedLinearSpec, backend: str = "auto"
-) -> Callable[..., Any]:
-    """Return the function that serves ``spec``."""
-    found: Callable[..., Any] = registry.select(spec, backend).fn
-    return found
 
 
 def reads_sizes(spec: GroupedLinearSpec, backend: str = "auto") -> bool:

@@ -18,7 +18,7 @@ from megalight.ops.parameter import put
 from megalight.ops.permute import GROUP, most_columns
 from megalight.ops.quantize import quantize, tile_amax
 from megalight.ops.quantize.formats import Quantized, Scheme
-from megalight.registry import Backend, BackendRegistry, remembered
+from megalight.registry import Backend, BackendRegistry, choose
 
 
 def columns(x: Tensor, scheme: Scheme, offsets: Tensor | None, amax: Tensor | None) -> Quantized:
@@ -97,7 +97,7 @@ def columns_of_groups(
         and is filled up with zeros to the next. ``L`` is the most that can be needed; the columns after the last group
         are not set.
     """
-    cast: Quantized = _choose(COLUMNS, GroupedScaledSpec(x.device.type, scheme, scheme, x.dtype), backend)(
+    cast: Quantized = choose(COLUMNS, GroupedScaledSpec(x.device.type, scheme, scheme, x.dtype), backend)(
         x, scheme, offsets, amax
     )
     return cast
@@ -112,7 +112,7 @@ def columns_of_stack(weight: Tensor, scheme: Scheme, amax: Tensor | None = None,
         quantized values ``[E * in, out]`` with scales ``[E * in, 1]``.
     """
     spec = GroupedScaledSpec(weight.device.type, scheme, scheme, weight.dtype)
-    cast: Quantized = _choose(COLUMNS, spec, backend)(weight, scheme, None, amax)
+    cast: Quantized = choose(COLUMNS, spec, backend)(weight, scheme, None, amax)
     return cast
 
 
@@ -137,7 +137,7 @@ def product(
         fast: whether sums may have fewer bits than float32.
     """
     spec = GroupedScaledSpec(x.data.device.type, x.scheme, weight.scheme, dtype)
-    y: Tensor = _choose(PRODUCT, spec, backend)(x, weight, offsets, dtype, fast)
+    y: Tensor = choose(PRODUCT, spec, backend)(x, weight, offsets, dtype, fast)
     return y
 
 
@@ -158,7 +158,7 @@ def add_weight_gradient(
         write: overwrite instead: zeros for groups without rows.
     """
     spec = GroupedScaledSpec(main_grad.device.type, grad.scheme, x.scheme, main_grad.dtype)
-    _choose(WGRAD, spec, backend)(main_grad, grad, x, offsets, write)
+    choose(WGRAD, spec, backend)(main_grad, grad, x, offsets, write)
 
 
 def why_not(spec: GroupedScaledSpec) -> str | None:
@@ -167,14 +167,6 @@ def why_not(spec: GroupedScaledSpec) -> str | None:
         if registry.select(spec).name == "reference":
             return "; ".join(f"{row.name}: {reason}" for row, reason in registry.table(spec) if reason is not None)
     return None
-
-
-@remembered
-def _choose(
-    registry: BackendRegistry[GroupedScaledSpec, Any], spec: GroupedScaledSpec, backend: str
-) -> Callable[..., Any]:
-    found: Callable[..., Any] = registry.select(spec, backend).fn
-    return found
 
 
 def scheme_why_not(scheme: Scheme) -> str | None:

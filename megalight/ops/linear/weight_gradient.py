@@ -11,13 +11,13 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from megalight.ops.common import HALF, cuda_why_not, serve_all, triton_why_not, wide
+from megalight.ops.common import HALF, cuda_why_not, last_contiguous, serve_all, triton_why_not, wide
 from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
 from megalight.ops.linear import aligned
 from megalight.ops.linear.aligned import Accumulate
 from megalight.ops.parameter import main_grad_of, put, state_of
 from megalight.ops.quantize import Quantized
-from megalight.registry import Backend, BackendRegistry, remembered
+from megalight.registry import Backend, BackendRegistry, choose
 
 TILE = {"BLOCK_OUT": 128, "BLOCK_IN": 256, "BLOCK_TOKENS": 64, "GROUP": 8, "num_warps": 8, "num_stages": 4}
 """Shape of an output tile, tokens per step, and number of tile rows that share operands in the L2 cache."""
@@ -65,8 +65,8 @@ def accumulate(main_grad: Tensor, grad_y: Tensor, x: Tensor, write: bool) -> Non
     """
     size_out, size_in = main_grad.shape
     # The kernel needs unit stride in the last dim.
-    grad_y = grad_y if grad_y.stride(-1) == 1 else grad_y.contiguous()
-    x = x if x.stride(-1) == 1 else x.contiguous()
+    grad_y = last_contiguous(grad_y)
+    x = last_contiguous(x)
     tiles = cdiv(size_out, TILE["BLOCK_OUT"]) * cdiv(size_in, TILE["BLOCK_IN"])
     _accumulate[(tiles,)](
         main_grad, grad_y, x, grad_y.shape[0], size_out, size_in, main_grad.stride(0), grad_y.stride(0), x.stride(0),
@@ -155,12 +155,6 @@ WGRAD.register(Backend("triton", accumulate, 10, _triton_why_not))
 WGRAD.register(Backend("reference", _reference, 1, serve_all))
 
 
-@remembered
-def choose(spec: WeightGradientSpec, backend: str = "auto") -> Accumulate:
-    """Return the function that accumulates for ``spec``."""
-    return WGRAD.select(spec, backend).fn
-
-
 def add_weight_gradient(weight: Tensor, grad_y: Tensor, x: Tensor | Quantized) -> None:
     """Add ``grad_y^T x`` to the main gradient of ``weight``, ``[out, in]``, and report it.
 
@@ -183,7 +177,7 @@ def add_weight_gradient(weight: Tensor, grad_y: Tensor, x: Tensor | Quantized) -
             grad_y, x = grad_y.reshape(-1, grad_y.shape[-1]), x.reshape(-1, x.shape[-1])
         if x.dtype != grad_y.dtype:
             x = x.to(grad_y.dtype)
-        accumulate = choose(WeightGradientSpec(grad_y.device.type, grad_y.dtype, main_grad.dtype))
+        accumulate = choose(WGRAD, WeightGradientSpec(grad_y.device.type, grad_y.dtype, main_grad.dtype))
         odd = (main_grad.shape[0] | main_grad.shape[1]) % aligned.MULTIPLE and aligned.pays(x, main_grad.shape)
         if odd and len(x):
             aligned.add_weight_gradient(accumulate, main_grad, grad_y, x, write)

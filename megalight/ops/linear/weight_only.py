@@ -99,11 +99,6 @@ def weight_only_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
     if parts > 1:
         _add_parts[(cdiv(y.numel(), 1024),)](
             *(sums, bias, y, y.numel(), out),
-            BIAS=bias is not None,
-            PARTS=parts,
-            BLOCK=1024,
-            PDL=pdl,
-            launch_pdl=pdl,
-            num_warps=4,
-        )
+            BIAS=bias is not None, PARTS=parts, BLOCK=1024, PDL=pdl, launch_pdl=pdl, num_warps=4,
+        )  # fmt: skip
     return y

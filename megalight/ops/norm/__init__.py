@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalight.ops.batch_invariant import MODE, refuse, rowwise
-from megalight.ops.common import lazy, select, serve_all, triton_why_not, whole_why_not, wide
-from megalight.registry import Backend, BackendRegistry, remembered
+from megalight.ops.common import choose_measured, lazy, serve_all, triton_why_not, whole_why_not, wide
+from megalight.registry import Backend, BackendRegistry
 
 
 def reference_rms_norm(
@@ -119,13 +119,6 @@ ADD_LAYER_NORM.register(Backend("torch", torch_add_layer_norm, 10, _torch_why_no
 ADD_LAYER_NORM.register(Backend("reference", reference_add_layer_norm, 0, serve_all))
 
 
-@remembered
-def _choose(
-    registry: BackendRegistry[NormSpec, Callable[..., Any]], spec: NormSpec, backend: str
-) -> Callable[..., Any]:
-    return select(registry, spec, backend)
-
-
 def check_backend(
     registry: BackendRegistry[NormSpec, Any],
     weight: Tensor,
@@ -147,7 +140,7 @@ def check_backend(
     Raises:
         BackendError: it cannot, with the reason of each backend.
     """
-    _choose(registry, NormSpec(device, weight.dtype, factor, weight.shape[0], divided), backend)
+    choose_measured(registry, NormSpec(device, weight.dtype, factor, weight.shape[0], divided), backend)
 
 
 def _spec(x: Tensor, weight: Tensor) -> NormSpec:
@@ -163,7 +156,7 @@ def _invariant(
     *rest: Any,
 ) -> Any:
     """Norm in batch-invariant mode. The kernels have a fixed tile for each size."""
-    fn = _choose(registry, _spec(x, weight), "triton" if x.is_cuda else backend)
+    fn = choose_measured(registry, _spec(x, weight), "triton" if x.is_cuda else backend)
     if registry in (RMS_NORM, LAYER_NORM):
         return rowwise(lambda row: fn(row, weight, *rest), x)
     if residual is None:
@@ -195,9 +188,11 @@ def rms_norm(
             refuse("norms whose rows are divided over devices")
         out: Tensor = _invariant(RMS_NORM, x, None, weight, backend, eps)
     elif average is None:
-        out = _choose(RMS_NORM, _spec(x, weight), backend)(x, weight, eps)
+        out = choose_measured(RMS_NORM, _spec(x, weight), backend)(x, weight, eps)
     else:
-        out = _choose(RMS_NORM, _spec(x, weight)._replace(divided=True), backend)(x, weight, eps, average=average)
+        out = choose_measured(RMS_NORM, _spec(x, weight)._replace(divided=True), backend)(
+            x, weight, eps, average=average
+        )
     return out
 
 
@@ -206,7 +201,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, backe
     if MODE.on:
         out: Tensor = _invariant(LAYER_NORM, x, None, weight, backend, bias, eps)
     else:
-        out = _choose(LAYER_NORM, _spec(x, weight), backend)(x, weight, bias, eps)
+        out = choose_measured(LAYER_NORM, _spec(x, weight), backend)(x, weight, bias, eps)
     return out
 
 
@@ -229,7 +224,7 @@ def add_rms_norm(
         return out
     # the request is written out: every layer comes here twice
     spec = NormSpec(x.device.type, x.dtype, weight.dtype, weight.shape[0])
-    out = _choose(ADD_RMS_NORM, spec, backend)(x, residual, weight, eps)
+    out = choose_measured(ADD_RMS_NORM, spec, backend)(x, residual, weight, eps)
     return out
 
 
@@ -246,7 +241,7 @@ def add_layer_norm(
     if MODE.on:
         out: tuple[Tensor, Tensor] = _invariant(ADD_LAYER_NORM, x, residual, weight, backend, bias, eps)
     else:
-        out = _choose(ADD_LAYER_NORM, _spec(x, weight), backend)(x, residual, weight, bias, eps)
+        out = choose_measured(ADD_LAYER_NORM, _spec(x, weight), backend)(x, residual, weight, bias, eps)
     return out
 
 

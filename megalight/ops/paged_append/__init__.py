@@ -21,7 +21,7 @@ from torch import Tensor
 from megalight.ops.common import fp8_why_not, lazy, serve_all, triton_why_not
 from megalight.ops.quantize.formats import LARGEST, to_fp8
 from megalight.ops.rotary import reference_apply_rotary
-from megalight.registry import Backend, BackendRegistry, remembered
+from megalight.registry import Backend, BackendRegistry, choose
 
 
 def reference_paged_append(
@@ -99,11 +99,6 @@ APPEND_LATENTS.register(Backend("triton", _triton_latents, 20, _triton_why_not))
 APPEND_LATENTS.register(Backend("reference", reference_append_latents, 0, serve_all))
 
 
-@remembered
-def _choose(spec: PagedAppendSpec, backend: str) -> Callable[..., Tensor]:
-    return PAGED_APPEND.select(spec, backend).fn
-
-
 def paged_append(
     q: Tensor,
     k: Tensor,
@@ -133,13 +128,8 @@ def paged_append(
         scales: ``[N, Hkv]`` float32 of pools in e4m3, for keys and for values. None: the pools have the dtype of ``k``.
         backend: name of a backend.
     """
-    fn = _choose(PagedAppendSpec(q.device.type, q.dtype, scales is not None), backend)
+    fn = choose(PAGED_APPEND, PagedAppendSpec(q.device.type, q.dtype, scales is not None), backend)
     return fn(q, k, v, k_pool, v_pool, write, cos, sin, interleaved, scales)
-
-
-@remembered
-def _choose_latents(spec: PagedAppendSpec, backend: str) -> Callable[..., None]:
-    return APPEND_LATENTS.select(spec, backend).fn
 
 
 def append_latents(
@@ -164,4 +154,4 @@ def append_latents(
         backend: name of a backend.
     """
     spec = PagedAppendSpec(latent.device.type, latent.dtype, quantized=True)
-    _choose_latents(spec, backend)(latent, key, latent_pool, rotary_pool, scales, write)
+    choose(APPEND_LATENTS, spec, backend)(latent, key, latent_pool, rotary_pool, scales, write)

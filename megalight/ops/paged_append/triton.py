@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megalight.ops.common import last_contiguous
 from megalight.ops.jit import OVERLAP, Value, constexpr, jit, next_power, start_dependents, tl, triton
 from megalight.ops.rotary.triton import turn
 
@@ -92,7 +93,7 @@ def append_latents(
     latent: Tensor, key: Tensor, latent_pool: Tensor, rotary_pool: Tensor, scales: Tensor, write: Tensor
 ) -> None:
     """See :func:`megalight.ops.paged_append.append_latents`."""
-    latent, key = (t if t.stride(-1) == 1 else t.contiguous() for t in (latent, key))
+    latent, key = (last_contiguous(t) for t in (latent, key))
     pdl = OVERLAP.on
     _append_latent[(len(latent),)](
         *(latent, key, latent_pool, rotary_pool, scales, write, latent.stride(0), key.stride(0)),
@@ -122,17 +123,14 @@ def paged_append(
             _, heads, size = rows.shape
             _quantize[(len(rows),)](
                 *(rows, pool, scale, write),
-                HEADS=heads,
-                HEAD_BLOCK=next_power(heads),
-                DIM=size,
-                DIM_BLOCK=next_power(size),
-            )
+                HEADS=heads, HEAD_BLOCK=next_power(heads), DIM=size, DIM_BLOCK=next_power(size),
+            )  # fmt: skip
         return out
     (tokens, heads, size), kv_heads, value_size = q.shape, k.shape[1], v.shape[-1]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     half = size // 2 if cos is None else cos.shape[-1]
     pdl = OVERLAP.on
-    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+    q, k, v = (last_contiguous(t) for t in (q, k, v))
     _append[(tokens,)](
         *(q, k, v, out, k_pool, v_pool, write, cos, sin), *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2]),
         HEADS=heads, HEAD_BLOCK=next_power(heads), KV_HEADS=kv_heads, KV_BLOCK=next_power(kv_heads), HEAD_DIM=size,

@@ -15,7 +15,7 @@ from megalight.ops.attention.torch_kernels import softmax
 from megalight.ops.batch_invariant import MODE, refuse
 from megalight.ops.common import HALF, cuda_why_not, fp8_why_not, lazy, serve_all, triton_why_not, wide
 from megalight.ops.paged_append import dequantize_heads
-from megalight.registry import Backend, BackendRegistry, remembered
+from megalight.registry import Backend, BackendRegistry, choose
 from megalight.types import Pages
 
 
@@ -179,11 +179,6 @@ PAGED_ATTENTION.register(Backend("triton", _triton, 20, _triton_why_not))
 PAGED_ATTENTION.register(Backend("reference", reference_paged_attention, 0, serve_all))
 
 
-@remembered
-def _choose(spec: PagedAttentionSpec, backend: str) -> Callable[..., Tensor]:
-    return PAGED_ATTENTION.select(spec, backend).fn
-
-
 def paged_attention(
     q: Tensor,
     k_pool: Tensor,
@@ -247,7 +242,7 @@ def paged_attention(
         sink is not None,
         scales is not None,
     )
-    fn = _choose(spec, backend)
+    fn = choose(PAGED_ATTENTION, spec, backend)
     # Only backends that serve latents in e4m3 are chosen then.
     more = () if rotary_pool is None else (rotary_pool,)
     return fn(q, k_pool, v_pool, pages, causal, scale, window, chunk, softcap, sink, scales, *more)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalight.ops.common import num_sms
+from megalight.ops.common import last_contiguous, num_sms
 from megalight.ops.jit import (
     LOG2E,
     OVERLAP,
@@ -319,7 +319,7 @@ def paged_attention(
 
     ``fixed``: blocks do not depend on the batch, and keys are not split (:mod:`megalight.ops.batch_invariant`).
     """
-    q = q if q.stride(-1) == 1 else q.contiguous()
+    q = last_contiguous(q)
     out = torch.empty(*q.shape[:2], v_pool.shape[-1], dtype=q.dtype, device=q.device)
     options = (causal, scale, window, chunk, softcap, sink, scales, rotary_pool, fixed)
     lengths = pages.query_lengths

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalight.ops.batch_invariant import MODE, rowwise
 from megalight.ops.common import lazy, serve_all, triton_why_not, wide
-from megalight.registry import Backend, BackendRegistry, remembered
+from megalight.registry import Backend, BackendRegistry, choose
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,13 +126,6 @@ PERMUTE.register(Backend("reference", reference_permute, 0, serve_all))
 UNPERMUTE.register(Backend("reference", reference_unpermute, 0, serve_all))
 
 
-@remembered
-def _choose(
-    registry: BackendRegistry[PermuteSpec, Callable[..., Any]], spec: PermuteSpec, backend: str
-) -> Callable[..., Any]:
-    return registry.select(spec, backend).fn
-
-
 def permutation(
     experts: Tensor,
     num_experts: int,
@@ -172,7 +165,7 @@ def permutation(
     elif rows is None:
         rows = most_rows(experts.numel(), num_experts, alignment)
     spec = PermuteSpec(experts.device.type, torch.bfloat16, torch.float32, num_experts)
-    found: Permutation = _choose(PERMUTATION, spec, backend)(experts, num_experts, alignment, capacity, rows)
+    found: Permutation = choose(PERMUTATION, spec, backend)(experts, num_experts, alignment, capacity, rows)
     return found
 
 
@@ -211,7 +204,7 @@ def permute(
     """
     probs_dtype = torch.float32 if probs is None else probs.dtype
     spec = PermuteSpec(x.device.type, x.dtype, probs_dtype, where.sizes.shape[0])
-    found: tuple[Tensor, Tensor | None] = _choose(PERMUTE, spec, backend)(x, where, probs)
+    found: tuple[Tensor, Tensor | None] = choose(PERMUTE, spec, backend)(x, where, probs)
     return found
 
 
@@ -227,7 +220,7 @@ def unpermute(rows: Tensor, where: Permutation, probs: Tensor | None = None, bac
     """
     probs_dtype = torch.float32 if probs is None else probs.dtype
     spec = PermuteSpec(rows.device.type, rows.dtype, probs_dtype, where.sizes.shape[0])
-    fn = _choose(UNPERMUTE, spec, backend)
+    fn = choose(UNPERMUTE, spec, backend)
     if MODE.on:
         return _invariant(fn, rows, where, probs)
     out: Tensor = fn(rows, where, probs)

@@ -25,7 +25,7 @@ from megalight.ops.quantize.formats import (
 from megalight.ops.quantize.formats import Cast as Cast
 from megalight.ops.quantize.formats import Quantized as Quantized
 from megalight.ops.quantize.formats import Scheme as Scheme
-from megalight.registry import Backend, BackendRegistry, remembered
+from megalight.registry import Backend, BackendRegistry, choose
 
 SIZE = 16
 SIGNS = (1, -1, 1, 1, -1, -1, 1, -1, 1, 1, -1, 1, -1, -1, -1, 1)
@@ -197,23 +197,13 @@ def cast(
     spec = QuantizeSpec(x.device.type, x.dtype, rows, columns)
     short = -x.shape[1] % fill
     width = x.shape[1] + short if short else None
-    return _choose(spec, backend)(x, rows, columns, amax, amax_t, generator, tell, width)
+    return choose(QUANTIZE, spec, backend)(x, rows, columns, amax, amax_t, generator, tell, width)
 
 
 def transpose(quantized: Quantized, backend: str = "auto") -> Quantized:
     """Transpose a quantized matrix ``[R, K]`` that has one scale. The result is row-major."""
     spec = QuantizeSpec(quantized.data.device.type, quantized.data.dtype, quantized.scheme, quantized.scheme)
-    return Quantized(_choose_transpose(spec, backend)(quantized.data), quantized.scale, quantized.scheme)
-
-
-@remembered
-def _choose_transpose(spec: QuantizeSpec, backend: str) -> Callable[[Tensor], Tensor]:
-    return TRANSPOSE.select(spec, backend).fn
-
-
-@remembered
-def _choose(spec: QuantizeSpec, backend: str) -> CastFn:
-    return QUANTIZE.select(spec, backend).fn
+    return Quantized(choose(TRANSPOSE, spec, backend)(quantized.data), quantized.scale, quantized.scheme)
 
 
 def _reference(

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megalight.errors import ConfigurationError, nearest
-from megalight.ops.common import lazy, select, serve_all, triton_why_not, wide
-from megalight.registry import Backend, BackendRegistry, remembered
+from megalight.ops.common import choose_measured, lazy, serve_all, triton_why_not, wide
+from megalight.registry import Backend, BackendRegistry
 
 
 @dataclass(frozen=True)
@@ -354,13 +354,6 @@ ROTATE_QKV.register(Backend("triton", lazy(_TRITON, "rotate_qkv", measures=True)
 ROTATE_QKV.register(Backend("reference", reference_rotate_qkv, 0, serve_all))
 
 
-@remembered
-def _choose(
-    registry: BackendRegistry[RotarySpec, Callable[..., Any]], spec: RotarySpec, backend: str
-) -> Callable[..., Any]:
-    return select(registry, spec, backend)
-
-
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, backend: str = "auto") -> Tensor:
     """Rotate the first ``r = 2 * cos.shape[-1]`` features of every head.
 
@@ -371,7 +364,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False,
         interleaved: whether pairs are neighbors ``(2i, 2i+1)`` (GPT-J) instead of ``(i, i + r/2)`` (Llama, NeoX).
         backend: name of a backend.
     """
-    out: Tensor = _choose(APPLY_ROTARY, RotarySpec(x.device.type, x.dtype, cos.dtype), backend)(
+    out: Tensor = choose_measured(APPLY_ROTARY, RotarySpec(x.device.type, x.dtype, cos.dtype), backend)(
         x, cos, sin, interleaved
     )
     return out
@@ -403,6 +396,6 @@ def rotate_qkv(
     Returns:
         ``q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]``.
     """
-    fn = _choose(ROTATE_QKV, RotarySpec(qkv.device.type, qkv.dtype, cos.dtype), backend)
+    fn = choose_measured(ROTATE_QKV, RotarySpec(qkv.device.type, qkv.dtype, cos.dtype), backend)
     out: tuple[Tensor, Tensor, Tensor] = fn(qkv, num_heads, num_kv_heads, head_dim, cos, sin, interleaved)
     return out

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from megalight.ops.common import apply, once_differentiable, serve_all, triton_why_not
+from megalight.ops.common import apply, last_contiguous, once_differentiable, serve_all, triton_why_not
 from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
 from megalight.ops.note import QuantizedCasts, elided_output
 from megalight.ops.quantize import Scheme, amax_of, cast, whole_cast_why_not
@@ -22,7 +22,7 @@ from megalight.ops.quantize.triton import (
     write_quantized,
 )
 from megalight.ops.rotary import rotate_qkv
-from megalight.registry import Backend, BackendRegistry, remembered
+from megalight.registry import Backend, BackendRegistry, choose
 
 TOKENS = 32
 """Tokens of a program."""
@@ -115,7 +115,7 @@ def triton_cast_qkv_gradient(
     amax: Tensor,
 ) -> QuantizedCasts:
     """Implement :func:`megalight.ops.rotary.quantized.cast_qkv_gradient`; ``interleaved`` is not served."""
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = (last_contiguous(x) for x in (q, k, v))
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     features = (heads + 2 * kv_heads) * head_dim
@@ -193,12 +193,7 @@ def cast_qkv_gradient(
     spec = QuantizedRotarySpec(
         q.device.type, q.dtype, cos.dtype, q.shape[2], 2 * cos.shape[1], interleaved, rows, columns
     )
-    return _choose(spec, backend)(q, k, v, cos, sin, interleaved, rows, columns, amax)
-
-
-@remembered
-def _choose(spec: QuantizedRotarySpec, backend: str) -> CastGradient:
-    return CAST_QKV_GRADIENT.select(spec, backend).fn
+    return choose(CAST_QKV_GRADIENT, spec, backend)(q, k, v, cos, sin, interleaved, rows, columns, amax)
 
 
 def _reference(

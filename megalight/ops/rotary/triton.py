@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalight.ops.common import apply, once_differentiable
+from megalight.ops.common import apply, last_contiguous, once_differentiable
 from megalight.ops.jit import Value, constexpr, jit, next_power, tl
 from megalight.ops.quantize.amax_history import annotate_amax
 
@@ -150,13 +150,8 @@ def _heads(heads: int, kv_heads: int, head_dim: int, half: int) -> dict[str, int
     }
 
 
-def _rows(x: Tensor) -> Tensor:
-    """Return ``x`` with a contiguous last dim."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def _run_apply(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool) -> Tensor:
-    x = _rows(x)
+    x = last_contiguous(x)
     tokens, heads, head_dim = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if tokens:
@@ -236,7 +231,7 @@ class _RotateQKV(torch.autograd.Function):
         q = qkv.new_empty(tokens, num_heads, head_dim)
         k = qkv.new_empty(tokens, num_kv_heads, head_dim)
         v = qkv.new_empty(tokens, num_kv_heads, head_dim)
-        _run_qkv(_rows(qkv), q, k, v, cos, sin, interleaved, False)
+        _run_qkv(last_contiguous(qkv), q, k, v, cos, sin, interleaved, False)
         return q, k, v
 
     @staticmethod
@@ -246,7 +241,8 @@ class _RotateQKV(torch.autograd.Function):
         packed = grad_q.new_empty(grad_q.shape[0], ctx.features)
         # The gradient of the projection's output is cast to 8 bits next: its magnitude is found while it is written.
         parts = packed.new_empty(len(packed), dtype=torch.float32) if ctx.measure else None
-        _run_qkv(packed, _rows(grad_q), _rows(grad_k), _rows(grad_v), cos, sin, ctx.interleaved, True, parts)
+        q, k, v = map(last_contiguous, (grad_q, grad_k, grad_v))
+        _run_qkv(packed, q, k, v, cos, sin, ctx.interleaved, True, parts)
         if parts is not None:
             annotate_amax(packed, parts)
         return packed, None, None, None, None, None, None, None

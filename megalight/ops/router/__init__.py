@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megalight.errors import nearest
 from megalight.ops.common import lazy, serve_all, triton_why_not, wide
-from megalight.registry import Backend, BackendRegistry, remembered
+from megalight.registry import Backend, BackendRegistry, choose
 
 SCORES = ("softmax", "sigmoid")
 """Names of the score functions."""
@@ -208,13 +208,6 @@ ROUTE.register(Backend("reference", reference_route, 0, serve_all))
 STATISTICS.register(Backend("reference", reference_statistics, 0, serve_all))
 
 
-@remembered
-def _choose(
-    registry: BackendRegistry[RouterSpec, Callable[..., Any]], spec: RouterSpec, backend: str
-) -> Callable[..., Any]:
-    return registry.select(spec, backend).fn
-
-
 def route(logits: Tensor, rule: Rule, bias: Tensor | None = None, backend: str = "auto") -> Routes:
     """Choose ``rule.k`` experts for each token. Of equal scores, the expert with the lower index is chosen.
 
@@ -233,7 +226,7 @@ def route(logits: Tensor, rule: Rule, bias: Tensor | None = None, backend: str =
     if bias is not None and rule.score == "softmax" and not rule.pre_softmax:
         raise ValueError("a bias of the choice needs scores: use sigmoid, or softmax with pre_softmax=True.")
     spec = RouterSpec(logits.device.type, logits.dtype, logits.shape[1], rule.num_groups or 1)
-    routes: Routes = _choose(ROUTE, spec, backend)(logits, rule, bias)
+    routes: Routes = choose(ROUTE, spec, backend)(logits, rule, bias)
     return routes
 
 
@@ -265,5 +258,5 @@ def statistics(
     rule = Rule(k, score)
     rule.check(logits.shape[1])
     spec = RouterSpec(logits.device.type, logits.dtype, logits.shape[1], 1)
-    found: Statistics = _choose(STATISTICS, spec, backend)(logits, rule, cu_seqlens, mask)
+    found: Statistics = choose(STATISTICS, spec, backend)(logits, rule, cu_seqlens, mask)
     return found

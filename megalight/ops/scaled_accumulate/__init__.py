@@ -15,8 +15,7 @@ from megalight.ops.permute import GROUP
 from megalight.ops.quantize import Quantized, Scheme
 from megalight.ops.scaled_accumulate import cublaslt
 from megalight.ops.scaled_mm import SCALED_MM, ScaledMatmulSpec, multiply_into, writes_products
-from megalight.ops.scaled_mm import choose as choose_product
-from megalight.registry import Backend, BackendRegistry, remembered
+from megalight.registry import Backend, BackendRegistry, choose
 
 # 8-bit GEMMs that add to a main gradient in one kernel, with float32 sums after every block of tokens.
 
@@ -94,18 +93,14 @@ def scaled_accumulate(out: Tensor, a: Quantized, b: Quantized, *, write: bool = 
     Raises:
         BackendError: the named backend cannot serve these schemes on this device.
     """
-    choose(ScaledMatmulSpec(a.data.device.type, a.scheme, b.scheme, out.dtype), backend)(out, a, b, write)
-
-
-@remembered
-def choose(spec: ScaledMatmulSpec, backend: str) -> Accumulate:
-    """Return the function that adds for ``spec``."""
-    return SCALED_ACCUMULATE.select(spec, backend).fn
+    choose(SCALED_ACCUMULATE, ScaledMatmulSpec(a.data.device.type, a.scheme, b.scheme, out.dtype), backend)(
+        out, a, b, write
+    )
 
 
 def _reference(out: Tensor, a: Quantized, b: Quantized, write: bool) -> None:
     # The product is rounded to the dtype of `out` once, and added once: one rounding more than the fused kernels.
-    product = choose_product(ScaledMatmulSpec(a.data.device.type, a.scheme, b.scheme, out.dtype), "reference")
+    product = choose(SCALED_MM, ScaledMatmulSpec(a.data.device.type, a.scheme, b.scheme, out.dtype), "reference")
     put(out, product(a, b, out.dtype, False, None), write)
 
 
@@ -114,7 +109,7 @@ def _product_add(out: Tensor, a: Quantized, b: Quantized, write: bool) -> None:
     # A write needs no temporary where the library can put the product straight into `out`.
     if write and multiply_into(out, a, b):
         return
-    product = choose_product(ScaledMatmulSpec(a.data.device.type, a.scheme, b.scheme, out.dtype))
+    product = choose(SCALED_MM, ScaledMatmulSpec(a.data.device.type, a.scheme, b.scheme, out.dtype))
     # Other products have been rounded to bf16: a copy of them in the dtype of `out` would hold the same values.
     dtype = out.dtype if writes_products(product) else torch.bfloat16
     put(out, product(a, b, dtype, False, None), write)
@@ -186,7 +181,7 @@ def accumulate_groups(
         write: whether to overwrite ``out`` instead; a group without columns then gives zeros.
         backend: name of a backend of :mod:`megalight.ops.scaled_accumulate`.
     """
-    add = choose(ScaledMatmulSpec(out.device.type, *schemes, out.dtype), backend)
+    add = choose(SCALED_ACCUMULATE, ScaledMatmulSpec(out.device.type, *schemes, out.dtype), backend)
     if add is cublaslt.accumulate:
         cublaslt.accumulate_groups(out, a, b, sizes, GROUP, write)
         return

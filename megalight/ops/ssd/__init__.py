@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalight.ops.common import HALF, lazy, serve_all, triton_why_not, wide, without_autocast
-from megalight.registry import Backend, BackendRegistry, remembered
+from megalight.registry import Backend, BackendRegistry, choose
 from megalight.types import PackedSequences, Pages
 
 # The scan in plain torch, chunk by chunk (listing 1 of https://arxiv.org/abs/2405.21060, with packed sequences).
@@ -186,11 +186,6 @@ CONTINUED.register(Backend("triton", lazy("megalight.ops.ssd.continued", "ssd_co
 CONTINUED.register(Backend("reference", reference_continued, 0, serve_all))
 
 
-@remembered
-def _choose(spec: SSDSpec, backend: str) -> Callable[..., Tensor]:
-    return SSD.select(spec, backend).fn
-
-
 def ssd(
     x: Tensor,
     dt: Tensor,
@@ -223,12 +218,7 @@ def ssd(
     """
     spec = SSDSpec(x.device.type, x.dtype, x.shape[-1], b.shape[-1])
     # Positions show where sequences begin, without a copy of offsets to the host.
-    return _choose(spec, backend)(x, dt, a, b, c, d, sequences.positions, bias)
-
-
-@remembered
-def _choose_continued(spec: SSDSpec, backend: str) -> Callable[..., Tensor]:
-    return CONTINUED.select(spec, backend).fn
+    return choose(SSD, spec, backend)(x, dt, a, b, c, d, sequences.positions, bias)
 
 
 def ssd_continued(
@@ -259,4 +249,4 @@ def ssd_continued(
     if torch.is_grad_enabled():
         backend = "reference"
     spec = SSDSpec(x.device.type, x.dtype, x.shape[-1], b.shape[-1])
-    return _choose_continued(spec, backend)(x, dt, a, b, c, d, entries, pages, bias)
+    return choose(CONTINUED, spec, backend)(x, dt, a, b, c, d, entries, pages, bias)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megalight.ops.common import last_contiguous
 from megalight.ops.jit import OVERLAP, Value, cdiv, constexpr, jit, next_power, start_dependents, tl
 from megalight.ops.ssd import step_sizes
 from megalight.ops.ssd.triton import CHUNK, PART, TALL, Chunks
@@ -89,7 +90,7 @@ def ssd_continued(
     bias: Tensor | None = None,
 ) -> Tensor:
     """See :func:`megalight.ops.ssd.ssd_continued`."""
-    x, b, c = (rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (x, b, c))
+    x, b, c = (last_contiguous(rows) for rows in (x, b, c))
     (_, heads, size), (groups, width), count = x.shape, b.shape[1:], pages.decodes
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if count:
@@ -124,11 +125,8 @@ def _prefill(
         *(x, b, chunks.to_end, chunks.steps, chunks.kept, states, entries, pages.state_slot, pages.lengths),
         *(pages.cu_queries, firsts, begin, chunks.rows, chunks.count, *chunks.sizes),
         *(*x.stride()[:2], *b.stride()[:2]),
-        CHUNK=CHUNK,
-        SIZE=max(TALL, chunks.blocks["SIZE"]),
-        PART=part,
-        **chunks.launch(pass_states),
-    )
+        CHUNK=CHUNK, SIZE=max(TALL, chunks.blocks["SIZE"]), PART=part, **chunks.launch(pass_states),
+    )  # fmt: skip
     found = chunks.outputs(x, b, c, d, states)[places]
     # Of a recorded pass, only the device knows which tokens decode.
     y[skipped:] = torch.where((places < rows - 1)[:, None, None], found, y) if pages.recorded else found

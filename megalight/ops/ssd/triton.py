@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalight.ops.common import apply, num_sms, once_differentiable
+from megalight.ops.common import apply, last_contiguous, num_sms, once_differentiable
 from megalight.ops.jit import cdiv, next_power
 from megalight.ops.row_indexing import empty_gradient, place_of
 from megalight.ops.ssd.triton_kernels import decays, grad_decays, grad_inputs, grad_shared, outputs, pass_states
@@ -67,11 +67,8 @@ class Chunks:
         decays[(self.count, cdiv(self.heads, HEADS))](
             *(dt, bias, a, positions, self.steps, self.totals, self.reach, self.to_end, self.kept),
             *(self.tokens, self.rows, self.count, self.heads, *dt.stride()),
-            BIAS=bias is not None,
-            CHUNK=CHUNK,
-            HEADS=HEADS,
-            num_warps=4,
-        )
+            BIAS=bias is not None, CHUNK=CHUNK, HEADS=HEADS, num_warps=4,
+        )  # fmt: skip
         self.blocks = {
             "CHUNK": CHUNK,
             "SIZE": max(16, next_power(self.size)),
@@ -139,7 +136,7 @@ class _Scan(torch.autograd.Function):
         bias: Tensor | None,
     ) -> Tensor:
         ctx.place = place_of(dt)
-        x, b, c = (rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (x, b, c))
+        x, b, c = (last_contiguous(rows) for rows in (x, b, c))
         chunks = Chunks(x, dt, a, b, positions, bias)
         y = chunks.outputs(x, b, c, d, chunks.states(x, b, c)[0])
         # States are computed again in backward: they are as large as the inputs.
@@ -181,21 +178,16 @@ class _Scan(torch.autograd.Function):
         )
         grad_shared[grid](
             *(x, b, c, grad_y, chunks.steps, chunks.reach, chunks.to_end, chunks.kept, before, grad_states),
-            *(grad_pairs, *shares, read, passing),
-            *(tokens, chunks.rows, chunks.count, *chunks.sizes, *strides),
+            *(grad_pairs, *shares, read, passing), *(tokens, chunks.rows, chunks.count, *chunks.sizes, *strides),
             *(shares[0].stride(-2), tokens * shared, span),
-            **chunks.blocks,
-            **chunks.launch(grad_shared),
-        )
+            **chunks.blocks, **chunks.launch(grad_shared),
+        )  # fmt: skip
         grad_decays[(chunks.count, cdiv(heads, HEADS))](
             *(dt, bias, a, chunks.steps, arriving, leaving, through, read, passing, skip),
             *(grad_dt, *of_heads[:2], of_heads[-1]),
             *(tokens, chunks.rows, chunks.count, heads, *dt.stride(), grad_dt.stride(0)),
-            BIAS=bias is not None,
-            CHUNK=CHUNK,
-            HEADS=HEADS,
-            num_warps=4,
-        )
+            BIAS=bias is not None, CHUNK=CHUNK, HEADS=HEADS, num_warps=4,
+        )  # fmt: skip
         if parts > 1:
             for grad, share in zip((grad_b, grad_c), shares, strict=True):
                 grad.copy_(share.sum(0))

@@ -423,10 +423,8 @@ def run(
     _attention_backward[(len(table),)](
         *(described(q, ROWS), described(k, KEYS), described(v, KEYS), described(grad, ROWS), lse, delta),
         *(Descriptor.from_tensor(sums, [LINES, WIDTH], FLAT), grad_k, grad_v, table, *factors(scale, softcap)),
-        *(scale, window or 0, tokens, len(rows), key_heads, q.stride(1), k.stride(1), v.stride(1)),
-        *(partial, tickets),
-        **flags(q, k, causal, window, softcap),
-        **BLOCKS,
-    )
+        *(scale, window or 0, tokens, len(rows), key_heads, q.stride(1), k.stride(1), v.stride(1)), *(partial, tickets),
+        **flags(q, k, causal, window, softcap), **BLOCKS,
+    )  # fmt: skip
     round_sums(sums, grad_q, rows, scale, group)
     return grad_q, grad_k, grad_v, delta

@@ -316,8 +316,6 @@ def run(
     _attention_forward[(min(tiles, num_sms(q.device)),)](
         *(described(q, ROWS), described(k, size), described(v, size), out, lse, table, sink),
         *(*factors(scale, softcap), window or 0, tokens, tiles, heads, q.stride(1), k.stride(1), v.stride(1)),
-        SUNK=sink is not None,
-        **flags(q, k, causal, window, softcap),
-        **BLOCKS,
-    )
+        SUNK=sink is not None, **flags(q, k, causal, window, softcap), **BLOCKS,
+    )  # fmt: skip
     return out, lse
