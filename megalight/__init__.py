@@ -1,7 +1,8 @@
 """Megalight: write the model for one device, declare how its tensors split, train it under Lightning on any layout."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from megalight.imports import lazy_members
 
 if TYPE_CHECKING:
     from megalight.parallel.layout import Layout as Layout
@@ -11,15 +12,12 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_MEMBERS = {
-    "Layout": "megalight.parallel.layout",
-    "Training": "megalight.training",
-    "fully_shard": "megalight.sharding",
-    "parallelize": "megalight.training",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MEMBERS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MEMBERS[name]), name)
+__getattr__ = lazy_members(
+    __name__,
+    {
+        "Layout": "megalight.parallel.layout",
+        "Training": "megalight.training",
+        "fully_shard": "megalight.sharding",
+        "parallelize": "megalight.training",
+    },
+)

@@ -7,7 +7,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -75,6 +75,22 @@ def require(package: str, purpose: str) -> ModuleType:
         raise MissingPackageError(
             f"{purpose} needs the package {root!r}, which {problem} ({error}). {step}: pip install {wanted}"
         ) from error
+
+
+def lazy_members(package: str, members: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of a package that imports some members at their first use.
+
+    Args:
+        package: its ``__name__``.
+        members: name -> module.
+    """
+
+    def found(name: str) -> Any:
+        if name not in members:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(members[name]), name)
+
+    return found
 
 
 class _Later:

@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from megalight.callbacks.cuda_graph import CUDAGraph
-from megalight.errors import ConfigurationError
+from megalight.errors import ConfigurationError, integer
 from megalight.parallel.activation_offload import MIN_ELEMENTS, ActivationOffloading, check_patterns, chosen
 from megalight.parallel.host_memory import HostPool
 from megalight.parallel.layers import translated
@@ -37,8 +37,7 @@ class GarbageCollection(pl.Callback):
     """
 
     def __init__(self, every_n_steps: int = 100) -> None:
-        if every_n_steps < 1:
-            raise ConfigurationError(f"every_n_steps is {every_n_steps}; it must be at least 1.")
+        integer("every_n_steps", every_n_steps)
         self.every_n_steps = every_n_steps
         self.collections = 0
         self.seconds = 0.0

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megalight.checkpoint.disk.publish import absolute, check_new
 from megalight.checkpoint.ranks import Ranks
-from megalight.errors import ConfigurationError, DataError
+from megalight.errors import ConfigurationError, DataError, integer
 from megalight.models.module import MegalightModule
 from megalight.plugins.modelopt import (
     FormatSearch,
@@ -262,8 +262,8 @@ class AutoQuantize(pl.Callback):
             raise ConfigurationError(f"formats={formats!r}; give a list of presets, such as [FP8_DEFAULT_CFG].")
         if not 0 < effective_bits <= 16:
             raise ConfigurationError(f"effective_bits={effective_bits}; it must be above 0 and at most 16.")
-        if score_batches is not None and score_batches < 1:
-            raise ConfigurationError(f"score_batches={score_batches}; it must be at least 1.")
+        if score_batches is not None:
+            integer("score_batches", score_batches)
         self.formats, self.exclude = tuple(formats), tuple(exclude)
         self.effective_bits = effective_bits
         self.output = Path(output)

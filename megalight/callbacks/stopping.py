@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from megalight.checkpoint.disk.files import PathLike
 from megalight.checkpoint.disk.publish import place
-from megalight.errors import ConfigurationError
+from megalight.errors import ConfigurationError, integer
 from megalight.strategies import _lightning
 from megalight.strategies.checkpoints.hooks import FolderCheckpoints
 
@@ -55,8 +55,7 @@ class Preemption(pl.Callback):
         dirpath: str | None = None,
         after_minutes: float | None = None,
     ) -> None:
-        if every_n_steps < 1:
-            raise ConfigurationError(f"every_n_steps is {every_n_steps}; it must be at least 1.")
+        integer("every_n_steps", every_n_steps)
         if after_minutes is not None and after_minutes <= 0:
             raise ConfigurationError(f"after_minutes is {after_minutes}; it must be above 0, or null for no limit.")
         unknown = [name for name in signals if name not in signal.Signals.__members__]

@@ -219,7 +219,6 @@ def make(known: Family, preset: str, parameters: int, purpose: str, gpus: int) -
     module, data = CLASSES[known.name]
     # Published weights come in a folder that holds the configuration.
     model: dict[str, Any] = {"weights": f"weights/{preset}"} if job.chat else {"config": preset}
-    model["optimizer"] = _optimizer(parameters, job)
     reading = {"data": "data/chat" if job.chat else "data/text"}
     return NamedRecipe(
         name,

@@ -7,17 +7,19 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from megalight.errors import LayoutError
+from megalight.cli.verbs import add_device_arguments, dtype_of
+from megalight.errors import ConfigurationError, LayoutError
 
 if TYPE_CHECKING:
-    import torch
-
-    from megalight.parallel.mesh import ParallelMesh
+    from megalight.checkpoint.disk.files import PathLike
+    from megalight.data.cached_outputs import RecordsMeta
+    from megalight.inference import TextGenerator
+    from megalight.inference.cached_outputs import CachingOptions
 
 
 def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,19 +62,35 @@ def check_ranks(arguments: argparse.Namespace, *, replicas: bool = False) -> Non
         )
 
 
-@contextmanager
-def joined_ranks(arguments: argparse.Namespace) -> Iterator[tuple[ParallelMesh | None, torch.device]]:
-    """Join the processes of a command; yield their mesh, None for a single one, and the device of this one."""
+def text_generator(
+    arguments: argparse.Namespace, path: PathLike, tokenizer: str | Path | None, base: PathLike | None
+) -> tuple[TextGenerator, bool]:
+    """Join the processes of a command, and load its model; return it, and whether this process prints."""
     import torch
 
+    from megalight.inference import TextGenerator
     from megalight.parallel.mesh import join_ranks
 
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    yield join_ranks(device, tp=arguments.tensor_parallel, ep=arguments.expert_parallel, pp=arguments.pipeline_parallel)
+    degrees = {"tp": arguments.tensor_parallel, "ep": arguments.expert_parallel, "pp": arguments.pipeline_parallel}
+    mesh, device = join_ranks(device, **degrees)
+    found = TextGenerator.from_checkpoint(
+        path,
+        tokenizer=tokenizer,
+        device=device,
+        base=base,
+        dtype=dtype_of(arguments),
+        mesh=mesh,
+        keys=arguments.weights_keys,
+        adapter=arguments.adapter,
+    )
+    return found, mesh is None or mesh.global_rank == 0
 
 
-def add_process_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
+def add_caching_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare how a command caches what a model returns for the samples of a run."""
+    parser.add_argument("-o", "--output", type=Path, required=True, help="the folder to write")
+    parser.add_argument("--micro-batch-size", type=int, default=1, help="samples of a forward pass (default: 1)")
     parser.add_argument(
         "--processes", type=int, default=1, help="processes that share the samples, each on a GPU of its own"
     )
@@ -83,6 +101,8 @@ def add_process_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="I/N",
         help="write only part I of N, counted from 0: for processes on several machines, with one shared folder",
     )
+    add_device_arguments(parser)
+    parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
 
 
 def _part(text: str) -> tuple[int, int]:
@@ -90,6 +110,47 @@ def _part(text: str) -> tuple[int, int]:
     if found is None or not int(found[1]) < int(found[2]):
         raise argparse.ArgumentTypeError(f"{text!r} is no part such as 0/4, the first of four (the last is 3/4)")
     return int(found[1]), int(found[2])
+
+
+def cached_data(cli: Any) -> Any:
+    """Return the data module of a parsed command, which knows how many samples the run reads.
+
+    Raises:
+        ConfigurationError: its samples have no numbers.
+    """
+    from megalight.data.module import TokenDataModule
+
+    if not isinstance(cli.datamodule, TokenDataModule):
+        raise ConfigurationError(
+            f"data is {type(cli.datamodule).__name__}, whose samples have no numbers by which to store what a model "
+            "returns; use GPTDataModule or SFTDataModule."
+        )
+    # The trainer says how many samples a run reads.
+    cli.datamodule.trainer = cli.trainer
+    return cli.datamodule
+
+
+def caching_options(arguments: argparse.Namespace, validation: bool) -> CachingOptions:
+    """Return the options that :func:`add_caching_arguments` declares."""
+    from megalight.inference.cached_outputs import CachingOptions
+
+    part, parts = arguments.part
+    return CachingOptions(arguments.micro_batch_size, validation, part, parts, progress=not arguments.quiet)
+
+
+def print_cached(arguments: argparse.Namespace, meta: RecordsMeta | None, what: str) -> int:
+    """Print what a folder holds, or that parts are missing; return the exit code.
+
+    Args:
+        what: what it holds of each sample, with the fields of ``meta``.
+    """
+    if meta is None:
+        print(f"{arguments.output}: part {arguments.part[0]} of {arguments.part[1]} is there; others are missing")
+        return 0
+    number = meta.samples + meta.validation_samples
+    size = number * meta.record.itemsize / 1e6
+    print(f"{arguments.output}: {number} samples of {meta.sequence_length} tokens, {what.format(meta)}, {size:.1f} MB")
+    return 0
 
 
 def device_of(arguments: argparse.Namespace) -> str:
@@ -111,8 +172,6 @@ def run_processes(verb: str, arguments: argparse.Namespace) -> int:
     Raises:
         ConfigurationError: the number is out of range, or ``--part`` is given, too.
     """
-    from megalight.errors import ConfigurationError
-
     count = arguments.processes
     if count < 1 or arguments.part != (0, 1):
         raise ConfigurationError(

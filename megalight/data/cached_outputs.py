@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
 
 import numpy as np
 import torch
@@ -219,9 +219,10 @@ def check_begun(folder: Path, meta: RecordsMeta) -> None:
 
 
 MetaT = TypeVar("MetaT", bound=RecordsMeta)
+ValueT = TypeVar("ValueT", TopTokens, BaseStates)
 
 
-class Records(Generic[MetaT]):
+class Records(ABC, Generic[MetaT, ValueT]):
     """Reads a folder through memory maps.
 
     Raises:
@@ -273,6 +274,22 @@ class Records(Generic[MetaT]):
     def has(self, split: str) -> bool:
         """Return whether there are samples of a split."""
         return split in self._maps
+
+    def read(self, index: int, sample: GPTSample, split: str = "train") -> ValueT:
+        """Return what the model made of sample ``index``: ``[S, ...]``, as it is stored.
+
+        Raises:
+            DataError: the record is damaged, or was written for other tokens.
+        """
+        return self._of(self.record(split, index, sample))
+
+    def empty(self) -> ValueT:
+        """Return the same for a sample without loss."""
+        return self._of(np.zeros((), self.meta.record))
+
+    @abstractmethod
+    def _of(self, record: Any) -> ValueT:
+        """Convert a record."""
 
     def check(self, samples: Samples[GPTSample], count: int, split: str = "train") -> None:
         """Refuse to serve another run than the folder was written for.
@@ -396,22 +413,10 @@ class HiddenStatesMeta(RecordsMeta):
         return [("hidden", stored, (length, width)), ("auxiliary", stored, (length, len(self.layers) * width))]
 
 
-class CachedHiddenStates(Records[HiddenStatesMeta]):
+class CachedHiddenStates(Records[HiddenStatesMeta, BaseStates]):
     """Reads a folder of hidden states."""
 
     meta_type = HiddenStatesMeta
-
-    def read(self, index: int, sample: GPTSample, split: str = "train") -> BaseStates:
-        """Return the hidden states of sample ``index``: ``[S, ...]``.
-
-        Raises:
-            DataError: the record is damaged, or was written for other tokens.
-        """
-        return self._of(self.record(split, index, sample))
-
-    def empty(self) -> BaseStates:
-        """Return the same for a sample without loss."""
-        return self._of(np.zeros((), self.meta.record))
 
     def _of(self, record: Any) -> BaseStates:
         bits, dtype = DTYPES[self.meta.dtype][1], getattr(torch, self.meta.dtype)
@@ -463,42 +468,13 @@ class CachedLogitsMeta(RecordsMeta):
         return [("ids", "<i4", size), ("log_probs", LOGS[self.dtype], size), ("log_rest", "<f4", size[:1])]
 
 
-class CachedLogits(Records[CachedLogitsMeta]):
+class CachedLogits(Records[CachedLogitsMeta, TopTokens]):
     """Reads a folder of teacher logits."""
 
     meta_type = CachedLogitsMeta
 
-    def read(self, index: int, sample: GPTSample, split: str = "train") -> TopTokens:
-        """Return what the teacher predicts for sample ``index``: ``[S]``, with log-probabilities as they are stored.
-
-        Raises:
-            DataError: the record is damaged, or was written for other tokens.
-        """
-        return self._of(self.record(split, index, sample))
-
-    def empty(self) -> TopTokens:
-        """Return the same for a sample without loss."""
-        return self._of(np.zeros((), self.meta.record))
-
     def _of(self, record: Any) -> TopTokens:
         return TopTokens(*(torch.from_numpy(record[name].copy()) for name in ("ids", "log_probs", "log_rest")))
-
-
-ValueT = TypeVar("ValueT", TopTokens, BaseStates)
-ReadT = TypeVar("ReadT", TopTokens, BaseStates, covariant=True)
-
-
-class CachedOutputs(Protocol[ReadT]):
-    """Reads what a frozen model made of samples."""
-
-    def has(self, split: str) -> bool:
-        """Return whether there are samples of a split."""
-
-    def read(self, index: int, sample: GPTSample, split: str = "train") -> ReadT:
-        """Return what the model made of a sample."""
-
-    def empty(self) -> ReadT:
-        """Return the same for a sample without loss."""
 
 
 class CachedOutputDataset(Generic[ValueT]):
@@ -513,12 +489,12 @@ class CachedOutputDataset(Generic[ValueT]):
     def __init__(
         self,
         samples: Samples[GPTSample],
-        store: CachedOutputs[ValueT],
+        store: Records[Any, ValueT],
         collate: Callable[[Sequence[GPTSample]], TokenBatch],
         split: str = "train",
     ) -> None:
         self.samples, self._collate, self._split = samples, collate, split
-        self.store: CachedOutputs[ValueT] = store
+        self.store: Records[Any, ValueT] = store
 
     def __len__(self) -> int:
         return len(self.samples)

@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.utils.data import DataLoader
 
 from megalight.data.blend import BlendPart, Data, Mixture, Samples, mix
-from megalight.data.cached_outputs import CachedOutputDataset, CachedOutputs
+from megalight.data.cached_outputs import CachedOutputDataset, Records
 from megalight.data.corpus import SPLIT, SPLITS, Corpus, same_tokenizer, split_bounds
 from megalight.data.sampler import GlobalBatchSampler, check_sizes
 from megalight.data.tokenizer import Tokenizer
@@ -376,7 +376,7 @@ class TokenDataModule(ResumableDataModule):
         self.eod_id: int | None = None
         self.pad_id = -1
         self._check()
-        self.cached_outputs: CachedOutputs[Any] | None = None
+        self.cached_outputs: Records[Any, Any] | None = None
 
     def divide(self, corpus: Corpus, split: str) -> tuple[range, range, range]:
         """Return the sequences of a corpus for train, validation and test. Each is a document or a conversation."""

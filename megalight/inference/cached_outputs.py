@@ -7,7 +7,7 @@ format of :mod:`megalight.data.cached_outputs`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,7 +33,7 @@ from megalight.data.cached_outputs import (
 from megalight.data.prepare import progress_bar
 from megalight.data.tokenizer import FILE as TOKENIZER
 from megalight.data.tokenizer import Tokenizer
-from megalight.errors import ConfigurationError, DataError
+from megalight.errors import ConfigurationError, DataError, integer
 from megalight.models.distillation import OUTPUT, SAVED
 from megalight.models.eagle import EagleConfig
 from megalight.models.eagle.base import BASE, BaseModel
@@ -68,6 +68,30 @@ class RunData(Protocol):
 
     def checkpoint_files(self) -> dict[str, bytes]:
         """Return the files of the tokenizer, if there is one."""
+
+
+@dataclass(frozen=True)
+class CachingOptions:
+    """Which samples are cached, and how.
+
+    Attributes:
+        micro_batch_size: samples of a forward pass.
+        validation: the validation samples, too.
+        part, parts: which of how many equal parts of each split. Processes may write parts at the same time.
+        progress: show a progress bar.
+
+    Raises:
+        ConfigurationError: ``micro_batch_size`` is below 1.
+    """
+
+    micro_batch_size: int = 1
+    validation: bool = False
+    part: int = 0
+    parts: int = 1
+    progress: bool = False
+
+    def __post_init__(self) -> None:
+        integer("micro_batch_size (--micro-batch-size)", self.micro_batch_size)
 
 
 def splits_of(data: RunData, validation: bool) -> dict[str, tuple[Samples[Any], int]]:
@@ -106,12 +130,9 @@ def write_records(
     splits: Mapping[str, tuple[Samples[Any], int]],
     compute: Callable[[TokenBatch], Mapping[str, Tensor]],
     values: Callable[[Mapping[str, Tensor]], Mapping[str, NDArray[Any]]],
+    options: CachingOptions,
     *,
     device: torch.device,
-    micro_batch_size: int = 1,
-    part: int = 0,
-    parts: int = 1,
-    progress: bool = False,
     before: Callable[[], None] = lambda: None,
 ) -> bool:
     """Write the records of one part of the samples that are not on disk. Return whether all parts are there.
@@ -123,27 +144,26 @@ def write_records(
         splits: its samples.
         compute: runs the model over a micro-batch ``[b, S]``; returns tensors ``[b, S, ...]``.
         values: makes the values of a record of those of one sample.
+        options: which samples, and how they are computed.
         device: of the model.
-        micro_batch_size: samples of a forward pass.
-        part, parts: which of how many equal parts of each split. Parts may be written at the same time.
-        progress: show a progress bar.
         before: writes what else belongs into the folder, once that is begun.
 
     Raises:
         ConfigurationError: a number is out of range, or the batches are not of text alone.
         DataError: the folder holds something else.
     """
+    part, parts = options.part, options.parts
     if not 0 <= part < parts:
         raise ConfigurationError(f"part {part} of {parts} is not there; parts are counted from 0 to {parts - 1}.")
     if parts > meta.samples:
         # An empty first part may come when the folder is complete, and what `before` writes would be missing.
         raise ConfigurationError(f"there are {meta.samples} samples for {parts} parts; divide them into fewer.")
-    with progress_bar(progress) as bar, RecordsWriter(output, meta) as writer:
+    with progress_bar(options.progress) as bar, RecordsWriter(output, meta) as writer:
         before()
         missing = {split: writer.missing(split, part, parts) for split in splits}
         task = bar.add_task("samples", total=sum(map(len, missing.values())))
         for split, (samples, _) in splits.items():
-            for number, indices in enumerate(batches_of(missing[split], micro_batch_size), 1):
+            for number, indices in enumerate(batches_of(missing[split], options.micro_batch_size), 1):
                 rows = [samples[index] for index in indices]
                 batch = data.collate(rows)
                 if not isinstance(batch, TokenBatch):
@@ -169,14 +189,10 @@ def cache_hidden_states(
     config: EagleConfig,
     data: RunData,
     output: Path,
+    options: CachingOptions,
     *,
     device: torch.device | str = "cpu",
     dtype: str | None = None,
-    micro_batch_size: int = 1,
-    validation: bool = True,
-    part: int = 0,
-    parts: int = 1,
-    progress: bool = False,
 ) -> HiddenStatesMeta | None:
     """Write the hidden states that a draft learns from. What is on disk already is not computed again.
 
@@ -185,12 +201,9 @@ def cache_hidden_states(
         config: the draft, with the sizes of this base.
         data: the data of the run that will train it. Its ``trainer`` says how many samples there are.
         output: the folder to write; see :mod:`megalight.data.cached_outputs`.
+        options: which samples, and how they are computed.
         device: device of the base.
         dtype: of the base and of the states on disk; None: as the base is saved.
-        micro_batch_size: samples of a forward pass.
-        validation: for the validation samples, too.
-        part, parts: which of how many equal parts of the samples. Processes may write parts at the same time.
-        progress: show a progress bar.
 
     Returns:
         the facts about the folder; None if parts are missing.
@@ -203,7 +216,7 @@ def cache_hidden_states(
             f"data.sequence_length={data.sequence_length} is longer than max_sequence_length="
             f"{config.max_sequence_length} of the draft; lower it."
         )
-    splits, weights = splits_of(data, validation), open_model(base.folder).weights
+    splits, weights = splits_of(data, options.validation), open_model(base.folder).weights
     dtype = dtype or str(widest(weights)).removeprefix("torch.")
     meta = HiddenStatesMeta(
         **common_facts(data, splits), hidden_size=config.hidden_size, layers=config.auxiliary_layers, dtype=dtype
@@ -226,13 +239,10 @@ def cache_hidden_states(
         splits,
         compute,
         lambda row: hidden_state_values(row, meta.dtype),
+        options,
         device=torch.device(device),
-        micro_batch_size=micro_batch_size,
-        part=part,
-        parts=parts,
-        progress=progress,
         # The first part alone: they are the same for all.
-        before=lambda: None if part else save_ends(base, output),
+        before=lambda: None if options.part else save_ends(base, output),
     )
     return meta if complete else None
 
@@ -296,15 +306,11 @@ def cache_logits(
     model: GPT | HFModel,
     data: RunData,
     output: Path,
+    options: CachingOptions,
     *,
     top_k: int,
     temperature: float = 1.0,
     dtype: LogitsDtype = "float16",
-    micro_batch_size: int = 1,
-    validation: bool = False,
-    part: int = 0,
-    parts: int = 1,
-    progress: bool = False,
 ) -> CachedLogitsMeta | None:
     """Write what a teacher predicts for the samples of a run. What is on disk already is not computed again.
 
@@ -312,13 +318,10 @@ def cache_logits(
         model: the whole teacher, in evaluation mode.
         data: the data of the run. Its ``trainer`` says how many samples there are.
         output: the folder to write; see :mod:`megalight.data.cached_outputs`.
+        options: which samples, and how they are computed.
         top_k: ids to store for each token.
         temperature: divides the logits.
         dtype: of the log-probabilities on disk.
-        micro_batch_size: samples of a forward pass.
-        validation: for the validation samples, too.
-        part, parts: which of how many equal parts of the samples. Processes may write parts at the same time.
-        progress: show a progress bar.
 
     Returns:
         the facts about the store; None if parts are missing.
@@ -329,7 +332,7 @@ def cache_logits(
     """
     config = model.config
     check_logits_cache(config.vocab_size, config.max_sequence_length, data, top_k, temperature)
-    splits = splits_of(data, validation)
+    splits = splits_of(data, options.validation)
     meta = CachedLogitsMeta(
         **common_facts(data, splits),
         top_k=top_k,
@@ -350,11 +353,8 @@ def cache_logits(
         splits,
         compute,
         lambda row: {name: tensor.cpu().numpy() for name, tensor in row.items()},
+        options,
         device=next(model.parameters()).device,
-        micro_batch_size=micro_batch_size,
-        part=part,
-        parts=parts,
-        progress=progress,
     )
     return meta if complete else None
 

@@ -1,7 +1,8 @@
 """Serving: generation from Python, and over HTTP."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from megalight.imports import lazy_members
 
 if TYPE_CHECKING:
     from megalight.serving.async_llm import AsyncLLM as AsyncLLM
@@ -13,17 +14,14 @@ if TYPE_CHECKING:
     from megalight.serving.llm import GenerationOutput as GenerationOutput
     from megalight.serving.served_model import ServedModel as ServedModel
 
-_MEMBERS = {
-    "EmbeddingOutput": "megalight.serving.embeddings",
-    **dict.fromkeys(("EngineLoop", "EngineOutput", "EngineRequest"), "megalight.serving.engine_loop"),
-    **dict.fromkeys(("LLM", "GenerationOutput"), "megalight.serving.llm"),
-    "AsyncLLM": "megalight.serving.async_llm",
-    "ServedModel": "megalight.serving.served_model",
-}
-
-
-def __getattr__(name: str) -> Any:
-    # Late: a coordinator needs neither torch nor models, and a server no Lightning.
-    if name not in _MEMBERS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MEMBERS[name]), name)
+# Late: a coordinator needs neither torch nor models, and a server no Lightning.
+__getattr__ = lazy_members(
+    __name__,
+    {
+        "EmbeddingOutput": "megalight.serving.embeddings",
+        **dict.fromkeys(("EngineLoop", "EngineOutput", "EngineRequest"), "megalight.serving.engine_loop"),
+        **dict.fromkeys(("LLM", "GenerationOutput"), "megalight.serving.llm"),
+        "AsyncLLM": "megalight.serving.async_llm",
+        "ServedModel": "megalight.serving.served_model",
+    },
+)

@@ -149,7 +149,6 @@ def test_a_reader_that_ends_early_is_no_error(words):
             ["'fit' comes after --", "options of megalight fit alone"],
         ),
         (["cache-logits", HERE, "-k4", "-o", "o", "--", "--trainer.max_step=3"], ["unknown key 'trainer.max_step'"]),
-        (["cache-logits", "m", "-k0", "-o", "o", "--", "--trainer.max_steps=3"], ["--top-k=0 must be at least 1"]),
         (
             ["cache-logits", "m", "-k4", "-o", "o", "--", "--trainer.max_steps=3"],
             ["m is not a finished", "nothing is there"],

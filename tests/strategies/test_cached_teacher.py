@@ -19,7 +19,7 @@ from megalight.data.gpt.module import GPTDataModule
 from megalight.data.indexed import IndexedWriter
 from megalight.errors import ConfigurationError, DataError
 from megalight.inference import cached_outputs, load_model
-from megalight.inference.cached_outputs import cache_logits
+from megalight.inference.cached_outputs import CachingOptions, cache_logits
 from megalight.models.gpt import GPT
 from megalight.models.gpt.module import GPTModule
 from megalight.models.stored import held_model, save_model
@@ -52,7 +52,9 @@ def store(folder: Path, name: str, packed: bool = False, top_k: int = K, **optio
     data = data_of(folder, packed, **({"split": "3,1,0"} if options.get("validation") else {}))
     data.trainer = SimpleNamespace(max_steps=STEPS, accumulate_grad_batches=1)  # type: ignore[assignment]
     model = options.pop("model", None) or load_model(folder / "teacher")
-    cache_logits(model, data, folder / name, top_k=top_k, dtype="float32", micro_batch_size=3, **options)
+    temperature = options.pop("temperature", 1.0)
+    caching = CachingOptions(micro_batch_size=3, **options)
+    cache_logits(model, data, folder / name, caching, top_k=top_k, temperature=temperature, dtype="float32")
     return folder / name
 
 

@@ -334,7 +334,7 @@ def test_data_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
         module.check_data(SimpleNamespace(checkpoint_files=lambda: {FILE: other}))
 
 
-@pytest.mark.parametrize(("options", "message"), [({"steps": 0}, "steps=0"), ({"decay": 0.0}, "decay=0.0")])
+@pytest.mark.parametrize(("options", "message"), [({"steps": 0}, "steps is 0"), ({"decay": 0.0}, "decay=0.0")])
 def test_bad_options_are_refused(base: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         EagleModule(base, **options)

@@ -14,7 +14,7 @@ from megalight.data.cached_outputs import CachedHiddenStates
 from megalight.data.gpt.module import GPTDataModule
 from megalight.data.indexed import IndexedWriter
 from megalight.errors import ConfigurationError, DataError
-from megalight.inference.cached_outputs import cache_hidden_states
+from megalight.inference.cached_outputs import CachingOptions, cache_hidden_states
 from megalight.models.eagle import EagleConfig, EagleModule
 from megalight.models.eagle.base import BaseModel
 from megalight.models.stored import held_model, save_model
@@ -53,7 +53,8 @@ def record(
 ) -> Path:
     data, base = data_of(folder, packed, val_samples=val_samples), BaseModel(folder / "base", layout or Layout())
     data.trainer = SimpleNamespace(max_steps=STEPS, accumulate_grad_batches=1)  # type: ignore[assignment]
-    cache_hidden_states(base, draft.beside(base.config), data, folder / name, micro_batch_size=3, **options)
+    caching = CachingOptions(micro_batch_size=3, **{"validation": True, **options})
+    cache_hidden_states(base, draft.beside(base.config), data, folder / name, caching)
     return folder / name
 
 

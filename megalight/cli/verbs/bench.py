@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from megalight.errors import ConfigurationError
+from megalight.errors import ConfigurationError, integer
 
 DESCRIPTION = "time training steps beside other frameworks, row by row of the performance table"
 
@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run or list the rows. Returns 1 if Megalight failed in a row."""
-    if arguments.steps is not None and arguments.steps < 1:
-        raise ConfigurationError(f"--steps is {arguments.steps}; it must be at least 1.")
+    if arguments.steps is not None:
+        integer("--steps", arguments.steps)
     if not arguments.timeout > 0:
         raise ConfigurationError(f"--timeout is {arguments.timeout:g} seconds; it must be above 0.")
     bench = benchmarks()

@@ -59,10 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     path = existing(arguments.checkpoint)
 
-    from megalight.data.chat.template import (
-        ChatTemplate,
-        read_template,
-    )  # after the checks: importing torch takes seconds
+    from megalight.data.chat.template import ChatTemplate, read_template  # after the checks: torch takes seconds
     from megalight.inference import SamplingParams
     from megalight.serving import ServedModel
     from megalight.serving.engine_loop import EngineOptions

@@ -84,8 +84,6 @@ def run(arguments: argparse.Namespace) -> int:
     text = arguments.layout or ""
     degrees = parse_layout(text) if "=" in text or text.islower() else None
     if arguments.model is not None:
-        from megalight.cli.verbs.doctor import rows_of
-
         rows = list(rows_of(arguments.model, degrees))
         print_table(f"{rows[0][0]}: {rows[0][2]}", ("layout", "", ""), rows[1:])
         return 0 if degrees is None or rows[1][1] == "yes" else 2

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megalight.cli.processes import add_layout_arguments, check_ranks, joined_ranks
-from megalight.cli.verbs import add_model_arguments, dtype_of
+from megalight.cli.processes import add_layout_arguments, check_ranks, text_generator
+from megalight.cli.verbs import add_model_arguments
 from megalight.errors import ConfigurationError
 from megalight.imports import require
 
@@ -88,8 +88,6 @@ def run(arguments: argparse.Namespace) -> int:
     check_ranks(arguments, replicas=True)
 
     from megalight.evaluation import lm as runs  # after the checks: importing torch takes seconds
-    from megalight.evaluation.lm import MegalightLM
-    from megalight.inference import TextGenerator
 
     options = runs.EvaluationOptions(
         tasks=names,
@@ -105,26 +103,16 @@ def run(arguments: argparse.Namespace) -> int:
     )
     # Before the weights: an unknown task then raises at once.
     runs.Tasks.having(names, options.include_path).names(names)
-    with joined_ranks(arguments) as (mesh, device):
-        text = TextGenerator.from_checkpoint(
-            path,
-            tokenizer=tokenizer,
-            device=device,
-            base=base,
-            dtype=dtype_of(arguments),
-            mesh=mesh,
-            keys=arguments.weights_keys,
-            adapter=arguments.adapter,
-        )
-        lm = MegalightLM(
-            text,
-            batch_tokens=arguments.batch_tokens,
-            max_sequences=arguments.max_sequences,
-            max_length=arguments.max_length,
-            chat_template=template,
-        )
-        results = runs.evaluate(lm, options)
-    if mesh is None or mesh.global_rank == 0:
+    text, prints = text_generator(arguments, path, tokenizer, base)
+    lm = runs.MegalightLM(
+        text,
+        batch_tokens=arguments.batch_tokens,
+        max_sequences=arguments.max_sequences,
+        max_length=arguments.max_length,
+        chat_template=template,
+    )
+    results = runs.evaluate(lm, options)
+    if prints:
         results["config"]["model_args"] = {"checkpoint": str(path)}
         print(runs.table(results))
         if arguments.out is not None:

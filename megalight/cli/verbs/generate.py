@@ -10,9 +10,9 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from megalight.cli.processes import add_layout_arguments
-from megalight.cli.verbs import add_model_arguments, add_sampling_arguments, dtype_of
-from megalight.errors import ConfigurationError, MegalightError
+from megalight.cli.processes import add_layout_arguments, check_ranks, text_generator
+from megalight.cli.verbs import add_model_arguments, add_sampling_arguments
+from megalight.errors import ConfigurationError, DataError, MegalightError, integer
 
 if TYPE_CHECKING:
     from megalight.data.multimodal.template import ImageText
@@ -82,18 +82,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print each prompt with its completion, or each answer."""
     from megalight.cli.checkpoints import model_paths
-    from megalight.cli.processes import check_ranks
-    from megalight.cli.processes import joined_ranks as joined
 
     path, tokenizer, base = model_paths(arguments)
-    check_prompt_options(arguments)
-    _check_draft(arguments)
-    _check_images(arguments)
+    _check_options(arguments)
     source = _template(arguments)
     check_ranks(arguments)
 
     from megalight.data.multimodal.images import decode  # after the checks: importing torch takes seconds
-    from megalight.inference import TextGenerator
     from megalight.inference.images import read
 
     # Before the weights: a wrong path and a damaged file then raise at once, with their names.
@@ -101,59 +96,55 @@ def run(arguments: argparse.Namespace) -> int:
     for number, (image, file) in enumerate(zip(arguments.image, files, strict=True), 1):
         decode(file, f"--image {number} ({image})")
 
-    requests = [] if arguments.prompts is None else read_prompts(arguments)
+    requests = [] if arguments.prompts is None else _read_prompts(arguments)
     prompts = [] if requests else arguments.prompt or [_standard_input()]
-    with joined(arguments) as (mesh, device):
-        writer = TextGenerator.from_checkpoint(
-            path,
-            tokenizer=tokenizer,
-            device=device,
-            base=base,
-            dtype=dtype_of(arguments),
-            mesh=mesh,
-            keys=arguments.weights_keys,
-            adapter=arguments.adapter,
-        )
-        if requests:
-            write_answers(writer, requests, arguments, source, first=mesh is None or mesh.global_rank == 0)
-            return 0
-        completions = _complete(writer, prompts, files, arguments, source)
+    writer, prints = text_generator(arguments, path, tokenizer, base)
+    if requests:
+        _write_answers(writer, requests, arguments, source, prints)
+        return 0
+    completions = _complete(writer, prompts, files, arguments, source)
     # All ranks have the same.
-    if mesh is None or mesh.global_rank == 0:
+    if prints:
         for prompt, completion in zip(prompts, completions, strict=True):
             print(completion if arguments.chat else prompt + completion)
     return 0
 
 
-def _check_draft(arguments: argparse.Namespace) -> None:
-    """Refuse options that do not go together. Before the weights are read."""
-    from megalight.errors import ConfigurationError
+SIZES = ("cache_tokens", "max_sequences", "step_tokens")
+"""Options that are for ``--prompts`` alone."""
+OTHERS = ("prompt", "image", "image_text", "resize", "draft")
+"""Options that ``--prompts`` does not go with."""
+NEEDED = {
+    **dict.fromkeys(SIZES, ("prompts", "is for a file of prompts")),
+    **dict.fromkeys(("resize", "image_text"), ("image", "is for images")),
+    "guesses": ("draft", "is the number of tokens that a draft guesses"),
+}
+"""Option -> the one without which it does nothing, and why."""
 
-    if arguments.draft is None:
-        if arguments.guesses is not None:
-            raise ConfigurationError("--guesses is the number of tokens that a draft guesses; give --draft, too.")
-        return
-    if arguments.guesses is not None and arguments.guesses < 1:
-        raise ConfigurationError(f"--guesses={arguments.guesses} must be at least 1; 4 are usual.")
-    if arguments.image:
+
+def _check_options(arguments: argparse.Namespace) -> None:
+    """Refuse options that do not go together. Before the weights are read."""
+    for name in OTHERS if arguments.prompts is not None else ():
+        if getattr(arguments, name):
+            raise ConfigurationError(f"{_option(name)} does not go with --prompts; leave one of them out.")
+    for name, (other, reason) in NEEDED.items():
+        if getattr(arguments, name) is not None and not getattr(arguments, other):
+            raise ConfigurationError(f"{_option(name)} {reason}; give {_option(other)}, too.")
+    for name in (*SIZES, "guesses"):
+        if (value := getattr(arguments, name)) is not None:
+            integer(_option(name), value)
+    if arguments.draft is not None and arguments.image:
         raise ConfigurationError("--draft serves models of text; leave out --draft or --image.")
 
 
-def _check_images(arguments: argparse.Namespace) -> None:
-    """Refuse options of images without one. Before the weights are read."""
-    from megalight.errors import ConfigurationError
-
-    for option in ("resize", "image_text"):
-        if getattr(arguments, option) is not None and not arguments.image:
-            raise ConfigurationError(f"--{option.replace('_', '-')} is for images; give --image, too.")
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _standard_input() -> str:
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
-        from megalight.errors import DataError
-
         raise DataError(f"the standard input is not UTF-8 text ({error}); convert it.") from error
 
 
@@ -162,8 +153,6 @@ def _template(arguments: argparse.Namespace) -> str | None:
     if arguments.chat_template is None:
         return None
     if not arguments.chat:
-        from megalight.errors import ConfigurationError
-
         raise ConfigurationError("--chat-template is the form of a conversation; add --chat.")
     from megalight.data.chat.template import read_template
 
@@ -226,7 +215,6 @@ def _with_images(
         parts: whether prompts without a place become the parts of a message.
     """
     from megalight.data.multimodal.template import IMAGE_TOKEN
-    from megalight.errors import DataError
 
     counts = [image.framed(image.marked(prompt))[0].count(marker) for prompt in prompts]
     if not any(counts):
@@ -244,28 +232,7 @@ def _with_images(
     return list(prompts), [list(files[first:last]) for first, last in pairwise(bounds)]
 
 
-SIZES = ("cache_tokens", "max_sequences", "step_tokens")
-"""Options that are for ``--prompts`` alone."""
-OTHERS = ("prompt", "image", "image_text", "resize", "draft")
-"""Options that ``--prompts`` does not go with."""
-
-
-def check_prompt_options(arguments: argparse.Namespace) -> None:
-    """Refuse options that do not go together. Before the weights are read."""
-    if arguments.prompts is None:
-        for name in SIZES:
-            if getattr(arguments, name) is not None:
-                raise ConfigurationError(f"{_option(name)} is for a file of prompts; give --prompts, too.")
-        return
-    for name in OTHERS:
-        if getattr(arguments, name):
-            raise ConfigurationError(f"{_option(name)} does not go with --prompts; leave one of them out.")
-    for name in SIZES:
-        if (value := getattr(arguments, name)) is not None and value < 1:
-            raise ConfigurationError(f"{_option(name)} is {value}; it must be at least 1.")
-
-
-def read_prompts(arguments: argparse.Namespace) -> list[TextRequest]:
+def _read_prompts(arguments: argparse.Namespace) -> list[TextRequest]:
     """Return the requests of the file. Before the weights are read."""
     from megalight.inference import SamplingParams, TextRequest
     from megalight.inference.text_requests import read_requests
@@ -279,19 +246,18 @@ def read_prompts(arguments: argparse.Namespace) -> list[TextRequest]:
     return read_requests(arguments.prompts, default)
 
 
-def write_answers(
+def _write_answers(
     writer: TextGenerator,
     requests: Sequence[TextRequest],
     arguments: argparse.Namespace,
     source: str | None,
-    *,
-    first: bool,
+    prints: bool,
 ) -> None:
     """Print a line for each request, as soon as it and those before it have ended.
 
     Args:
         source: a chat template; None: the tokenizer's.
-        first: whether this process prints. All of them have the same.
+        prints: whether this process prints. All of them have the same.
 
     Raises:
         MegalightError: after all lines, if requests have failed.
@@ -311,7 +277,7 @@ def write_answers(
     sizes = {name: value for name in SIZES if (value := getattr(arguments, name)) is not None}
     for request, completion in zip(requests, writer.complete_each(asked, ends=ends, **sizes), strict=True):
         failed += completion.reason == "error"
-        if first:
+        if prints:
             # At once, also into a pipe.
             print(line_of(request, completion), flush=True)
     if failed:
@@ -319,7 +285,3 @@ def write_answers(
             f"{failed} of {len(requests)} requests ended with an error: their logits hold NaN or infinity. Check the "
             "weights (megalight inspect), or compute in a wider --dtype."
         )
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the script."""
     from megalight.cli.config_args import check_files
     from megalight.cli.verbs import TRAINER_VERBS
-    from megalight.errors import ConfigurationError, nearest
+    from megalight.errors import ConfigurationError, integer, nearest
 
     verb = arguments.command[0]
     if "--" in arguments.command:
@@ -49,8 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_files(arguments.command)
     _count(arguments)
     for name in ("nodes", "gpus", "grace"):
-        if getattr(arguments, name) < 1:
-            raise ConfigurationError(f"--{name} is {getattr(arguments, name)}; it must be at least 1.")
+        integer(f"--{name}", getattr(arguments, name))
     if not TIME.fullmatch(arguments.time):
         raise ConfigurationError(
             f"--time is {arguments.time!r}; SLURM takes minutes, hours:minutes:seconds or days-hours, such as 90, "

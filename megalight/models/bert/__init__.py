@@ -1,8 +1,8 @@
 """BERT: bidirectional encoders trained on masked tokens and the order of sentences."""
 
 from importlib import import_module
-from typing import Any
 
+from megalight.imports import lazy_members
 from megalight.models.bert.config import BertBackendConfig as BertBackendConfig
 from megalight.models.bert.config import BertConfig as BertConfig
 from megalight.models.bert.hugging_face import (
@@ -18,7 +18,7 @@ from megalight.models.bert.plan import bert_plan as bert_plan
 from megalight.models.bert.presets import PRESETS
 from megalight.models.config import DropoutConfig as DropoutConfig
 from megalight.models.config import InitConfig as InitConfig
-from megalight.models.family import FAMILIES, Family, WeightConversion, register
+from megalight.models.family import Family, WeightConversion, register
 
 register(
     Family(
@@ -34,9 +34,5 @@ register(
     )
 )
 
-
-def __getattr__(name: str) -> Any:
-    """Import ``BertModule`` on first use, because it imports Lightning and the model itself does not need it."""
-    if name == "BertModule":
-        return FAMILIES["bert"].module()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# Late: it imports Lightning, which the model itself does not need.
+__getattr__ = lazy_members(__name__, {"BertModule": "megalight.models.bert.module"})

@@ -1,8 +1,8 @@
 """EAGLE-3: draft models for speculative decoding, trained beside the frozen model that they serve."""
 
 from importlib import import_module
-from typing import Any
 
+from megalight.imports import lazy_members
 from megalight.models.eagle.architecture import read_architecture as read_architecture
 from megalight.models.eagle.architecture import read_vocabulary as read_vocabulary
 from megalight.models.eagle.config import EagleConfig as EagleConfig
@@ -10,7 +10,7 @@ from megalight.models.eagle.model import DraftModel as DraftModel
 from megalight.models.eagle.plan import eagle_plan as eagle_plan
 from megalight.models.eagle.serving_format import export_draft as export_draft
 from megalight.models.eagle.serving_format import import_draft as import_draft
-from megalight.models.family import FAMILIES, Family, register
+from megalight.models.family import Family, register
 from megalight.registry import Registry
 
 register(
@@ -24,9 +24,5 @@ register(
     )
 )
 
-
-def __getattr__(name: str) -> Any:
-    """Import ``EagleModule`` on first use, because it imports Lightning and the model itself does not need it."""
-    if name == "EagleModule":
-        return FAMILIES["eagle"].module()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# Late: it imports Lightning, which the model itself does not need.
+__getattr__ = lazy_members(__name__, {"EagleModule": "megalight.models.eagle.module"})

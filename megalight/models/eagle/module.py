@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megalight.checkpoint.sources import LenientSource, OverlaySource
-from megalight.errors import ConfigurationError
+from megalight.errors import ConfigurationError, integer
 from megalight.models.batches import IGNORED, pack
 from megalight.models.distillation import share_of
 from megalight.models.eagle.architecture import read_architecture, read_vocabulary
@@ -80,8 +80,7 @@ class EagleModule(FamilyModule[EagleConfig]):
         architecture: str | os.PathLike[str] | None = None,
         draft_vocabulary: str | os.PathLike[str] | None = None,
     ) -> None:
-        if steps < 1:
-            raise ConfigurationError(f"steps={steps} must be at least 1; 4 are usual.")
+        integer("steps", steps)
         if not 0 < decay <= 1:
             raise ConfigurationError(f"decay={decay} must be above 0 and at most 1; 0.9 is usual.")
         self.base_model = BaseModel(base, base_layout or Layout())

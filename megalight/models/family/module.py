@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, get_args, get_type_hints
 
 from lightning.pytorch.utilities import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
 
 from megalight.checkpoint.disk import publish
 from megalight.checkpoint.disk.latest_checkpoint import latest_checkpoint
@@ -20,7 +20,7 @@ from megalight.errors import CheckpointError, ConfigurationError
 from megalight.hub import hub_name
 from megalight.models.config import compare
 from megalight.models.family import family
-from megalight.models.module import CANONICAL_PREFIX, MegalightModule
+from megalight.models.module import CANONICAL_PREFIX, Carry, MegalightModule
 from megalight.models.saved import (
     BASE,
     KEYS,
@@ -119,6 +119,10 @@ class FamilyModule(MegalightModule, Generic[ConfigT]):
         self.config: ConfigT = self._config(config)
         self.optimizer = optimizer or AdamConfig()
         self._companions: dict[str, bytes] | None = None
+
+    def output_step(self, carry: Carry, batch: Any) -> Tensor:
+        """Return the cross entropy of each label in nats, ``[b, s]``. It is 0 if the loss mask is 0."""
+        return carry["losses"][: batch.labels.numel()].view(batch.labels.shape)
 
     def _config(self, config: ConfigT | Mapping[str, Any] | str | None) -> ConfigT:
         known = family(self.family)

@@ -1,11 +1,11 @@
 """GPT: decoder-only language models in the styles of Llama, Qwen and GPT-2."""
 
 from importlib import import_module
-from typing import Any
 
+from megalight.imports import lazy_members
 from megalight.models.config import DropoutConfig as DropoutConfig
 from megalight.models.config import InitConfig as InitConfig
-from megalight.models.family import FAMILIES, Family, WeightConversion, register
+from megalight.models.family import Family, WeightConversion, register
 from megalight.models.gpt.config import GPTBackendConfig as GPTBackendConfig
 from megalight.models.gpt.config import GPTConfig as GPTConfig
 from megalight.models.gpt.config import MultiTokenConfig as MultiTokenConfig
@@ -43,9 +43,5 @@ register(
     )
 )
 
-
-def __getattr__(name: str) -> Any:
-    """Import ``GPTModule`` on first use, because it imports Lightning and the model itself does not need it."""
-    if name == "GPTModule":
-        return FAMILIES["gpt"].module()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# Late: it imports Lightning, which the model itself does not need.
+__getattr__ = lazy_members(__name__, {"GPTModule": "megalight.models.gpt.module"})

@@ -192,10 +192,6 @@ class GPTModule(FamilyModule[GPTConfig]):
     def _depth_scale(self) -> float:
         return 0.0 if self.config.mtp is None else self.config.mtp.loss_scale
 
-    def output_step(self, carry: Carry, batch: TokenBatch) -> Tensor:
-        """Return the cross entropy of each label in nats, ``[b, s]``. It is 0 if the loss mask is 0."""
-        return carry["losses"][: batch.labels.numel()].view(batch.labels.shape)
-
     def flops_per_token(self, sequence_length: int) -> float:
         """Return operations of forward and backward; see :func:`megalight.models.gpt.flops.flops_per_token`.
 

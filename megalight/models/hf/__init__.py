@@ -1,9 +1,9 @@
 """Any causal language model of ``transformers``, with the modules, names and weights that it has there."""
 
 from importlib import import_module
-from typing import Any
 
-from megalight.models.family import FAMILIES, Family, register
+from megalight.imports import lazy_members
+from megalight.models.family import Family, register
 from megalight.models.hf.config import HFConfig as HFConfig
 from megalight.models.hf.model import HFModel as HFModel
 from megalight.models.hf.model import HFOutput as HFOutput
@@ -28,9 +28,5 @@ register(
     )
 )
 
-
-def __getattr__(name: str) -> Any:
-    """Import ``HFCausalLM`` on first use, because it imports Lightning and the model itself does not need it."""
-    if name == "HFCausalLM":
-        return FAMILIES["hf"].module()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# Late: it imports Lightning, which the model itself does not need.
+__getattr__ = lazy_members(__name__, {"HFCausalLM": "megalight.models.hf.module"})

@@ -68,10 +68,6 @@ class HFCausalLM(FamilyModule[HFConfig]):
         """Return the sum of the loss mask."""
         return batch.loss_mask.sum()
 
-    def output_step(self, carry: Carry, batch: TokenBatch) -> Tensor:
-        """Return the cross entropy of each label in nats, ``[b, s]``. It is 0 if the loss mask is 0."""
-        return carry["losses"][: batch.labels.numel()].view(batch.labels.shape)
-
     @torch.no_grad()
     def generate(self, ids: Tensor, **options: Any) -> Any:
         """Generate with ``transformers``' own ``generate``. The ranks that hold the model call it together.

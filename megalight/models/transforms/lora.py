@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megalight.attachments import APPLIED
-from megalight.errors import ConfigurationError, nearest
+from megalight.errors import ConfigurationError, integer, nearest
 from megalight.nn import Linear
 from megalight.nn.adapter import DEFAULT, Adapter, AdapterSet, add_adapter, remove_adapters
 from megalight.nn.init import ConstantInit
@@ -71,8 +71,7 @@ class LoRA(ModelTransform):
             if isinstance(given := getattr(self, name), str):
                 raise ConfigurationError(f"{name}={given!r} is one string; give a list: [{given!r}].")
             object.__setattr__(self, name, tuple(given))
-        if self.rank < 1:
-            raise ConfigurationError(f"rank={self.rank}; it must be at least 1.")
+        integer("rank", self.rank)
         if not self.targets:
             raise ConfigurationError("targets is empty; name linear layers to adapt, such as 'attention.*'.")
         if not self.alpha > 0:

@@ -1,9 +1,9 @@
 """Vision-language models: a vision tower, a projector and a language model of ours (LLaVA)."""
 
 from importlib import import_module
-from typing import Any
 
-from megalight.models.family import FAMILIES, Family, WeightConversion, register
+from megalight.imports import lazy_members
+from megalight.models.family import Family, WeightConversion, register
 from megalight.models.vlm.config import ProjectorConfig as ProjectorConfig
 from megalight.models.vlm.config import VLMConfig as VLMConfig
 from megalight.models.vlm.hugging_face import READERS, config_from_transformers, config_to_transformers, weight_map
@@ -38,9 +38,5 @@ register(
 )
 PLANS.register(f"{TowerPart.__module__}.{TowerPart.__qualname__}")(tower_plan)
 
-
-def __getattr__(name: str) -> Any:
-    """Import ``VLMModule`` on first use, because it imports Lightning and the model itself does not need it."""
-    if name == "VLMModule":
-        return FAMILIES["vlm"].module()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# Late: it imports Lightning, which the model itself does not need.
+__getattr__ = lazy_members(__name__, {"VLMModule": "megalight.models.vlm.module"})

@@ -128,10 +128,6 @@ class VLMModule(FamilyModule[VLMConfig]):
         moe = self.config.language.moe
         return {} if moe is None else counts_of(moe.balance, batch.sequences)
 
-    def output_step(self, carry: Carry, batch: ImageTextBatch) -> Tensor:
-        """Return the cross entropy of each label in nats, ``[b, s]``. It is 0 if the loss mask is 0."""
-        return carry["losses"][: batch.labels.numel()].view(batch.labels.shape)
-
     def flops_per_token(self, sequence_length: int) -> float:
         """Return operations of forward and backward per token of text, with those of the tower.
 

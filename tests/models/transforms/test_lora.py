@@ -244,7 +244,7 @@ def test_rank_stabilized() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"rank": 0}, "rank=0; it must be at least 1"),
+        ({"rank": 0}, "rank is 0; it must be at least 1"),
         ({"rank": 2, "exclude": "q"}, r"exclude='q' is one string; give a list: \['q'\]"),
         ({"rank": 2, "targets": "q"}, r"targets='q' is one string; give a list: \['q'\]"),
         ({"rank": 2, "targets": []}, "targets is empty"),
