@@ -64,11 +64,27 @@ def integer(name: str, value: Any, least: int = 1, most: int | None = None) -> i
         number = operator.index(value)
     except TypeError:
         number = None
-    if number is None or isinstance(value, bool):
+    if number is None or is_bool(value):
         raise ConfigurationError(f"{name} is {value!r}; it must be an integer, {allowed}.")
     if number < least or (most is not None and number > most):
         raise ConfigurationError(f"{name} is {number}; it must be {allowed}.")
     return number
+
+
+def is_bool(value: Any) -> bool:
+    """Return whether a value is true or false, also as a scalar of numpy or torch: those pass for numbers, too."""
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
+
+
+def boolean(name: str, value: Any, advice: str = "") -> bool:
+    """Return a value that must be ``True`` or ``False``.
+
+    Raises:
+        ConfigurationError: it is neither, but what Python takes for one (``5``, ``"no"``).
+    """
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{name} is {value!r}; it must be True or False.{advice}")
+    return value
 
 
 def as_float(value: Any) -> float:

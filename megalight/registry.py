@@ -159,10 +159,13 @@ class BackendRegistry(Generic[SpecT, FnT]):
         """
         if name == "auto":
             return
-        _load_for(name, self._backends)
-        if name not in self._backends:
-            known = self.names
-            raise BackendError(f"{self.op} has no backend {name!r}; it has {', '.join(known)}." + nearest(name, known))
+        if isinstance(name, str):
+            _load_for(name, self._backends)
+        known = self.names
+        if name not in known:
+            raise BackendError(
+                f"{self.op} has no backend {name!r}; it has {', '.join(known)}." + nearest(str(name), known)
+            )
 
     @property
     def names(self) -> list[str]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Generator, nn
 
-from megalight.errors import ConfigurationError, DataError, MegalightError, integer
+from megalight.errors import ConfigurationError, DataError, MegalightError, boolean, integer
 from megalight.inference.blocks import BLOCK_SIZE, BlockPool, span_counts
 from megalight.inference.cache import Cache
 from megalight.inference.engine_memory import (
@@ -63,6 +63,10 @@ from megalight.types import AttentionSpan
 
 _Call = tuple[str, tuple[Any, ...]]
 """A method, and its arguments."""
+MOST = 2**31 - 1
+"""The largest number of blocks, and of tokens of a block or a step: tables of blocks are int32."""
+MOST_COMPLETIONS = 2**16
+"""The largest ``n`` and ``max_sequences``: the host keeps a list for each."""
 
 
 class DynamicEngine:
@@ -144,11 +148,11 @@ class DynamicEngine:
     ) -> None:
         model = generative(model)
         _check_model(model)
-        if batch_invariant:
+        if boolean("batch_invariant", batch_invariant):
             check_batch_invariant(model, kv_cache_dtype, attention_backend)
         if (num_blocks is None) == (cache_memory is None):
             raise ConfigurationError("an engine needs either num_blocks or cache_memory, not both.")
-        num_blocks = None if num_blocks is None else integer("num_blocks", num_blocks)
+        num_blocks = None if num_blocks is None else integer("num_blocks", num_blocks, 1, MOST)
         cache_memory = None if cache_memory is None else check_memory(cache_memory)
         if sampling_params is not None:
             warnings.warn(
@@ -160,9 +164,9 @@ class DynamicEngine:
         _choose_attention(model, attention_backend)
         if block_size is None:
             block_size = PAGE_SIZES.get(attention_backend, BLOCK_SIZE)
-        block_size = integer("block_size", block_size)
-        max_sequences = integer("max_sequences", max_sequences)
-        step_tokens = integer("step_tokens", step_tokens)
+        block_size = integer("block_size", block_size, 1, MOST)
+        max_sequences = integer("max_sequences", max_sequences, 1, MOST_COMPLETIONS)
+        step_tokens = integer("step_tokens", step_tokens, 1, MOST)
         if kv_cache_dtype not in ("auto", "fp8"):
             raise ConfigurationError(f"kv_cache_dtype is {kv_cache_dtype!r}; choose 'auto' or 'fp8'.")
         quantized = kv_cache_dtype == "fp8"
@@ -171,6 +175,10 @@ class DynamicEngine:
         capacity = model.config.max_sequence_length
         # A share of the free memory is what the largest pass leaves.
         largest = min(step_tokens, capacity) if isinstance(cache_memory, float) else 1
+        if speculator is not None and not isinstance(speculator, Speculator):
+            raise ConfigurationError(
+                f"speculator is {speculator!r}; it must be a Speculator, such as NGramSpeculator()."
+            )
         eagle = speculator if isinstance(speculator, EagleSpeculator) else None
         forms = CacheForms.of(model, largest, block_size, eagle, quantized)
         # Texts begin in the order in which they came, so few beginnings are wanted at a time.
@@ -237,7 +245,7 @@ class DynamicEngine:
                 "the draft out."
             )
         self._leads = self._follows = False
-        if first_rank_only and self._parallel is not None:
+        if boolean("first_rank_only", first_rank_only) and self._parallel is not None:
             self._leads, self._follows = self._parallel.first, not self._parallel.first
         self._calls: list[_Call] = []
         self._compile: Callable[[GrammarSource, frozenset[int]], Grammar] | None = None
@@ -280,8 +288,8 @@ class DynamicEngine:
                 must be the same on all ranks.
             seed: seed of its samples, from 0 to ``2**63 - 1``. They are those of ``generate`` with this prompt alone
                 and this seed. None: a new one.
-            n: how many completions. The numbers of the others follow that of the first, as their seeds do (0 follows
-                the largest). The prompt runs once, but for the tokens after its last full block.
+            n: how many completions, at most 65,536. The numbers of the others follow that of the first, as their seeds
+                do (0 follows the largest). The prompt runs once, but for the tokens after its last full block.
             log_probs: whether the completion has the log-probabilities of its tokens.
             top_log_probs: for how many of the most probable tokens it has them, too, with ``log_probs``.
             processed_log_probs: both are those of the distribution that is sampled from, not of the model: after
@@ -303,6 +311,9 @@ class DynamicEngine:
         if stop is not None and not callable(stop):
             raise ConfigurationError(f"stop is {stop!r}; it must be a function of the completion's tokens.")
         self._check_room(len(prompt), max_new_tokens)
+        boolean("log_probs", log_probs, " top_log_probs says how many of the most probable tokens have theirs.")
+        boolean("processed_log_probs", processed_log_probs)
+        boolean("prompt_log_probs", prompt_log_probs)
         top_log_probs = integer("top_log_probs", top_log_probs, 0, self._model.config.vocab_size)
         if (top_log_probs or processed_log_probs) and not log_probs:
             raise ConfigurationError(
@@ -314,7 +325,7 @@ class DynamicEngine:
             self._check_grammar(grammar, sampling_params)
             ends |= grammar.ends
         first = self._new_seed() if seed is None else check_seed(seed)
-        for place in range(integer("n", n)):
+        for place in range(integer("n", n, 1, MOST_COMPLETIONS)):
             request = Request(
                 self._count,
                 [*prompt],
@@ -385,17 +396,19 @@ class DynamicEngine:
             self._model, [record.segments[-1].prompt], merged.max_new_tokens - len(merged.tokens)
         )
         self._check_room(len(tokens), left)
+        sampling_params = SamplingParams(**record.sampling_params)
+        sampling_params.check(self._model.config.vocab_size, merged.max_new_tokens)
         request = Request(
             self._count,
             tokens,
             len(merged.prompt),
             merged.max_new_tokens,
-            SamplingParams(**record.sampling_params),
+            sampling_params,
             end_ids(self._model, record.ends),
             stop,
             check_seed(record.seed),
             merged.log_probs,
-            record.top_count,
+            integer("top_log_probs", record.top_count, 0, self._model.config.vocab_size),
             record.processed,
             merged.top_log_probs,
             record.prompt_log_probs,
@@ -639,6 +652,8 @@ class DynamicEngine:
             weights: move the weights to the host, too, and those of a draft. They cannot run until :meth:`resume`.
         """
         self._check_asked()
+        boolean("keep_cache", keep_cache)
+        boolean("weights", weights)
         self._tell("_suspend", keep_cache, weights)
         self._suspend(keep_cache, weights)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import operator
 import reprlib
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from typing import Any
 
 from torch import Tensor
 
-from megalight.errors import DataError, integer
+from megalight.errors import DataError, integer, is_bool
 from megalight.inference.parallel import GenerativeModel, ParallelGPT
 from megalight.inference.sampling import LARGEST_SEED
 from megalight.models.hf import HFConfig
@@ -54,10 +54,10 @@ def check_prompts(
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:
     try:
-        found = [*map(operator.index, prompt)]
+        found = None if isinstance(prompt, bytes | Set) else [*map(operator.index, prompt)]
     except TypeError:
         found = None
-    if found is None or any(isinstance(token, bool) for token in prompt):
+    if found is None or any(map(is_bool, prompt)):
         raise DataError(
             f"a prompt is {reprlib.repr(prompt)}; it must be a list of token ids, which are integers. Encode text with "
             "the tokenizer, or use TextGenerator."
@@ -74,7 +74,7 @@ def end_ids(model: GenerativeModel, eos_id: int | Collection[int] | None) -> fro
     if eos_id is None:
         return frozenset()
     # Scalars of numpy and torch have the methods of a collection.
-    several = isinstance(eos_id, Collection) and getattr(eos_id, "ndim", 1) != 0
+    several = isinstance(eos_id, Collection) and getattr(eos_id, "ndim", 1) != 0 and not isinstance(eos_id, str | bytes)
     each: Any = eos_id if several else [eos_id]
     return frozenset(integer("eos_id", token, 0, model.config.vocab_size - 1) for token in each)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any
 
-from megalight.errors import DataError, MegalightError
+from megalight.errors import DataError, MegalightError, boolean, integer
+from megalight.inference.sampling import SamplingParams, check_seed
 
 
 class RequestStatus(StrEnum):
@@ -162,17 +164,51 @@ class RequestRecord:
             DataError: these are no such values.
         """
         try:
-            segments = []
-            for each in values["segments"]:
-                events = [
-                    RequestEvent(**{**event, "kind": RequestEventKind(event["kind"])}) for event in each["events"]
-                ]
-                # Keys of objects of JSON are texts.
-                most = [{int(token): value for token, value in row.items()} for row in each["top_log_probs"]]
-                segments.append(RequestSegment(**{**each, "events": events, "top_log_probs": most}))
+            segments = [_segment(each) for each in values["segments"]]
             params = dict(values["sampling_params"])
+            # Keys of objects of JSON are texts.
             params["logit_bias"] = {int(token): value for token, value in params["logit_bias"].items()}
-            values = {**values, "sampling_params": params}
-            return cls(**{**values, "status": RequestStatus(values["status"]), "segments": segments})
-        except (KeyError, TypeError, ValueError) as error:
+            known = {"status": RequestStatus(values["status"]), "sampling_params": asdict(SamplingParams(**params))}
+            record = cls(**{**values, **known, "segments": segments})
+            integer("request_id", record.request_id, 0)
+            integer("top_count", record.top_count, 0)
+            check_seed(record.seed)
+            boolean("processed", record.processed)
+            boolean("constrained", record.constrained)
+            record.ends = [integer("a token of ends", token, 0) for token in record.ends]
+            scores, first = record.prompt_log_probs, segments[0]
+            if scores is not None and len(_numbers(scores)) != len(first.prompt) - 1:
+                raise ValueError("prompt_log_probs are not those of all tokens but the first")
+            for each in segments:
+                wanted = len(each.tokens) if record.top_count else 0
+                if (each.log_probs is None) != (first.log_probs is None) or len(each.top_log_probs) != wanted:
+                    raise ValueError("log-probabilities are not those of all tokens")
+            for one, next_one in pairwise(segments):
+                left = one.max_new_tokens - len(one.tokens)
+                if (next_one.prompt, next_one.max_new_tokens) != ([*one.prompt, *one.tokens], left):
+                    raise ValueError("a segment does not follow the one before it")
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise DataError(f"this is no record of a request: {error!r}.") from error
+        return record
+
+
+def _segment(values: Mapping[str, Any]) -> RequestSegment:
+    tokens, log_probs = values["tokens"], values["log_probs"]
+    if log_probs is not None and len(_numbers(log_probs)) != len(tokens):
+        raise ValueError("log_probs are not those of the tokens")
+    most = [{int(token): value for token, value in row.items()} for row in values["top_log_probs"]]
+    for row in most:
+        _numbers([*row.values()])
+    events = [RequestEvent(**{**event, "kind": RequestEventKind(event["kind"])}) for event in values["events"]]
+    _numbers([event.time for event in events])
+    for token in [*values["prompt"], *tokens]:
+        integer("a token", token, 0)
+    integer("max_new_tokens", values["max_new_tokens"])
+    return RequestSegment(**{**values, "top_log_probs": most, "events": events})
+
+
+def _numbers(values: Sequence[Any]) -> Sequence[float]:
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"{value!r} is no number")
+    return values

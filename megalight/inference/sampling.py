@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megalight.errors import ConfigurationError, MegalightError, as_float, integer
+from megalight.errors import ConfigurationError, MegalightError, as_float, integer, is_bool
 from megalight.ops.sample_tokens import FAILED as FAILED
 from megalight.ops.sample_tokens import SamplingRows, sample_tokens
 
@@ -68,7 +68,7 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, self._number(name))
         if self.top_k is not None:
-            object.__setattr__(self, "top_k", integer("top_k", self.top_k))
+            object.__setattr__(self, "top_k", integer("top_k", self.top_k, 1, ALL))
         object.__setattr__(self, "min_new_tokens", integer("min_new_tokens", self.min_new_tokens, 0))
         if not isinstance(self.logit_bias, Mapping):
             raise ConfigurationError(f"logit_bias is {self.logit_bias!r}; it must be numbers by token id.")
@@ -76,7 +76,7 @@ class SamplingParams:
             integer("token id of logit_bias", token, 0): as_float(value) for token, value in self.logit_bias.items()
         }
         for (token, value), given in zip(bias.items(), self.logit_bias.values(), strict=True):
-            if isinstance(given, bool) or not (abs(value) <= HUGE or value == -math.inf):
+            if is_bool(given) or not (abs(value) <= HUGE or value == -math.inf):
                 raise ConfigurationError(
                     f"logit_bias[{token}] is {given!r}; it must be a number from -1e30 to 1e30, or -inf."
                 )
@@ -84,7 +84,7 @@ class SamplingParams:
 
     def _number(self, name: str) -> float:
         value = getattr(self, name)
-        return math.nan if isinstance(value, bool) else as_float(value)
+        return math.nan if is_bool(value) else as_float(value)
 
     @property
     def penalized(self) -> bool:

@@ -15,7 +15,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -79,6 +79,7 @@ class DraftRounds(Counter[DraftRound]):
         return [sum(count for reached, count in counts if reached > place) for place in range(longest)]
 
 
+@runtime_checkable
 class Speculator(Protocol):
     """Guesses tokens on the device; on all ranks of a replica the same. The host need not know what is guessed.
 

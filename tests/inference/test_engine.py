@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megalight.errors import ConfigurationError, DataError, MegalightError
+from megalight.errors import BackendError, ConfigurationError, DataError, MegalightError
 from megalight.inference import Completion, DynamicEngine, EngineStep, SamplingParams, generate
 from megalight.inference.scheduler import Stop
 from megalight.models.gpt import GPT, MambaConfig
@@ -417,12 +417,24 @@ def test_a_completion_keeps_its_tokens_when_it_fails() -> None:
         ({"eos_id": 61}, "eos_id is 61; it must be from 0 to 60"),
         pytest.param({"eos_id": [3, -1]}, "eos_id is -1; it must be from 0 to 60", marks=pytest.mark.full),
         pytest.param({"eos_id": 1.5}, "eos_id is 1.5; it must be an integer, from 0 to 60", marks=pytest.mark.full),
-        ({"eos_id": "<eos>"}, "eos_id is '<'"),
+        ({"eos_id": "<eos>"}, "eos_id is '<eos>'; it must be an integer, from 0 to 60"),
         ({"stop": "end"}, "stop is 'end'; it must be a function"),
         pytest.param({"seed": -1}, "seed is -1; it must be from 0 to 9223372036854775807", marks=pytest.mark.full),
         ({"seed": 2**63}, "seed is 9223372036854775808"),
         pytest.param({"seed": 1.5}, "seed is 1.5; it must be an integer", marks=pytest.mark.full),
-        ({"n": 0}, "n is 0; it must be at least 1"),
+        ({"prompt": [torch.tensor(True)]}, r"a prompt is \[tensor\(True\)\]"),
+        ({"prompt": b"ab"}, "a prompt is b'ab'; it must be a list of token ids"),
+        ({"prompt": {4, 5}}, r"a prompt is {4, 5}; it must be a list of token ids"),
+        (
+            {"max_new_tokens": torch.tensor(True)},
+            r"max_new_tokens is tensor\(True\); it must be an integer, at least 1",
+        ),
+        ({"eos_id": b"ab"}, "eos_id is b'ab'; it must be an integer, from 0 to 60"),
+        ({"n": 0}, "n is 0; it must be from 1 to 65536"),
+        ({"n": 2**62}, f"n is {2**62}; it must be from 1 to 65536"),
+        ({"log_probs": 5}, "log_probs is 5; it must be True or False. top_log_probs says how many"),
+        ({"log_probs": True, "processed_log_probs": "raw"}, "processed_log_probs is 'raw'; it must be True or False"),
+        ({"prompt_log_probs": None}, "prompt_log_probs is None; it must be True or False"),
         pytest.param({"n": True}, "n is True; it must be an integer", marks=pytest.mark.full),
         ({"sampling_params": SamplingParams(min_new_tokens=4)}, "min_new_tokens is 4; it must be from 0 to 3"),
         (
@@ -478,10 +490,20 @@ def test_bad_requests_and_models_are_refused() -> None:
         engine.add([1], max_new_tokens=0)
     assert engine.unfinished == [0]
     for name in ("num_blocks", "block_size", "max_sequences", "step_tokens"):
-        with pytest.raises(ConfigurationError, match=f"{name} is 0; it must be at least 1"):
-            DynamicEngine(model, **{"num_blocks": 4, name: 0})
-        with pytest.raises(ConfigurationError, match=f"{name} is 2.5; it must be an integer, at least 1"):
-            DynamicEngine(model, **{"num_blocks": 4, name: 2.5})  # type: ignore[arg-type]
+        for value in (0, 2.5, True, "8", 2**63):
+            with pytest.raises(ConfigurationError, match=rf"{name} is {value!r}; it must be .*from 1 to \d+\."):
+                DynamicEngine(model, **{"num_blocks": 4, name: value})  # type: ignore[arg-type]
+    for bad, error, message in (
+        ({"attention_backend": None}, BackendError, "paged_attention has no backend None; it has triton"),
+        ({"speculator": "ngram"}, ConfigurationError, "speculator is 'ngram'; it must be a Speculator, such as NGram"),
+        ({"batch_invariant": "no"}, ConfigurationError, "batch_invariant is 'no'; it must be True or False"),
+        ({"first_rank_only": "no"}, ConfigurationError, "first_rank_only is 'no'; it must be True or False"),
+    ):
+        with pytest.raises(error, match=message):
+            DynamicEngine(model, **{"num_blocks": 4} | bad)  # type: ignore[arg-type]
+    for name in ("keep_cache", "weights"):
+        with pytest.raises(ConfigurationError, match=f"{name} is 'no'; it must be True or False"):
+            engine.suspend(**{name: "no"})  # type: ignore[arg-type]
     for moe in (
         replace(MOE, capacity=CapacityConfig(factor=1.0)),
         replace(MOE, router=RouterConfig(force_balance=True)),

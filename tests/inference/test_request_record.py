@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from megalight.errors import DataError
+from megalight.errors import ConfigurationError, DataError, MegalightError
 from megalight.inference import DynamicEngine
 from megalight.inference.request_record import (
     RequestError,
@@ -129,3 +130,46 @@ def test_another_engine_goes_on_with_a_record() -> None:
         assert kinds(record) == ["add"] * 4 + ["finish"]
     with pytest.raises(DataError, match="no record of a request"):
         RequestRecord.of_json({"segments": [{}]})
+
+
+def places(value: Any, before: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Return where values of JSON are, one inside of the other."""
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield (*before, key)
+        yield from places(value[key], (*before, key))
+
+
+def test_what_is_no_record_is_refused_and_no_other_request_notices() -> None:
+    engine = DynamicEngine(build(), num_blocks=400, step_tokens=4000)
+    options: dict[str, Any] = {"log_probs": True, "top_log_probs": 2, "prompt_log_probs": True}
+    number = engine.add([1, 2, 3], max_new_tokens=6, seed=1, eos_id=0, sampling_params=SAMPLED, **options)
+    engine.step()
+    engine.step()
+    text = json.dumps(engine.record(number).to_json())
+    refused = restored = 0
+    for place in places(json.loads(text)):
+        for bad in (None, "x", 1.5, True, -1, 2**64, [], {}, ["a"], [2**64]):
+            values: Any = json.loads(text)
+            there = values
+            for key in place[:-1]:
+                there = there[key]
+            there[place[-1]] = bad
+            try:
+                engine.restore(RequestRecord.of_json(values))
+                restored += 1
+            except MegalightError:
+                refused += 1
+    assert refused > 4 * restored > 40
+    found = engine.run()
+    assert len(found) == 1 + restored
+    for values in (
+        {"segments": [{}]},
+        json.loads(text) | {"segments": []},
+        json.loads(text) | {"color": 1},
+        json.loads(text) | {"sampling_params": {"color": 1, "logit_bias": {}}},
+    ):
+        with pytest.raises(DataError, match="this is no record of a request"):
+            RequestRecord.of_json(values)
+    record = RequestRecord.of_json(json.loads(text) | {"top_count": 62})
+    with pytest.raises(ConfigurationError, match="top_log_probs is 62; it must be from 0 to 61"):
+        engine.restore(record)

@@ -65,8 +65,11 @@ def test_scalars_of_numpy_and_torch_are_numbers():
 @pytest.mark.parametrize(
     "bad",
     [
-        *[{"temperature": value} for value in (-1.0, float("nan"), float("inf"), True, "1", None, [1.0])],
-        *[{"top_k": value} for value in (0, 1.5, True, "3")],
+        *[
+            {"temperature": value}
+            for value in (-1.0, float("nan"), float("inf"), True, np.True_, torch.tensor(True), "1", None, [1.0])
+        ],
+        *[{"top_k": value} for value in (0, 1.5, True, torch.tensor(True), "3", 2**63)],
         *[{"top_p": value} for value in (0.0, 1.1, float("nan"), True, "0.5")],
         *[{"min_p": value} for value in (-0.1, 1.1, float("nan"), True, None)],
         *[{"repetition_penalty": value} for value in (0, -1.0, 1e308, float("inf"), "1", None)],
@@ -88,7 +91,7 @@ def test_values_out_of_range_are_refused(bad):
         ({"a": 0.0}, "token id of logit_bias is 'a'; it must be an integer"),
         *[
             ({3: value}, r"logit_bias\[3\] is .*; it must be a number from -1e30 to 1e30, or -inf")
-            for value in (1e308, torch.inf, "1", True)
+            for value in (1e308, torch.inf, "1", True, np.True_)
         ],
     ],
 )
