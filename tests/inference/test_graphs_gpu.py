@@ -331,7 +331,7 @@ def test_graphs_are_recorded_once_while_memory_comes_and_goes(name: str, kind: s
 def test_graphs_survive_suspends_with_weights_but_the_first(kind: str, captures: list[int]) -> None:
     if (reason := why_not(torch.device("cuda", 0))) is not None:
         pytest.skip(reason)
-    large = {"hidden_size": 1024, "vocab_size": 16384}
+    large = {"hidden_size": 1024, "num_heads": 8, "vocab_size": 16384}
     model = build("llama", **large, tie_embeddings=kind == "tied")
     if kind == "8_bits":
         quantize_weights(model)
@@ -383,7 +383,7 @@ def test_graphs_survive_suspends_with_weights_but_the_first(kind: str, captures:
 def test_a_resume_without_memory_may_be_tried_again(weights: bool) -> None:
     if (reason := why_not(torch.device("cuda", 0))) is not None:
         pytest.skip(reason)
-    model = build("llama", hidden_size=1024, vocab_size=16384)
+    model = build("llama", hidden_size=1024, num_heads=8, vocab_size=16384)
     engine = DynamicEngine(model, num_blocks=50 if weights else 20_000, max_sequences=8)
     values = [each.clone() for each in model.parameters()]
     for _ in range(2 if weights else 1):  # weights move, and then stay
