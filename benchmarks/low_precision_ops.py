@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalight.ops.linear import weight_gradient
+from megalight.ops.linear import WGRAD, WeightGradientSpec
 from megalight.registry import choose
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -178,12 +178,12 @@ def products(out: int, width: int, x: Tensor, grad_y: Tensor, weight: Tensor, sw
             return error(main, expected)
 
         yield Way("weight gradient", label, name, run_tile, wrong_tile, operations=work)
-    spec = weight_gradient.WeightGradientSpec(x.device.type, x.dtype, main.dtype)
+    spec = WeightGradientSpec(x.device.type, x.dtype, main.dtype)
     yield Way(
         "weight gradient",
         label,
         "bf16",
-        lambda: choose(weight_gradient.WGRAD, spec)(main, grad_y, x, False),
+        lambda: choose(WGRAD, spec)(main, grad_y, x, False),
         lambda: 0.0,
         operations=work,
     )

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalight.ops.linear import weight_gradient
+from megalight.ops.linear import WGRAD, WeightGradientSpec
 from megalight.registry import choose
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -196,17 +196,17 @@ class Shapes:
                     exact = grad_y.dtype == torch.float64
                     target = torch.zeros_like(main, dtype=torch.float64) if exact else main
                     choose(
-                        weight_gradient.WGRAD,
-                        weight_gradient.WeightGradientSpec(self.device, grad_y.dtype, target.dtype),
+                        WGRAD,
+                        WeightGradientSpec(self.device, grad_y.dtype, target.dtype),
                         backend,
                     )(target, grad_y, x, False)
                     return target
 
                 return [grad_y, x], fn
 
-            yield Case("weight_gradient", f"{self.tokens} x {out} x {width}", names(weight_gradient.WGRAD), make,
+            yield Case("weight_gradient", f"{self.tokens} x {out} x {width}", names(WGRAD), make,
                        self.tokens, (2.0 * self.tokens * out * width,) * 2, "operations", backward=False,
-                       knobs={"megalight.ops.linear.weight_gradient": {"TILE": tiles}})  # fmt: skip
+                       knobs={"megalight.ops.linear": {"TILE": tiles}})  # fmt: skip
 
     def losses(self) -> Iterator[Case]:
         # With 140 GiB these keep all logits, or those of three chunks of five, or none of two chunks.

@@ -17,7 +17,7 @@ from torch import Tensor
 from megalight.errors import BackendError
 from megalight.ops.adam import ADAM, AdamSpec
 from megalight.ops.common import HALF, whole_why_not
-from megalight.ops.linear.weight_gradient import WGRAD, WeightGradientSpec
+from megalight.ops.linear import WGRAD, WeightGradientSpec
 from megalight.ops.norm import ADD_LAYER_NORM, ADD_RMS_NORM, LAYER_NORM, RMS_NORM, NormSpec, of_sum
 from megalight.plugins.package import Package
 from megalight.registry import Backend

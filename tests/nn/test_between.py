@@ -18,8 +18,8 @@ from megalight.nn import linear as between
 from megalight.nn.init import initialize
 from megalight.ops import note as room
 from megalight.ops.activation import quantized as quantized_activation
+from megalight.ops.linear import WeightGradients, deferring
 from megalight.ops.linear.low_precision import precision_of
-from megalight.ops.linear.weight_gradient import WeightGradients, deferring
 from megalight.ops.note import elided_output, elided_output_of
 from megalight.ops.parameter import collect
 from megalight.ops.rotary import quantized as quantized_rotary

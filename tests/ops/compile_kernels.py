@@ -94,7 +94,7 @@ def main() -> None:
     from megalight.ops import causal_conv as convolutions
     from megalight.ops import embedding as embeddings
     from megalight.ops import gated_norm as gated_norms
-    from megalight.ops import latent_heads, momentum, syrk
+    from megalight.ops import latent_heads, linear, momentum, syrk
     from megalight.ops import quantized_weight as stored
     from megalight.ops import sample_tokens as samples
     from megalight.ops import scaled_accumulate as sums
@@ -110,7 +110,6 @@ def main() -> None:
     from megalight.ops.divergence import KINDS as DIVERGENCES
     from megalight.ops.divergence import triton as divergences
     from megalight.ops.divergence.spec import Measure
-    from megalight.ops.linear import weight_gradient as linear
     from megalight.ops.linear.gemv import gemv
     from megalight.ops.linear.weight_only import weight_only_product
     from megalight.ops.norm import triton as norms
@@ -201,7 +200,8 @@ def main() -> None:
         out, lse = torch.randn(2, 64, 4, dim), torch.randn(2, 4, 64)
         blocks.triton_merge(out.to(dtype), lse, out.to(HALF), lse, out, lse)
     for tokens, width_out, width in ((64, 6144, 4096), (63, 500, 300)):
-        linear.accumulate(torch.zeros(width_out, width), leaf(tokens, width_out), leaf(tokens, width), tokens == 63)
+        main, grad_y, x = torch.zeros(width_out, width), leaf(tokens, width_out), leaf(tokens, width)
+        linear.triton_weight_gradient(main, grad_y, x, tokens == 63)
     for tile in casts.MODES:
         for columns in (None, Scheme("e5m2", tile, "power")):
             casts.cast(leaf(64, 4096).detach(), Scheme("e4m3", tile), columns)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from megalight.errors import BackendError
 from megalight.ops.grouped_linear import PRODUCT, WGRAD, GroupedLinearSpec, grouped_bias, grouped_linear, grouped_scale
-from megalight.ops.linear.weight_gradient import WeightGradients, deferring
+from megalight.ops.linear import WeightGradients, deferring
 from tests.ops.checks import error
 from tests.ops.moe_checks import GROUPS, check_grouped_product, check_grouped_weight_gradient, offsets_of
 from tests.ops.test_linear import with_main_grad

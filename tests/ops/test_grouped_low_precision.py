@@ -12,9 +12,8 @@ from torch import Tensor
 from megalight.ops.grouped_linear import grouped_linear, low_precision_stacks
 from megalight.ops.grouped_linear.low_precision import OneByOne, StackPrecision, stack_precision_of
 from megalight.ops.grouped_linear.low_precision_stacks import Apart, Together
-from megalight.ops.linear import linear
+from megalight.ops.linear import WeightGradients, deferring, linear
 from megalight.ops.linear.low_precision import LowPrecision, Session
-from megalight.ops.linear.weight_gradient import WeightGradients, deferring
 from megalight.ops.note import RecomputeRecipe, attach_recipe
 from megalight.ops.parameter import release, state_of
 from megalight.ops.permute import permutation, permute, unpermute

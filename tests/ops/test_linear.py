@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megalight.errors import BackendError
-from megalight.ops.linear import accumulate_weight_gradient, input_gradient, linear, weight_gradient
-from megalight.ops.linear.weight_gradient import WGRAD
+from megalight.ops.linear import WGRAD, WeightGradientSpec, accumulate_weight_gradient, input_gradient, linear
 from megalight.ops.parameter import collect
 from megalight.registry import choose
 from tests.ops.checks import check_weight_gradient, error
@@ -146,7 +145,7 @@ def test_pieces_for_overlap() -> None:
 )
 def test_every_backend_that_serves_is_right(dtype: torch.dtype, main_dtype: torch.dtype) -> None:
     served: list[str] = []
-    for backend, reason in weight_gradient.WGRAD.table(weight_gradient.WeightGradientSpec("cpu", dtype, main_dtype)):
+    for backend, reason in WGRAD.table(WeightGradientSpec("cpu", dtype, main_dtype)):
         if reason is None:
             check_weight_gradient(backend.fn, "cpu", dtype, main_dtype, 63, 20, 30)
             served.append(backend.name)
@@ -155,9 +154,9 @@ def test_every_backend_that_serves_is_right(dtype: torch.dtype, main_dtype: torc
 
 def test_the_choice_keeps_float32_sums() -> None:
     def chosen(*spec: Any) -> str:
-        return weight_gradient.WGRAD.select(weight_gradient.WeightGradientSpec(*spec)).name
+        return WGRAD.select(WeightGradientSpec(*spec)).name
 
     assert chosen("cpu", torch.float64, torch.float64) == "addmm"
     assert chosen("cpu", torch.bfloat16, torch.float32) == "reference"
     with pytest.raises(BackendError, match="needs tensors on cuda"):
-        choose(WGRAD, weight_gradient.WeightGradientSpec("cpu", torch.bfloat16, torch.float32), "addmm_fp32")
+        choose(WGRAD, WeightGradientSpec("cpu", torch.bfloat16, torch.float32), "addmm_fp32")

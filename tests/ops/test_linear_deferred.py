@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megalight.ops.cross_entropy import linear_cross_entropy
-from megalight.ops.linear import linear, weight_gradient
-from megalight.ops.linear.weight_gradient import WeightGradients, deferring
+from megalight.ops.linear import WeightGradients, deferring, linear
 from tests.ops.test_linear import Parameter, with_main_grad
 
 
@@ -191,7 +190,8 @@ def test_under_recomputation() -> None:
 
 def test_the_next_input_comes_during_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    monkeypatch.setattr(weight_gradient, "add_weight_gradient", lambda weight, grad_y, x: events.append(f"product {x}"))
+    add = "megalight.ops.linear.add_weight_gradient"
+    monkeypatch.setattr(add, lambda weight, grad_y, x: events.append(f"product {x}"))
     queue = WeightGradients()
 
     def put(name: str) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megalight.ops.linear import linear, weight_gradient
+from megalight.ops.linear import WGRAD, WeightGradientSpec, linear
 from megalight.registry import choose
 from tests.ops.checks import check_weight_gradient, error
 from tests.ops.test_linear import with_main_grad
@@ -19,8 +19,8 @@ SHAPES = [(63, 64, 128), (500, 300, 1000), (1000, 4096, 320), (8192, 512, 256)]
 def test_half_products_are_added_in_float32(
     backend: str, dtype: torch.dtype, tokens: int, out: int, width: int
 ) -> None:
-    spec = weight_gradient.WeightGradientSpec("cuda", dtype, torch.float32)
-    table = {candidate.name: (candidate.fn, reason) for candidate, reason in weight_gradient.WGRAD.table(spec)}
+    spec = WeightGradientSpec("cuda", dtype, torch.float32)
+    table = {candidate.name: (candidate.fn, reason) for candidate, reason in WGRAD.table(spec)}
     fn, reason = table[backend]
     if reason is not None:
         pytest.skip(reason)
@@ -28,11 +28,11 @@ def test_half_products_are_added_in_float32(
 
 
 def test_a_kernel_without_temporary_serves_training() -> None:
-    spec = weight_gradient.WeightGradientSpec("cuda", torch.bfloat16, torch.float32)
-    assert weight_gradient.WGRAD.select(spec).name in ("addmm_fp32", "triton")
+    spec = WeightGradientSpec("cuda", torch.bfloat16, torch.float32)
+    assert WGRAD.select(spec).name in ("addmm_fp32", "triton")
     main_grad = torch.zeros(4096, 4096, device="cuda")
     grad_y, x = (torch.randn(512, 4096, device="cuda").bfloat16() for _ in range(2))
-    accumulate = choose(weight_gradient.WGRAD, spec)
+    accumulate = choose(WGRAD, spec)
     accumulate(main_grad, grad_y, x, False)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megalight.errors import BackendError
-from megalight.ops.linear import linear
+from megalight.ops.linear import WeightGradients, deferring, linear
 from megalight.ops.linear.low_precision import LowPrecision, Session, precision_of
-from megalight.ops.linear.weight_gradient import WeightGradients, deferring
 from megalight.ops.note import RecomputeRecipe, attach_recipe
 from megalight.ops.parameter import release, state_of
 from megalight.ops.quantize import Scheme, cast, quantize

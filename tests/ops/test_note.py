@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megalight.ops.linear import linear
-from megalight.ops.linear.weight_gradient import WeightGradients, deferring
+from megalight.ops.linear import WeightGradients, deferring, linear
 from megalight.ops.note import RecomputeRecipe, attach_recipe, recipe_of
 from tests.ops.test_linear import with_main_grad
 

@@ -10,7 +10,7 @@ import torch
 from megalight.models.config import DropoutConfig
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.nn.init import initialize
-from megalight.ops.linear.weight_gradient import WeightGradients, deferring
+from megalight.ops.linear import WeightGradients, deferring
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.recompute import RecomputeOptions, apply_recompute

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megalight.errors import BackendError
 from megalight.ops import adam as adam_op
+from megalight.ops import linear as wgrad
 from megalight.ops import norm as norm_op
-from megalight.ops.linear import weight_gradient as wgrad
 from megalight.ops.norm import reference_layer_norm, reference_rms_norm
 from megalight.plugins import apex as adam
 from tests.ops.checks import check_adam, check_norms, check_weight_gradient

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megalight.ops import adam as adam_op
+from megalight.ops import linear as wgrad
 from megalight.ops import norm as norm_op
-from megalight.ops.linear import weight_gradient as wgrad
 from megalight.plugins import apex
 from tests.ops.checks import check_adam, check_norms, check_weight_gradient
 from tests.plugins.real import MARKS, need, serve

@@ -12,9 +12,8 @@ from torch import Tensor
 from megalight.errors import BackendError, ConfigurationError
 from megalight.nn import Linear, RMSNorm
 from megalight.nn.init import initialize
-from megalight.ops.linear import linear
+from megalight.ops.linear import WeightGradients, deferring, linear
 from megalight.ops.linear.low_precision import LowPrecision, Session, precision_of
-from megalight.ops.linear.weight_gradient import WeightGradients, deferring
 from megalight.ops.parameter import state_of
 from megalight.ops.quantize.recipes import recipe
 from megalight.parallel.mesh import ParallelMesh

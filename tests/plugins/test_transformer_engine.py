@@ -11,8 +11,8 @@ from torch import Tensor
 from megalight.ops import activation as activation_op
 from megalight.ops import adam as adam_op
 from megalight.ops import attention as attention_op
+from megalight.ops import linear as wgrad
 from megalight.ops import norm as norm_op
-from megalight.ops.linear import weight_gradient as wgrad
 from megalight.plugins.transformer_engine import attention
 from megalight.plugins.transformer_engine import kernels as activation
 from megalight.types import PackedSequences

@@ -10,10 +10,10 @@ import torch
 from megalight.models.gpt.config import GPTBackendConfig
 from megalight.ops import activation as activation_op
 from megalight.ops import adam as adam_op
+from megalight.ops import linear as wgrad
 from megalight.ops import norm as norm_op
 from megalight.ops import use_backends
 from megalight.ops.linear import linear
-from megalight.ops.linear import weight_gradient as wgrad
 from megalight.plugins import transformer_engine
 from megalight.plugins.transformer_engine import attention, kernels
 from tests.ops.checks import check_activations, check_adam, check_norms, check_weight_gradient, error

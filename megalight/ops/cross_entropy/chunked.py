@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megalight.ops.common import once_differentiable, wide
-from megalight.ops.linear import weight_gradient
+from megalight.ops.linear import WGRAD, WeightGradientSpec
 from megalight.ops.parameter import main_grad_of, put, state_of
 from megalight.registry import choose
 
@@ -76,11 +76,11 @@ def propagate(
         if grad_hidden is not None:
             _times_weight(logits, weight.to(logits.dtype), rows, grad_hidden[part])
         if main is not None:
-            spec = weight_gradient.WeightGradientSpec(logits.device.type, logits.dtype, main.dtype)
+            spec = WeightGradientSpec(logits.device.type, logits.dtype, main.dtype)
             # `touch()` is True for the first write of a step only: the first chunk overwrites, later chunks add.
             first = state_of(weight).touch()
             for block in rows:
-                choose(weight_gradient.WGRAD, spec)(main[block], logits[:, block], hidden[part], first)
+                choose(WGRAD, spec)(main[block], logits[:, block], hidden[part], first)
         if bias is not None and main_bias is not None:
             put(main_bias, logits.sum(0, dtype=main_bias.dtype), state_of(bias).touch())
     for parameter, target, own in ((weight, main, grad_weight), (bias, main_bias, grad_bias)):

@@ -19,8 +19,7 @@ from megalight.ops.common import apply, once_differentiable
 from megalight.ops.grouped_linear import few_rows, low_precision
 from megalight.ops.grouped_linear.backends import EXAMPLE, PRODUCT, WGRAD, GroupedLinearSpec
 from megalight.ops.grouped_linear.low_precision import stack_precision_of
-from megalight.ops.linear import reads_fp8
-from megalight.ops.linear.weight_gradient import queue_for
+from megalight.ops.linear import queue_for, reads_fp8
 from megalight.ops.note import recipe_of, save_cast, save_input, saved_input
 from megalight.ops.parameter import main_grad_of, state_of
 from megalight.ops.quantized_weight import readable, stored_of

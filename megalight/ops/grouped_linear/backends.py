@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalight.ops import linear
 from megalight.ops.common import HALF, lazy, serve_all, triton_why_not, wide
-from megalight.ops.linear import weight_gradient
 from megalight.ops.parameter import put
 from megalight.registry import Backend, BackendRegistry, choose
 
@@ -71,10 +71,8 @@ def torch_accumulate(
     main_grad: Tensor, grad_y: Tensor, x: Tensor, offsets: Tensor, sizes: Sequence[int] | None, write: bool
 ) -> None:
     """Add each group's ``grad_y^T x`` by the backend of dense layers, or write it."""
-    add = choose(
-        weight_gradient.WGRAD,
-        weight_gradient.WeightGradientSpec(grad_y.device.type, grad_y.dtype, main_grad.dtype),
-    )
+    spec = linear.WeightGradientSpec(grad_y.device.type, grad_y.dtype, main_grad.dtype)
+    add = choose(linear.WGRAD, spec)
     for expert, rows in groups(offsets, sizes):
         if rows.start != rows.stop:
             add(main_grad[expert], grad_y[rows], x[rows], write)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megalight.errors import ConfigurationError
-from megalight.ops.linear.weight_gradient import WeightGradients, deferring
+from megalight.ops.linear import WeightGradients, deferring
 from megalight.parallel import trace
 from megalight.parallel.collectives import Message
 from megalight.parallel.data_parallel.unit_memory import UnitPass

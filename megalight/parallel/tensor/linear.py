@@ -26,9 +26,9 @@ from megalight.ops.linear import (
     linear,
     product,
     product_and_save,
+    queue_for,
 )
 from megalight.ops.linear.low_precision import LowPrecision, precision_of
-from megalight.ops.linear.weight_gradient import queue_for
 from megalight.ops.note import recipe_of, save_cast, save_input, saved_input
 from megalight.ops.quantize import Quantized
 from megalight.ops.quantize.amax_history import GRADIENT, INPUT

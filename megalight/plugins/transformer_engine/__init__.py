@@ -9,8 +9,8 @@ from megalight.ops.activation import ACTIVATION, GATED
 from megalight.ops.adam import ADAM
 from megalight.ops.attention import ATTENTION
 from megalight.ops.fp8_attention import FP8_ATTENTION
+from megalight.ops.linear import WGRAD
 from megalight.ops.linear.low_precision import LOW_PRECISION
-from megalight.ops.linear.weight_gradient import WGRAD
 from megalight.ops.norm import ADD_LAYER_NORM, ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from megalight.parallel.graphs.modules import GRAPH_BACKENDS, GraphBackend
 from megalight.plugins.transformer_engine import attention, graphs, kernels, low_precision

@@ -12,7 +12,7 @@ from torch import Tensor
 from megalight.ops.activation import ActivationSpec
 from megalight.ops.adam import AdamSpec
 from megalight.ops.common import HALF, once_differentiable, whole_why_not
-from megalight.ops.linear.weight_gradient import WeightGradientSpec
+from megalight.ops.linear import WeightGradientSpec
 from megalight.ops.norm import NormSpec, of_sum
 from megalight.plugins.apex import MultiTensorAdam
 from megalight.plugins.package import Package

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from megalight.errors import MegalightError
 from megalight.ops import use_backends
 from megalight.ops.cross_entropy import linear_cross_entropy
-from megalight.ops.linear import linear
-from megalight.ops.linear.weight_gradient import WeightGradients, deferring
+from megalight.ops.linear import WeightGradients, deferring, linear
 from megalight.ops.parameter import state_of
 from megalight.parallel.data_parallel import DataParallelEngine, DataParallelOptions
 from megalight.parallel.mesh import ParallelMesh

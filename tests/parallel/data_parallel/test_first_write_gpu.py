@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megalight.ops.linear import weight_gradient
+from megalight.ops.linear import WGRAD, WeightGradientSpec
 from megalight.parallel.mesh import ParallelMesh
 from tests.parallel.data_parallel.test_first_write import run_branches
 
@@ -15,12 +15,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("backend", ["auto", "addmm_fp32", "triton", "reference"])
 def test_every_kind_of_gradient(backend: str, late: bool) -> None:
-    reasons = {
-        row.name: why
-        for row, why in weight_gradient.WGRAD.table(
-            weight_gradient.WeightGradientSpec("cuda", torch.bfloat16, torch.float32)
-        )
-    }
+    reasons = {row.name: why for row, why in WGRAD.table(WeightGradientSpec("cuda", torch.bfloat16, torch.float32))}
     if reasons.get(backend) is not None:
         pytest.skip(str(reasons[backend]))
     run_branches(ParallelMesh(), "optim", torch.bfloat16, late, "cuda", backend)

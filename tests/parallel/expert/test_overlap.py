@@ -17,7 +17,7 @@ from megalight.imports import in_backward
 from megalight.models.gpt import DropoutConfig
 from megalight.nn.init import initialize
 from megalight.nn.moe import BalanceConfig, MoE, SharedConfig
-from megalight.ops.linear.weight_gradient import WeightGradients
+from megalight.ops.linear import WeightGradients
 from megalight.parallel.apply import parallelize
 from megalight.parallel.data_parallel import DataParallelOptions
 from megalight.parallel.expert import ExpertOptions

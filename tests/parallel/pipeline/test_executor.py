@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalight.nn import Linear
-from megalight.ops.linear.weight_gradient import WeightGradients
+from megalight.ops.linear import WeightGradients
 from megalight.ops.parameter import collect
 from megalight.parallel.collectives import Message
 from megalight.parallel.mesh import ParallelMesh

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.mixer_config import AttentionConfig
 from megalight.models.gpt.plan import gpt_plan
-from megalight.ops.linear.weight_gradient import WeightGradients, deferring
+from megalight.ops.linear import WeightGradients, deferring
 from megalight.parallel.apply import parallelize
 from megalight.parallel.data_parallel import DataParallelEngine, ParamInfo
 from megalight.parallel.mesh import ParallelMesh

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megalight.ops.common import HALF
-from megalight.ops.linear.weight_gradient import queue_for
+from megalight.ops.linear import queue_for
 from megalight.ops.parameter import do_nothing, state_of
 from megalight.ops.sum_terms import sum_terms
 from megalight.parallel.collectives import PendingCollective, check_divides
