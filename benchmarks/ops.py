@@ -210,7 +210,7 @@ class Shapes:
 
     def losses(self) -> Iterator[Case]:
         # With 140 GiB these keep all logits, or those of three chunks of five, or none of two chunks.
-        knobs = {"megalight.ops.cross_entropy.chunked": {"SHARE": [1 / 32, 1 / 80], "CHUNKS": [4, 1]},
+        knobs = {"megalight.ops.cross_entropy": {"SHARE": [1 / 32, 1 / 80], "CHUNKS": [4, 1]},
                  "megalight.ops.cross_entropy.triton": {"STATISTICS_BLOCK": [4096, 16384],
                                                         "GRADIENT_BLOCK": [2048, 8192]}}  # fmt: skip
         choices = {"weight_gradient": ["addmm_fp32", "triton"]}

@@ -12,8 +12,7 @@ from megalight.nn.linear import Linear
 from megalight.nn.mlp import Activation
 from megalight.ops.batch_invariant import MODE
 from megalight.ops.batch_invariant.cross_entropy import capped
-from megalight.ops.cross_entropy import linear_cross_entropy
-from megalight.ops.cross_entropy.chunked import top_token
+from megalight.ops.cross_entropy import linear_cross_entropy, top_token
 from megalight.ops.divergence import Projection, linear_divergence
 from megalight.types import PackedSequences, TopTokens
 

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalight.ops import cross_entropy
-from megalight.ops.cross_entropy import blocks, chunked, gradient_, linear_cross_entropy, statistics
-from megalight.ops.cross_entropy.chunked import CrossEntropyKernels
+from megalight.ops import cross_entropy as op
+from megalight.ops.cross_entropy import CrossEntropyKernels, blocks, gradient_, linear_cross_entropy, statistics
 from tests.ops.checks import check_cross_entropy, error
 from tests.ops.test_linear import with_main_grad
 
-TORCH = partial(chunked.linear_cross_entropy, CrossEntropyKernels(statistics, gradient_))
+TORCH = partial(op.chunked_cross_entropy, CrossEntropyKernels(statistics, gradient_))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -66,8 +66,8 @@ def test_gradcheck(softcap: float | None) -> None:
 
 @pytest.mark.parametrize("aligned", [64, 4])
 def test_main_gradients(aligned: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked, "ALIGNED", aligned)
-    monkeypatch.setattr(chunked, "_blocks_on", lambda device, rows: chunked.blocks(rows))
+    monkeypatch.setattr(op, "ALIGNED", aligned)
+    monkeypatch.setattr(op, "_vocabulary_blocks_on", lambda device, rows: op.vocabulary_blocks(rows))
     hidden = torch.randn(9, 5, dtype=torch.float64, requires_grad=True)
     weight, bias = torch.randn(11, 5, dtype=torch.float64), torch.randn(11, dtype=torch.float64)
     labels = torch.randint(0, 11, (9,))
@@ -93,27 +93,27 @@ def test_a_second_backward_is_the_same() -> None:
 @pytest.mark.parametrize("rows", [0, 25, 40, 63])
 def test_logits_that_do_not_fit_are_made_twice(rows: int, chunk: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Room for so many of 63 rows."""
-    monkeypatch.setattr(chunked, "memory_of", lambda device: 97 * 8 * rows)
-    monkeypatch.setattr(chunked, "SHARE", 1)
+    monkeypatch.setattr(op, "memory_of", lambda device: 97 * 8 * rows)
+    monkeypatch.setattr(op, "SHARE", 1)
     made = []
-    plain = chunked.logits_of
-    monkeypatch.setattr(chunked, "logits_of", lambda h, w, b: made.append(len(h)) or plain(h, w, b))
+    plain = op.logits_of
+    monkeypatch.setattr(op, "logits_of", lambda h, w, b: made.append(len(h)) or plain(h, w, b))
     check_cross_entropy(TORCH, "cpu", torch.float64, 63, 97, 16, chunk=chunk)
-    size, kept = chunked.cut(63, 97 * 8, chunk, 97 * 8 * rows)
+    size, kept = op.cut(63, 97 * 8, chunk, 97 * 8 * rows)
     assert sum(made) == 63 + max(0, 63 - size * kept)
 
 
 def test_chunks_fill_the_memory_that_logits_may_take() -> None:
     gigabyte = 1e9
     row = 2 * 128256
-    assert chunked.cut(8192, row, None, 4.4 * gigabyte) == (8192, 1)  # one product, one pass over the main gradient
-    size, kept = chunked.cut(32768, row, None, 4.4 * gigabyte)
+    assert op.cut(8192, row, None, 4.4 * gigabyte) == (8192, 1)  # one product, one pass over the main gradient
+    size, kept = op.cut(32768, row, None, 4.4 * gigabyte)
     assert (size, kept) == (4096, 3)
-    assert chunked.cut(32000, row, None, 4.4 * gigabyte) == (4096, 3)  # even chunks, in whole tiles
+    assert op.cut(32000, row, None, 4.4 * gigabyte) == (4096, 3)  # even chunks, in whole tiles
     assert size * row * (kept + 1) <= 4.4 * gigabyte
-    assert chunked.cut(100, row, None, 0) == (1, 0)
-    assert chunked.cut(0, row, None, 0) == (1, 0)
-    assert chunked.cut(100, row, 30, gigabyte) == (30, 4)
+    assert op.cut(100, row, None, 0) == (1, 0)
+    assert op.cut(0, row, None, 0) == (1, 0)
+    assert op.cut(100, row, 30, gigabyte) == (30, 4)
 
 
 def test_rows_come_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def test_rows_come_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("backend", "share"), [("torch", 1 / 32), ("torch", 0), ("reference", 1 / 32)])
 def test_parts_of_the_vocabulary_combine(backend: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two parts, one after the other, as two devices would hold them; the second ends in padding."""
-    monkeypatch.setattr(chunked, "SHARE", share)
+    monkeypatch.setattr(op, "SHARE", share)
     hidden, table = torch.randn(9, 5, dtype=torch.float64), torch.randn(16, 5, dtype=torch.float64)
     labels = torch.randint(0, 13, (9,))
     labels[[2, 5]] = -100
@@ -191,6 +191,7 @@ def test_autocast() -> None:
 @pytest.mark.parametrize("size", [97, 128, 33])
 def test_unaligned_vocabularies_have_two_products(size: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: an aligned block, and the rest."""
-    monkeypatch.setattr(chunked, "_blocks_on", lambda device, rows: chunked.blocks(rows))
-    assert [len(range(size)[block]) for block in chunked.blocks(size)] == {97: [64, 33], 128: [128], 33: [33]}[size]
+    monkeypatch.setattr(op, "_vocabulary_blocks_on", lambda device, rows: op.vocabulary_blocks(rows))
+    expected = {97: [64, 33], 128: [128], 33: [33]}[size]
+    assert [len(range(size)[block]) for block in op.vocabulary_blocks(size)] == expected
     check_cross_entropy(TORCH, "cpu", torch.float64, 63, size, 16, bias=bias, chunk=10)

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from megalight.ops import cross_entropy
-from megalight.ops.cross_entropy import chunked
 from tests.ops.checks import check_cross_entropy
 
 pytestmark = pytest.mark.gpu
@@ -27,8 +26,8 @@ def test_triton_equals_the_reference(
 @pytest.mark.parametrize("rows", [0, 300, 700])
 def test_logits_that_do_not_fit_are_made_twice(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Room for so many of 1000 rows."""
-    monkeypatch.setattr(chunked, "memory_of", lambda device: 2 * 1000 * rows)
-    monkeypatch.setattr(chunked, "SHARE", 1)
+    monkeypatch.setattr(cross_entropy, "memory_of", lambda device: 2 * 1000 * rows)
+    monkeypatch.setattr(cross_entropy, "SHARE", 1)
     check_cross_entropy(TRITON, "cuda", torch.bfloat16, 999, 1000, 64)
 
 

@@ -363,10 +363,10 @@ def test_activation_wider_than_a_block() -> None:
 
 @pytest.mark.parametrize(("softcap", "bias", "padding", "chunk"), [(None, False, 0, None), (2.0, True, 3, 4)])
 def test_cross_entropy(softcap: float | None, bias: bool, padding: int, chunk: int | None) -> None:
-    from megalight.ops.cross_entropy.chunked import CrossEntropyKernels, linear_cross_entropy
+    from megalight.ops.cross_entropy import CrossEntropyKernels, chunked_cross_entropy
 
     module = kernels("cross_entropy")
-    fn = partial(linear_cross_entropy, CrossEntropyKernels(module.statistics, module.gradient_))
+    fn = partial(chunked_cross_entropy, CrossEntropyKernels(module.statistics, module.gradient_))
     checks.check_cross_entropy(
         fn, "cpu", torch.float32, 11, 77, 16, padding=padding, bias=bias, softcap=softcap, chunk=chunk
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalight.ops.batch_invariant import refuse
 from megalight.ops.common import lazy, serve_all, triton_why_not
-from megalight.ops.cross_entropy.chunked import Combine
+from megalight.ops.cross_entropy import Combine
 from megalight.ops.divergence import chunked, top_k
 from megalight.ops.divergence.spec import KINDS as KINDS
 from megalight.ops.divergence.spec import DivergenceKernels, Measure

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalight.ops import cross_entropy
 from megalight.ops.common import once_differentiable, wide
-from megalight.ops.cross_entropy.chunked import SHARE, Combine, cut, logits_of, memory_of, propagate
+from megalight.ops.cross_entropy import SHARE, Combine, cut, logits_of, memory_of, propagate
 from megalight.ops.divergence.spec import KINDS, DivergenceKernels, Measure, Projection
 
 

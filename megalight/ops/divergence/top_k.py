@@ -11,8 +11,7 @@ from torch import Tensor
 
 from megalight.ops import cross_entropy
 from megalight.ops.common import once_differentiable, wide
-from megalight.ops.cross_entropy import statistics
-from megalight.ops.cross_entropy.chunked import SHARE, Combine, cut, logits_of, memory_of, propagate
+from megalight.ops.cross_entropy import SHARE, Combine, cut, logits_of, memory_of, propagate, statistics
 from megalight.ops.divergence.chunked import parts_of
 from megalight.ops.divergence.spec import Projection
 from megalight.types import TopTokens

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megalight.nn.head import DistillationTarget
-from megalight.ops.cross_entropy import linear_cross_entropy
-from megalight.ops.cross_entropy.chunked import top_token
+from megalight.ops.cross_entropy import linear_cross_entropy, top_token
 from megalight.ops.divergence import Projection, linear_divergence
 from megalight.ops.embedding import embedding
 from megalight.parallel.collectives import all_gather, all_reduce, copy, join, reduce_scatter
