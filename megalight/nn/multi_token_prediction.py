@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from megalight.nn.embedding import TokenEmbedding
+from megalight.nn.embedding_and_head import TokenEmbedding
 from megalight.nn.layer import run_layers
 from megalight.nn.linear import Linear
 from megalight.nn.state import LayerContext

@@ -26,7 +26,7 @@ from megalight.inference import load_model
 from megalight.models.gpt import GPT
 from megalight.models.gpt.mixer_config import LatentConfig
 from megalight.nn import Linear, RMSNorm
-from megalight.nn.head import DistillationTarget, LMHead
+from megalight.nn.embedding_and_head import DistillationTarget, LMHead
 from megalight.nn.moe import Experts, SharedConfig
 from megalight.nn.moe.config import MoEConfig
 from megalight.ops.divergence import Projection

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megalight.nn.head import DistillationTarget
+from megalight.nn.embedding_and_head import DistillationTarget
 from megalight.ops.cross_entropy import linear_cross_entropy, top_token
 from megalight.ops.divergence import Projection, linear_divergence
 from megalight.ops.embedding import embedding

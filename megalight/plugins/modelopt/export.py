@@ -30,7 +30,7 @@ from megalight.models.saved import companions_of, description, saved_model
 from megalight.models.stored import StoredModel
 from megalight.nn import LatentAttention, Linear
 from megalight.nn.canonical import Section, canonical_tensors
-from megalight.nn.embedding import Embedding
+from megalight.nn.embedding_and_head import Embedding
 from megalight.nn.moe import Router
 from megalight.plugins.modelopt.presets import modelopt
 from megalight.plugins.modelopt.quantizer_sites import Matrix, matrices, places, rounds

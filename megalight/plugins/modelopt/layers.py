@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megalight.nn import InnerAttention, Linear
-from megalight.nn.head import DistillationTarget, LMHead
+from megalight.nn.embedding_and_head import DistillationTarget, LMHead
 from megalight.nn.moe import Experts, Grouped
 from megalight.parallel.context.attention import ContextAttention
 from megalight.parallel.tensor.embedding_and_head import VocabHead, VocabLinear

@@ -15,7 +15,7 @@ from torch import nn
 from megalight.attachments import QUANTIZED
 from megalight.errors import ConfigurationError
 from megalight.nn import Attention, InnerAttention, LatentAttention, Linear
-from megalight.nn.embedding import Embedding, TokenEmbedding
+from megalight.nn.embedding_and_head import Embedding, TokenEmbedding
 from megalight.nn.moe import Experts
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.shard import ShardSpec
