@@ -26,8 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megalight.nn import InnerAttention
-from megalight.ops.attention import attention
-from megalight.ops.attention.torch_kernels import reference_attention
+from megalight.ops.attention import attention, reference_attention
 from megalight.parallel.context import ring
 from megalight.parallel.context.attention import Attend, choose
 from megalight.parallel.context.spec import ContextGroups, ContextSpec

@@ -181,3 +181,12 @@ def mask(length: int, keys: int, causal: bool, window: int | None, device: torch
     if window is not None:
         allowed &= distance <= window
     return allowed
+
+
+def softmax(scores: Tensor, sink: Tensor | None) -> Tensor:
+    """Softmax of ``scores [..., H, Tq, Tk]``; ``e^sink`` of each head ``[H]`` is one more term of the denominator."""
+    if sink is None:
+        return scores.softmax(-1)
+    # a last column, which has no value; so the maximum that is subtracted includes it
+    column = sink.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, column], -1).softmax(-1)[..., :-1]

@@ -18,7 +18,7 @@ from torch import Tensor
 from megalight.ops import causal_conv, gated_norm, latent_heads, quantized_weight, sum_rows, sum_terms
 from megalight.ops.activation import reference_activation, reference_gated, reference_gated_pair
 from megalight.ops.adam import QuantizedOutput, exponents_like, read_moment, reference_adam_step
-from megalight.ops.attention.torch_kernels import reference_attention
+from megalight.ops.attention import reference_attention
 from megalight.ops.common import wide
 from megalight.ops.cross_entropy import reference_linear_cross_entropy
 from megalight.ops.delta_rule import reference_continued, reference_delta_rule

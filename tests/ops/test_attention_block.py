@@ -9,8 +9,7 @@ from torch import Tensor
 
 from megalight.errors import BackendError, LayoutError
 from megalight.ops import attention_block
-from megalight.ops.attention import hopper
-from megalight.ops.attention.torch_kernels import reference_attention
+from megalight.ops.attention import hopper, reference_attention
 from megalight.ops.attention_block import (
     ATTENTION_BLOCK,
     ATTENTION_BLOCK_BACKWARD,

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from megalight.errors import BackendError
-from megalight.ops.attention import ATTENTION, EXAMPLE, attention, torch_kernels
-from megalight.ops.attention.torch_kernels import reference_attention
+from megalight.ops.attention import ATTENTION, EXAMPLE, attention, flex_attention, reference_attention
 from megalight.types import PackedSequences
 
 
@@ -17,7 +16,7 @@ from megalight.types import PackedSequences
 def test_equals_the_reference(lengths: list[int], causal: bool, window: int | None) -> None:
     sequences = PackedSequences.of_lengths(lengths)
     q, k, v = (torch.randn(sum(lengths), heads, 16, dtype=torch.float64) for heads in (4, 2, 2))
-    found = torch_kernels.flex_attention(q, k, v, sequences, causal, 0.7, window, 1.5, 0.0)
+    found = flex_attention(q, k, v, sequences, causal, 0.7, window, 1.5, 0.0)
     wanted = reference_attention(q, k, v, sequences, causal, 0.7, window, 1.5, 0.0)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from megalight.errors import BackendError
-from megalight.ops.attention import attention
-from megalight.ops.attention.torch_kernels import reference_attention
+from megalight.ops.attention import attention, reference_attention
 from megalight.types import PackedSequences
 from tests.ops.checks import check
 from tests.ops.checks import check_attention as check_kernel

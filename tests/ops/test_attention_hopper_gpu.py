@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megalight.ops.attention import attention, hopper
-from megalight.ops.attention.torch_kernels import reference_attention
+from megalight.ops.attention import attention, hopper, reference_attention
 from megalight.types import PackedSequences
 
 pytestmark = pytest.mark.gpu

@@ -13,8 +13,7 @@ from megalight.imports import has
 from megalight.models.gpt import GPT, GPTBackendConfig, GPTConfig, InitConfig
 from megalight.nn.init import initialize
 from megalight.ops import use_backends
-from megalight.ops.attention import EXAMPLE, attention
-from megalight.ops.attention.torch_kernels import reference_attention
+from megalight.ops.attention import EXAMPLE, attention, reference_attention
 from megalight.types import PackedSequences
 from tests.models.test_gpt_cuda import SIZES, STYLES, batch
 from tests.ops.checks import check, error

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalight.ops.attention import EXAMPLE
-from megalight.ops.attention.torch_kernels import reference_attention
+from megalight.ops.attention import EXAMPLE, reference_attention
 from megalight.plugins.flash_attn import VERSION_2, VERSION_3, VERSION_4
 from megalight.types import PackedSequences
 from tests.plugins import fakes

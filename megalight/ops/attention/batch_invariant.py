@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megalight.ops.attention.torch_kernels import softmax
-from megalight.ops.common import wide
+from megalight.ops.common import softmax, wide
 from megalight.types import PackedSequences, Pages
 
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from megalight.ops.attention.batch_invariant import AttentionOptions, invariant_attention
-from megalight.ops.attention.torch_kernels import softmax
 from megalight.ops.batch_invariant import MODE, refuse
-from megalight.ops.common import HALF, cuda_why_not, fp8_why_not, lazy, serve_all, triton_why_not, wide
+from megalight.ops.common import HALF, cuda_why_not, fp8_why_not, lazy, serve_all, softmax, triton_why_not, wide
 from megalight.ops.paged_append import dequantize_heads
 from megalight.registry import Backend, BackendRegistry, choose
 from megalight.types import Pages

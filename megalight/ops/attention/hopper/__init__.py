@@ -129,7 +129,7 @@ def beats_cudnn(
         least: keys that a query sees on average from which they are faster.
     """
     # torch's compiler knows cuDNN's operator, and not these kernels.
-    if q.device.type not in DEVICES or torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return False
     heads, key_heads = q.shape[-2], k.shape[-2]
     return serves_backward(q, v, sequences, causal, window, least) and fills(
