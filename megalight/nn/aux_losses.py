@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from megalight.errors import ConfigurationError
 from megalight.imports import in_backward
 from megalight.nn.init import ConstantInit, Initializer, Normal
-from megalight.ops.common import apply, once_differentiable
+from megalight.ops.autograd import apply, once_differentiable
 from megalight.types import Opaque, PackedSequences
 
 log = logging.getLogger(__name__)

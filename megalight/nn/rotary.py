@@ -41,7 +41,7 @@ class RotaryTable(NamedTuple):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Split ``[T, (H + 2 Hkv) D]`` into ``q [T, H, D], k, v [T, Hkv, D]`` and rotate ``q`` and ``k``.
 
-        ``elided``: the gradient of ``qkv`` is not written; see :mod:`megalight.ops.note`.
+        ``elided``: the gradient of ``qkv`` is not written; see :mod:`megalight.ops.autograd`.
         """
         rotate, cos, sin = rotate_qkv_elided if elided else rotate_qkv, self.cos, self.sin
         return rotate(qkv, num_heads, num_kv_heads, head_dim, cos, sin, self.interleaved, backend=self.backend)

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalight.ops.common import apply, once_differentiable, serve_all, triton_why_not, wide
+from megalight.ops.autograd import apply, once_differentiable
+from megalight.ops.common import serve_all, triton_why_not, wide
 from megalight.ops.jit import Value, cdiv, constexpr, jit, sigmoid, tl
 from megalight.ops.row_indexing import empty_gradient, place_of
 from megalight.registry import Backend, BackendRegistry, choose

@@ -5,17 +5,15 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache, partial, wraps
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import function
 
 from megalight.imports import has
 from megalight.registry import BackendRegistry, remembered
 
-BackwardT = TypeVar("BackwardT", bound=Callable[..., Any])
 SpecT = TypeVar("SpecT")
 # Dtypes with too few bits to add up many values in.
 HALF = (torch.bfloat16, torch.float16)
@@ -30,33 +28,6 @@ def without_autocast(x: torch.Tensor) -> AbstractContextManager[Any]:
     """Return a context in which products keep their dtype: autocast would round the state of a scan in every chunk."""
     device = x.device.type
     return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
-
-
-def once_differentiable(backward: BackwardT) -> BackwardT:
-    """``torch.autograd.function.once_differentiable``, applied only if gradients of gradients are wanted.
-
-    Otherwise autograd runs ``backward`` with gradients disabled anyway, and the wrapper's own context costs
-    microseconds.
-    """
-    checked = function.once_differentiable(backward)
-
-    @wraps(backward)
-    def called(ctx: Any, *grads: Any) -> Any:
-        # Gradients are enabled in a backward pass only under `create_graph=True`.
-        return checked(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
-
-    return called  # type: ignore[return-value]
-
-
-def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """``function.apply(*args)`` with less overhead, for functions that every layer calls several times.
-
-    torch checks all arguments for leftovers of ``torch.func`` transforms, even if no transform is active.
-    """
-    if torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active():
-        return function.apply(*args)  # type: ignore[no-untyped-call]
-    # This skips the Python `Function.apply`, and calls the C++ one behind it.
-    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 def serve_all(spec: object) -> None:

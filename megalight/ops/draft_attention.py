@@ -17,7 +17,8 @@ from torch import Tensor
 
 from megalight.ops.attention import attention
 from megalight.ops.attention_block import block_attention, block_attention_backward
-from megalight.ops.common import apply, once_differentiable, wide
+from megalight.ops.autograd import apply, once_differentiable
+from megalight.ops.common import wide
 from megalight.types import PackedSequences
 
 

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalight.ops.common import apply, once_differentiable, serve_all, triton_why_not
+from megalight.ops.autograd import apply, once_differentiable
+from megalight.ops.common import serve_all, triton_why_not
 from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, tl
 from megalight.ops.parameter import main_grad_of, put, state_of
 from megalight.registry import Backend, BackendRegistry, choose

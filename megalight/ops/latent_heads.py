@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megalight.ops.common import apply, last_contiguous, once_differentiable, serve_all, triton_why_not
+from megalight.ops.autograd import apply, once_differentiable
+from megalight.ops.common import last_contiguous, serve_all, triton_why_not
 from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, tl
 from megalight.ops.rotary import reference_apply_rotary
 from megalight.registry import Backend, BackendRegistry, choose

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalight.ops.autograd import apply, once_differentiable
 from megalight.ops.batch_invariant import refuse
-from megalight.ops.common import apply, once_differentiable
 from megalight.ops.linear import WGRAD, WeightGradientSpec
 from megalight.ops.parameter import main_grad_of, state_of
 from megalight.registry import choose

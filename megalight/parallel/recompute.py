@@ -24,8 +24,8 @@ from torch.utils.checkpoint import checkpoint
 from megalight.attachments import GATHER_HOOK
 from megalight.errors import ConfigurationError, nearest, nearest_pattern
 from megalight.nn import Activation, Embedding, LayerNorm, Linear, RMSNorm
+from megalight.ops.autograd import RecomputeRecipe, attach_recipe, recipe_of
 from megalight.ops.batch_invariant import MODE, batch_invariant_mode
-from megalight.ops.note import RecomputeRecipe, attach_recipe, recipe_of
 from megalight.parallel.interleaved_passes import uninterrupted
 from megalight.parallel.layers import Override, depth_layers_of, is_a, layers_of, stacks_of, tower_layers_of, translated
 from megalight.parallel.tensor.linear import ColumnLinear, RowLinear

@@ -20,8 +20,8 @@ from torch.distributed import ProcessGroup
 
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.nn.moe import Grouped, aligned
+from megalight.ops.autograd import apply, once_differentiable
 from megalight.ops.batch_invariant import refuse
-from megalight.ops.common import apply, once_differentiable
 from megalight.ops.permute import Permutation, permutation, permute, unpermute
 from megalight.ops.router import Routes
 from megalight.parallel.expert import DISPATCHERS

@@ -16,11 +16,10 @@ from megalight.models.gpt.model import GPT
 from megalight.nn import attention
 from megalight.nn import linear as between
 from megalight.nn.init import initialize
-from megalight.ops import note as room
 from megalight.ops.activation import quantized as quantized_activation
+from megalight.ops.autograd import elided_output, elided_output_of
 from megalight.ops.linear import WeightGradients, deferring
 from megalight.ops.linear.low_precision import precision_of
-from megalight.ops.note import elided_output, elided_output_of
 from megalight.ops.parameter import collect
 from megalight.ops.rotary import quantized as quantized_rotary
 from megalight.parallel.mesh import ParallelMesh
@@ -189,4 +188,4 @@ def test_an_elided_output() -> None:
     assert elided_output_of(like) is None
     assert not x._is_view()
     assert isinstance(nn.Identity()(x), Tensor)
-    assert room.elided_output_of(torch.ones(1)) is None
+    assert elided_output_of(torch.ones(1)) is None

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalight.ops.autograd import RecomputeRecipe, attach_recipe
 from megalight.ops.grouped_linear import grouped_linear, low_precision_stacks
 from megalight.ops.grouped_linear.low_precision import OneByOne, StackPrecision, stack_precision_of
 from megalight.ops.grouped_linear.low_precision_stacks import Apart, Together
 from megalight.ops.linear import WeightGradients, deferring, linear
 from megalight.ops.linear.low_precision import LowPrecision, Session
-from megalight.ops.note import RecomputeRecipe, attach_recipe
 from megalight.ops.parameter import release, state_of
 from megalight.ops.permute import permutation, permute, unpermute
 from megalight.ops.quantize.amax_history import AmaxHistory

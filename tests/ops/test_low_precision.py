@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megalight.errors import BackendError
+from megalight.ops.autograd import RecomputeRecipe, attach_recipe
 from megalight.ops.linear import WeightGradients, deferring, linear
 from megalight.ops.linear.low_precision import LowPrecision, Session, precision_of
-from megalight.ops.note import RecomputeRecipe, attach_recipe
 from megalight.ops.parameter import release, state_of
 from megalight.ops.quantize import Scheme, cast, quantize
 from megalight.ops.quantize.amax_history import AmaxHistory

@@ -17,10 +17,10 @@ from megalight.nn.mlp import MLP, Activation
 from megalight.nn.moe.dispatch import Dispatcher, Grouped, LocalDispatcher
 from megalight.nn.moe.router import Router
 from megalight.nn.state import LayerContext
+from megalight.ops.autograd import note_of, recipe_of
 from megalight.ops.batch_invariant import MODE, rowwise
 from megalight.ops.grouped_linear import GroupedLinearSpec, grouped_bias, grouped_linear
 from megalight.ops.grouped_linear.backends import reads_sizes
-from megalight.ops.note import note_of, recipe_of
 from megalight.ops.quantized_weight import readable
 
 

@@ -17,11 +17,11 @@ from megalight.nn.aux_losses import Counting, Pool
 from megalight.nn.init import ConstantInit, Initializer, Normal
 from megalight.nn.moe.config import BalanceConfig, CapacityConfig, RouterConfig
 from megalight.nn.state import LayerContext
+from megalight.ops.autograd import apply, once_differentiable, save_input, saved_input
 from megalight.ops.batch_invariant import MODE, refuse, rowwise
 from megalight.ops.batch_invariant.product import product as invariant_product
-from megalight.ops.common import HALF, apply, once_differentiable, wide
+from megalight.ops.common import HALF, wide
 from megalight.ops.linear import linear
-from megalight.ops.note import save_input, saved_input
 from megalight.ops.permute import drop
 from megalight.ops.router import Routes, Statistics, route, statistics
 

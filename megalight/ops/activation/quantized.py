@@ -15,9 +15,9 @@ from torch import Tensor
 
 from megalight.ops.activation import activation, gated, torch_activation, torch_gated
 from megalight.ops.activation.triton import _slope, activated
-from megalight.ops.common import apply, once_differentiable, serve_all, triton_why_not
+from megalight.ops.autograd import QuantizedCasts, apply, elided_output, once_differentiable
+from megalight.ops.common import serve_all, triton_why_not
 from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
-from megalight.ops.note import QuantizedCasts, elided_output
 from megalight.ops.quantize import Scheme, amax_of, cast, whole_cast_why_not
 from megalight.ops.quantize.formats import to_fp8
 from megalight.ops.quantize.triton import (
@@ -288,7 +288,7 @@ class _OfQuantized(torch.autograd.Function):
 def activation_of_quantized(x: Tensor, kind: str, gates: bool, backend: str = "auto", *, written: bool) -> Tensor:
     """Return ``act(x)``, or ``act(gate) * up``, of ``x [T, f]`` or ``[T, 2 f]``; the gradient of ``x`` is not written.
 
-    It is :mod:`~megalight.ops.note`: ``x`` must come from a GEMM in 8 bits, and nothing else may read its
+    It is elided (:mod:`megalight.ops.autograd`): ``x`` must come from a GEMM in 8 bits, and nothing else may read its
     gradient. With ``written=False`` the output is elided, too: the next product must know its scales beforehand.
     ``backend`` is that of the activation that is written.
     """

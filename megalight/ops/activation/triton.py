@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalight.ops.common import apply, once_differentiable
+from megalight.ops.autograd import apply, once_differentiable
 from megalight.ops.jit import OVERLAP, UNIT, Value, cdiv, constexpr, jit, next_power, start_dependents, tl
 from megalight.ops.quantize.amax_history import annotate_amax
 

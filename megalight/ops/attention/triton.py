@@ -28,7 +28,7 @@ from megalight.ops.attention.triton_blocks import (
     tanh,
     visible,
 )
-from megalight.ops.common import apply, once_differentiable
+from megalight.ops.autograd import apply, once_differentiable
 from megalight.ops.jit import Value, constexpr, jit, tl
 from megalight.types import PackedSequences
 

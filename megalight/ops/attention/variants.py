@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megalight.ops.attention_block import block_attention, block_attention_backward
 from megalight.ops.attention_merge import merge
-from megalight.ops.common import apply, once_differentiable
+from megalight.ops.autograd import apply, once_differentiable
 from megalight.types import PackedSequences, to_device
 from megalight.types.packed_sequences import LaterTokens
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megalight.errors import ConfigurationError
-from megalight.ops.common import once_differentiable
+from megalight.ops.autograd import once_differentiable
 
 
 class _Mode(threading.local):

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from megalight.ops.autograd import once_differentiable
 from megalight.ops.batch_invariant import MODE, refuse, with_gradient_of
 from megalight.ops.batch_invariant.cross_entropy import linear_losses
-from megalight.ops.common import lazy, once_differentiable, serve_all, triton_why_not, wide
+from megalight.ops.common import lazy, serve_all, triton_why_not, wide
 from megalight.ops.linear import WGRAD, WeightGradientSpec
 from megalight.ops.parameter import main_grad_of, put, state_of
 from megalight.registry import Backend, BackendRegistry, choose

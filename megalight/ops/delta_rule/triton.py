@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalight.ops.common import apply, last_contiguous, once_differentiable
+from megalight.ops.autograd import apply, once_differentiable
+from megalight.ops.common import last_contiguous
 from megalight.ops.jit import OVERLAP, Value, cdiv, constexpr, jit, next_power, start_dependents, tl, triton
 from megalight.types import PackedSequences, Pages
 

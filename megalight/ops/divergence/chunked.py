@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from megalight.ops import cross_entropy
-from megalight.ops.common import once_differentiable, wide
+from megalight.ops.autograd import once_differentiable
+from megalight.ops.common import wide
 from megalight.ops.cross_entropy import SHARE, Combine, cut, logits_of, memory_of, propagate
 from megalight.ops.divergence.spec import KINDS, DivergenceKernels, Measure, Projection
 

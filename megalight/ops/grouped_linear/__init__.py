@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from megalight.errors import ConfigurationError
+from megalight.ops.autograd import apply, once_differentiable, recipe_of, save_cast, save_input, saved_input
 from megalight.ops.batch_invariant import MODE, refuse
 from megalight.ops.batch_invariant.product import grouped_product
-from megalight.ops.common import apply, once_differentiable
 from megalight.ops.grouped_linear import few_rows, low_precision
 from megalight.ops.grouped_linear.backends import EXAMPLE, PRODUCT, WGRAD, GroupedLinearSpec
 from megalight.ops.grouped_linear.low_precision import stack_precision_of
 from megalight.ops.linear import queue_for, reads_fp8
-from megalight.ops.note import recipe_of, save_cast, save_input, saved_input
 from megalight.ops.parameter import main_grad_of, state_of
 from megalight.ops.quantized_weight import readable, stored_of
 from megalight.registry import BackendRegistry, choose
@@ -53,7 +52,7 @@ def grouped_linear(
     Rows after the last group get any values; nothing may read them. An expert without rows gets a gradient of zeros.
 
     If the weight has a main gradient (:mod:`megalight.ops.parameter`), its gradient is added there, in float32 if that
-    is float32, and autograd gets None. If ``x`` has a recipe (:mod:`megalight.ops.note`), only the recipe is
+    is float32, and autograd gets None. If ``x`` has a recipe (:mod:`megalight.ops.autograd`), only the recipe is
     kept. A quantized stack (:mod:`megalight.ops.quantized_weight`) is dequantized for each GEMM, but for few
     rows of e4m3. If the stack has a
     precision (:mod:`megalight.ops.grouped_linear.low_precision`), its GEMMs use that.

@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from megalight.ops.autograd import Saveable
 from megalight.ops.grouped_linear.backends import groups
 from megalight.ops.linear.low_precision import LowPrecision
-from megalight.ops.note import Saveable
 from megalight.ops.parameter import ParameterState, WeightCast, state_of
 from megalight.ops.quantize.amax_history import AmaxHistory
 

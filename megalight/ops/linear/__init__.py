@@ -15,25 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalight.ops.autograd import apply, once_differentiable, recipe_of, save_cast, save_input, saved_input
 from megalight.ops.batch_invariant import MODE, refuse
 from megalight.ops.batch_invariant.product import product as invariant_product
-from megalight.ops.common import (
-    HALF,
-    apply,
-    cuda_why_not,
-    fp8_why_not,
-    last_contiguous,
-    lazy,
-    once_differentiable,
-    serve_all,
-    triton_why_not,
-    wide,
-)
+from megalight.ops.common import HALF, cuda_why_not, fp8_why_not, last_contiguous, lazy, serve_all, triton_why_not, wide
 from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
 from megalight.ops.linear import aligned
 from megalight.ops.linear.aligned import Accumulate
 from megalight.ops.linear.low_precision import LowPrecision, precision_of
-from megalight.ops.note import recipe_of, save_cast, save_input, saved_input
 from megalight.ops.parameter import ParameterState, main_grad_of, may_hide, put, state_of
 from megalight.ops.quantize import Quantized
 from megalight.ops.quantized_weight import QuantizedWeight, readable, stored_of
@@ -47,7 +36,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     If a weight or bias has a main gradient (:mod:`megalight.ops.parameter`), its gradient is added there, and autograd
     gets None. Otherwise it gets an ordinary gradient.
 
-    If ``x`` has a recipe (:mod:`megalight.ops.note`), only the recipe is kept, and the backward computes ``x``
+    If ``x`` has a recipe (:mod:`megalight.ops.autograd`), only the recipe is kept, and the backward computes ``x``
     again. If a weight has a precision (:mod:`megalight.ops.linear.low_precision`), its GEMMs use that. If it is
     quantized (:mod:`megalight.ops.quantized_weight`), GEMMs dequantize it, and the backward keeps only the quantized
     values.

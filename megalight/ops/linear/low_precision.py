@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalight.errors import BackendError, ConfigurationError
+from megalight.ops.autograd import Casts, Saveable, annotate, elided_output_of, without_values
 from megalight.ops.linear.aligned import cut, filled
-from megalight.ops.note import Casts, Saveable, annotate, elided_output_of, without_values
 from megalight.ops.parameter import ParameterState, WeightCast, put
 from megalight.ops.quantize import Cast, Quantized, Scheme, cast, tile_amax, transpose
 from megalight.ops.quantize.amax_history import (
@@ -221,7 +221,7 @@ class LowPrecision(WeightCast):
 
     @property
     def reads_elided(self) -> bool:
-        """Whether it casts tensors that are :mod:`~megalight.ops.note`, as their scales are known beforehand."""
+        """Whether it casts elided outputs (:mod:`megalight.ops.autograd`), as their scales are known beforehand."""
         return self.history is not None and self.history.suffices
 
     def fills(self, weight: Tensor) -> bool:

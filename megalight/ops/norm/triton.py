@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalight.ops.common import apply, num_sms, once_differentiable
+from megalight.ops.autograd import apply, once_differentiable
+from megalight.ops.common import num_sms
 from megalight.ops.jit import OVERLAP, Value, cdiv, constexpr, jit, next_power, start_dependents, tl
 from megalight.ops.parameter import may_hide, state_of
 from megalight.ops.quantize.amax_history import annotate_amax

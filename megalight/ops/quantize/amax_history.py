@@ -11,9 +11,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from megalight.ops.autograd import Magnitudes, Note, annotate
 from megalight.ops.common import triton_why_not
 from megalight.ops.jit import Value, constexpr, jit, next_power, tl
-from megalight.ops.note import Magnitudes, Note, annotate
 from megalight.ops.quantize import amax_of
 
 BLOCK = 4096

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from megalight.ops.common import apply, last_contiguous, once_differentiable, serve_all, triton_why_not
+from megalight.ops.autograd import QuantizedCasts, apply, elided_output, once_differentiable
+from megalight.ops.common import last_contiguous, serve_all, triton_why_not
 from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
-from megalight.ops.note import QuantizedCasts, elided_output
 from megalight.ops.quantize import Scheme, amax_of, cast, whole_cast_why_not
 from megalight.ops.quantize.triton import (
     empty_quantized,
@@ -255,7 +255,8 @@ def rotate_qkv_elided(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the same as :func:`~megalight.ops.rotary.rotate_qkv`, while the gradient of ``qkv`` is not written.
 
-    It is :mod:`~megalight.ops.note`: ``qkv`` must come from a GEMM in 8 bits that knows its scales beforehand.
+    It is elided (:mod:`megalight.ops.autograd`): ``qkv`` must come from a GEMM in 8 bits that knows its scales
+    beforehand.
     """
     heads = num_heads, num_kv_heads, head_dim
     out: tuple[Tensor, Tensor, Tensor] = apply(_RotateElided, qkv, heads, cos, sin, interleaved, backend)

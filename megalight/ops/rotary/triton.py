@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalight.ops.common import apply, last_contiguous, once_differentiable
+from megalight.ops.autograd import apply, once_differentiable
+from megalight.ops.common import last_contiguous
 from megalight.ops.jit import Value, constexpr, jit, next_power, tl
 from megalight.ops.quantize.amax_history import annotate_amax
 

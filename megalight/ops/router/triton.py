@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalight.ops.common import apply, once_differentiable
+from megalight.ops.autograd import apply, once_differentiable
 from megalight.ops.jit import Value, cdiv, constexpr, jit, next_power, tl
 from megalight.ops.router import EPS, Routes, Rule, Statistics
 

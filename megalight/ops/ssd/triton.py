@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalight.ops.common import apply, last_contiguous, num_sms, once_differentiable
+from megalight.ops.autograd import apply, once_differentiable
+from megalight.ops.common import last_contiguous, num_sms
 from megalight.ops.jit import cdiv, next_power
 from megalight.ops.row_indexing import empty_gradient, place_of
 from megalight.ops.ssd.triton_kernels import decays, grad_decays, grad_inputs, grad_shared, outputs, pass_states

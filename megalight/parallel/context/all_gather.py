@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from megalight.nn import InnerAttention
 from megalight.ops.attention_block import ATTENTION_BLOCK, block_attention, block_attention_backward
 from megalight.ops.attention_merge import merge
-from megalight.ops.common import once_differentiable
+from megalight.ops.autograd import once_differentiable
 from megalight.parallel.collectives import all_gather, start_all_gather, start_reduce_scatter
 from megalight.parallel.context.spec import ContextGroups, ContextSpec
 from megalight.types import ContextShare, PackedSequences, to_device

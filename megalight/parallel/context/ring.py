@@ -25,7 +25,8 @@ from megalight.errors import LayoutError
 from megalight.nn import InnerAttention
 from megalight.ops.attention_block import EXAMPLE, REGISTRIES, block_attention, block_attention_backward
 from megalight.ops.attention_merge import merge
-from megalight.ops.common import once_differentiable, wide
+from megalight.ops.autograd import once_differentiable
+from megalight.ops.common import wide
 from megalight.parallel.context.spec import ContextGroups, ContextSpec
 from megalight.types import ContextShare, PackedSequences
 

@@ -16,8 +16,8 @@ from torch.distributed import ProcessGroup
 
 from megalight.nn.moe import Grouped, aligned
 from megalight.nn.moe.dispatch import HostCounts
+from megalight.ops.autograd import apply, once_differentiable
 from megalight.ops.batch_invariant import refuse
-from megalight.ops.common import apply, once_differentiable
 from megalight.ops.permute import Permutation, permutation, permute, unpermute
 from megalight.ops.router import Routes
 from megalight.parallel.expert.dispatch import DISPATCHERS, ShardedDispatcher

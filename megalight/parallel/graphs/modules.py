@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megalight.attachments import restore
 from megalight.errors import MegalightError
-from megalight.ops.common import once_differentiable
+from megalight.ops.autograd import once_differentiable
 from megalight.ops.parameter import cast_of
 from megalight.parallel.data_parallel import DataParallelEngine
 from megalight.parallel.graphs.fingerprint import Fingerprint, Inspection, format_changing

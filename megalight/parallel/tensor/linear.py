@@ -17,8 +17,8 @@ from torch.distributed import ProcessGroup
 
 from megalight.nn.adapter import Adapter
 from megalight.nn.moe.adapters import StackAdapter
+from megalight.ops.autograd import once_differentiable, recipe_of, save_cast, save_input, saved_input
 from megalight.ops.batch_invariant import refuse
-from megalight.ops.common import once_differentiable
 from megalight.ops.linear import (
     accumulate_bias_gradient,
     accumulate_weight_gradient,
@@ -29,7 +29,6 @@ from megalight.ops.linear import (
     queue_for,
 )
 from megalight.ops.linear.low_precision import LowPrecision, precision_of
-from megalight.ops.note import recipe_of, save_cast, save_input, saved_input
 from megalight.ops.quantize import Quantized
 from megalight.ops.quantize.amax_history import GRADIENT, INPUT
 from megalight.ops.quantized_weight import readable

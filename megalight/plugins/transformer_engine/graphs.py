@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megalight.attachments import restore
-from megalight.ops.common import once_differentiable
+from megalight.ops.autograd import once_differentiable
 from megalight.ops.parameter import cast_of
 from megalight.parallel.graphs.modules import Named, Parts
 from megalight.parallel.graphs.static import recordable, tensors_of, with_tensors

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from megalight.ops.activation import ActivationSpec
 from megalight.ops.adam import AdamSpec
-from megalight.ops.common import HALF, once_differentiable, whole_why_not
+from megalight.ops.autograd import once_differentiable
+from megalight.ops.common import HALF, whole_why_not
 from megalight.ops.linear import WeightGradientSpec
 from megalight.ops.norm import NormSpec, of_sum
 from megalight.plugins.apex import MultiTensorAdam

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalight.errors import BackendError, ConfigurationError, MissingPackageError
+from megalight.ops.autograd import Casts, annotate
 from megalight.ops.linear.low_precision import LowPrecision
-from megalight.ops.note import Casts, annotate
 from megalight.ops.quantize import TINY, Scheme
 from megalight.ops.quantize.amax_history import GRADIENT, INPUT, WEIGHT
 from megalight.ops.quantize.formats import LARGEST

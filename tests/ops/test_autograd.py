@@ -1,12 +1,56 @@
+"""Autograd functions by a short way, and inputs that are kept as recipes."""
+
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from megalight.ops.autograd import RecomputeRecipe, apply, attach_recipe, once_differentiable, recipe_of
 from megalight.ops.linear import WeightGradients, deferring, linear
-from megalight.ops.note import RecomputeRecipe, attach_recipe, recipe_of
 from tests.ops.test_linear import with_main_grad
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad
+
+
+def test_gradient() -> None:
+    x = torch.tensor([1.0, 3.0], requires_grad=True)
+    apply(Square, x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2.0, 6.0]
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    x = torch.tensor([1.0, 3.0], requires_grad=True)
+    (grad,) = torch.autograd.grad(apply(Square, x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.sum().backward()
+
+
+def test_torch_func_gets_torchs_own_answer() -> None:
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(lambda x: apply(Square, x).sum())(torch.ones(3))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own doing
+def test_it_can_be_compiled() -> None:
+    x = torch.tensor([1.0, 3.0], requires_grad=True)
+    torch.compile(lambda x: apply(Square, x) + 1, backend="aot_eager", fullgraph=True)(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2.0, 6.0]
 
 
 class Read(list[str]):

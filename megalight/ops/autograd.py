@@ -1,19 +1,50 @@
-"""Annotations of an activation, or of its gradient: recompute recipe, casts, largest magnitudes, elided output.
+"""Autograd functions of ops: how they are called, what they save, and the notes that they leave for each other.
 
-A note belongs to a tensor object. Views of it, and tensors from saved-tensor hooks, have no note.
+A note belongs to a tensor object, an activation or its gradient: recompute recipe, casts, largest magnitudes, elided
+output. Views of it, and tensors from saved-tensor hooks, have no note.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from functools import lru_cache, wraps
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import function
 
 from megalight.ops.quantize.formats import Cast, Scheme
+
+BackwardT = TypeVar("BackwardT", bound=Callable[..., Any])
+
+
+def once_differentiable(backward: BackwardT) -> BackwardT:
+    """``torch.autograd.function.once_differentiable``, applied only if gradients of gradients are wanted.
+
+    Otherwise autograd runs ``backward`` with gradients disabled anyway, and the wrapper's own context costs
+    microseconds.
+    """
+    checked = function.once_differentiable(backward)
+
+    @wraps(backward)
+    def called(ctx: Any, *grads: Any) -> Any:
+        # Gradients are enabled in a backward pass only under `create_graph=True`.
+        return checked(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
+
+    return called  # type: ignore[return-value]
+
+
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply(*args)`` with less overhead, for functions that every layer calls several times.
+
+    torch checks all arguments for leftovers of ``torch.func`` transforms, even if no transform is active.
+    """
+    if torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active():
+        return function.apply(*args)  # type: ignore[no-untyped-call]
+    # This skips the Python `Function.apply`, and calls the C++ one behind it.
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 class Casts(NamedTuple):
