@@ -514,7 +514,7 @@ class MegatronStrategy(FolderCheckpoints):
             sum and count of its losses over all ranks.
         """
         assert self._stepper is not None
-        return self._stepper.replay(batch)
+        return self._stepper.totals("val", batch)["loss"]
 
     def probe(self, batch: Any) -> None:
         """Run a validation batch forward and backward, and reduce nothing, for callbacks that watch gradients."""

@@ -361,10 +361,6 @@ class Stepper:
         """Run an evaluation batch forward only; return ``name -> (sum, count)`` over all ranks."""
         return self.step.evaluate(stage, self._split(batch)[1])
 
-    def replay(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Run an evaluation batch forward only, and log nothing; return sum and count of its losses over all ranks."""
-        return self.totals("val", batch)["loss"]
-
     def probe(self, batch: Any) -> None:
         """Run an evaluation batch forward and backward, and reduce nothing."""
         self.step.probe(self._split(batch)[1])

@@ -109,12 +109,8 @@ class StackCasts(LowPrecision):
         assert rows is not None and columns is not None
         return Gradients(rows, columns, offsets, sizes, grad_y.dtype)
 
-    def cast_weight(self, weight: Tensor) -> tuple[Quantized, Quantized]:
-        """Return the casts for the forward pass, ``[E * out, in]``, and for the input gradient, ``[E * in, out]``."""
-        return self._cast_weight(weight)
-
     def factors(self, weight: Tensor) -> tuple[Factors, Factors]:
-        """Return both casts of :meth:`cast_weight` with the matrices apart. The views last as long as the casts."""
+        """Return views of both casts with the matrices apart: for the forward pass, and for the input gradient."""
         rows, columns = self._cast_weight(weight)
         if self._views is None or self._views[0] is not rows:
             recipe = self.recipe
@@ -384,14 +380,14 @@ class Together(StackCasts, StackPrecision):
         """Multiply all groups. One pair of casts serves this product and the weight gradient."""
         rows, columns = self.cast_input(x, offsets, rows=True, columns=keep)
         assert rows is not None
-        factor = self.cast_weight(weight)[0]
+        factor = self._cast_weight(weight)[0]
         # Sums with fewer bits do a forward pass no harm. Gradients get sums in full float32.
         y = grouped_scaled.product(rows, factor, offsets, x.dtype, fast=True, backend=self.backend)
         return y, columns
 
     def input_gradient(self, grads: Gradients, weight: Tensor) -> Tensor:  # type: ignore[override]
         """Multiply all groups."""
-        factor = self.cast_weight(weight)[1]
+        factor = self._cast_weight(weight)[1]
         return grouped_scaled.product(grads.rows, factor, grads.offsets, grads.dtype, backend=self.backend)
 
     def accumulate(self, out: Tensor, grads: Gradients, x: Tensor | Quantized, write: bool) -> None:  # type: ignore[override]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -30,38 +30,23 @@ from megalight.parallel.tensor.overlap.pipelined import Messages, Pipelined, pie
 from megalight.parallel.tensor.overlap.spec import MAX_CTAS, Overlap, OverlapSpec, TensorOptions
 from megalight.registry import Backend, BackendRegistry
 
-
-class Links(Protocol):
-    """What a backend needs for its construction."""
-
-    tensor: TensorOptions
-
-    @property
-    def tp_group(self) -> ProcessGroup:
-        """The ranks that share the layers."""
-        ...
-
-    @property
-    def message_group(self) -> ProcessGroup:
-        """The same ranks, in a group for messages that use few SMs."""
-        ...
+Make: TypeAlias = "Callable[[Shared], Overlap]"
 
 
-Make = Callable[[Links], Overlap]
+def _pipelined(shared: Shared) -> Overlap:
+    return Pipelined(shared.tp_group, Messages(shared.message_group), shared.tensor.pieces)
 
 
-def _pipelined(links: Links) -> Overlap:
-    return Pipelined(links.tp_group, Messages(links.message_group), links.tensor.pieces)
+def _symmetric(shared: Shared) -> Overlap:
+    return symmetric.Symmetric(shared.tp_group, shared.tensor.pieces)
 
 
 OVERLAPS: BackendRegistry[OverlapSpec, Make] = BackendRegistry("tensor-parallel overlap")
 
 # The numbers are priorities for a list of reasons; `auto` is decided below, by the layer and its recording.
-OVERLAPS.register(Backend("plain", lambda links: spec.NoOverlap(links.tp_group), 20, spec.why_not))
+OVERLAPS.register(Backend("plain", lambda shared: spec.NoOverlap(shared.tp_group), 20, spec.why_not))
 OVERLAPS.register(Backend("pipelined", _pipelined, 10, pieces_why_not))
-OVERLAPS.register(
-    Backend("symmetric", lambda links: symmetric.Symmetric(links.tp_group, links.tensor.pieces), 0, symmetric.why_not)
-)
+OVERLAPS.register(Backend("symmetric", _symmetric, 0, symmetric.why_not))
 
 
 def automatic(spec: OverlapSpec) -> str:

@@ -229,10 +229,6 @@ class TransformerEngineGraphs:
                 break
         return tensors
 
-    def arrived(self, arrivals: Sequence[tuple[int, int]]) -> None:
-        """Tell the engine that a module's backward was replayed."""
-        self.engine.main_gradients.arrive(arrivals)
-
     def _give_up(self, reason: str) -> None:
         self._off = True
         self.refuse(reason)
@@ -250,5 +246,5 @@ class _Arrived(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        ctx.graphs.arrived(ctx.arrivals)
+        ctx.graphs.engine.main_gradients.arrive(ctx.arrivals)
         return gradient, None, None
