@@ -418,7 +418,7 @@ def test_weight_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("megalight.ops.linear")
     small = {"BLOCK_OUT": 16, "BLOCK_IN": 32, "BLOCK_TOKENS": 16, "GROUP": 2, "num_warps": 4, "num_stages": 1}
     monkeypatch.setattr(module, "TILE", small)
-    checks.check_weight_gradient(module.accumulate, "cpu", torch.float32, torch.float32, 37, 70, 50)
+    checks.check_weight_gradient(module.triton_weight_gradient, "cpu", torch.float32, torch.float32, 37, 70, 50)
 
 
 @pytest.mark.parametrize("write", [True, False])
