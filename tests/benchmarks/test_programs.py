@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import ceilings, distillation, distillation_step, moe_ops, sharding_loss
+from benchmarks import ceilings, distillation, moe_ops, sharding_loss
 from benchmarks.nvtx import microseconds_per_range
 from benchmarks.step import Step
 from megalight.cli.verbs.plot import find_logs, read_runs
@@ -58,19 +58,6 @@ def test_curves_are_read_by_plot(tmp_path: Path) -> None:
     assert runs.keys() == result["runs"].keys()
     for name, curve in runs.items():
         assert curve[1] == result["runs"][name]["val_losses"]
-
-
-@pytest.mark.full
-@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
-def test_the_whole_way_on_tiny_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = distillation_step.main([str(tmp_path / "result.json"), "--tiny", "--folder", str(tmp_path)])
-    found = json.loads((tmp_path / "result.json").read_text())
-    seconds = {name: row["seconds"] for name, row in found["rows"].items()}
-    assert min(seconds.values()) > 0
-    assert found["overhead"] == pytest.approx(seconds["distillation"] / (seconds["student"] + seconds["teacher"]) - 1)
-    assert code == (0 if found["overhead"] <= found["aim"] else 1)
-    assert "overhead" in capsys.readouterr().out
-    assert {path.name for path in tmp_path.iterdir()} == {"result.json"}  # the teacher's weights are gone
 
 
 def test_ways_are_checked_and_timed(

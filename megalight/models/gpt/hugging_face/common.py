@@ -10,6 +10,35 @@ from megalight.models.gpt.config import GPTConfig
 from megalight.models.gpt.mixer_config import PositionConfig
 from megalight.ops.rotary import RotaryAxes, RotaryScaling
 
+SIZES = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "ffn_hidden_size": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "max_sequence_length": "max_position_embeddings",
+}
+"""Our field -> the key of most kinds, which must be there."""
+
+
+def sizes_from(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a ``GPTConfig`` that most kinds state alike: sizes, and whether the head is tied."""
+    sizes = {ours: values[theirs] for ours, theirs in SIZES.items()}
+    return {**sizes, "tie_embeddings": bool(values.get("tie_word_embeddings", False))}
+
+
+def sizes_to(config: GPTConfig) -> dict[str, Any]:
+    """Return the keys of a ``config.json`` that most kinds state alike: sizes, norm, rotation, dropout, tied head."""
+    return {
+        **{theirs: getattr(config, ours) for ours, theirs in SIZES.items()},
+        "num_key_value_heads": config.num_kv_heads,
+        "tie_word_embeddings": config.tie_embeddings,
+        "rms_norm_eps": config.norm.eps,
+        **rotary_to(config.position),
+        "attention_dropout": config.dropout.attention,
+        "initializer_range": config.init.std,
+    }
+
 
 def refuse_others(values: Mapping[str, Any], supported: Mapping[str, Any]) -> None:
     """Refuse options of a ``config.json`` that have other values than those that have a counterpart here.

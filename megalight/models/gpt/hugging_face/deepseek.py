@@ -14,8 +14,9 @@ from megalight.models.gpt.hugging_face.common import (
     refuse_other_sums,
     refuse_others,
     rotary_from,
-    rotary_to,
     router_groups,
+    sizes_from,
+    sizes_to,
     tied_head,
 )
 from megalight.models.gpt.hugging_face.llama import LLAMA
@@ -200,13 +201,7 @@ def _read(values: Mapping[str, Any], router: RouterConfig, *, interleaved: bool)
         shared=SharedConfig(ffn_hidden_size=width * values["n_shared_experts"]),
     )
     return GPTConfig(
-        num_layers=layers,
-        hidden_size=values["hidden_size"],
-        num_heads=values["num_attention_heads"],
-        ffn_hidden_size=values["intermediate_size"],
-        vocab_size=values["vocab_size"],
-        max_sequence_length=values["max_position_embeddings"],
-        tie_embeddings=bool(values.get("tie_word_embeddings", False)),
+        **sizes_from(values),
         norm=NormConfig(kind="rms", eps=values["rms_norm_eps"]),
         position=replace(rotary_from(values), interleaved=interleaved),
         mixer_pattern=("latent_attention",),
@@ -255,20 +250,10 @@ def _write(config: GPTConfig, kind: str) -> dict[str, Any]:
         raise ConfigurationError(f"a model of {kind} has experts, one of them shared; this one has not")
     layers = range(config.num_layers)
     return {
-        "num_hidden_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "num_attention_heads": config.num_heads,
+        **sizes_to(config),
         "num_key_value_heads": config.num_heads,
-        "intermediate_size": config.ffn_hidden_size,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_sequence_length,
         "hidden_act": "silu" if config.activation == "swiglu" else config.activation,
-        "tie_word_embeddings": config.tie_embeddings,
-        "rms_norm_eps": config.norm.eps,
-        **rotary_to(config.position),
         "attention_bias": False,
-        "attention_dropout": config.dropout.attention,
-        "initializer_range": config.init.std,
         "q_lora_rank": latent.q_rank,
         "kv_lora_rank": latent.kv_rank,
         "qk_nope_head_dim": latent.head_dim,

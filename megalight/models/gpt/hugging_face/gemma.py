@@ -10,7 +10,14 @@ from typing import Any
 from megalight.errors import ConfigurationError
 from megalight.models.config import DropoutConfig
 from megalight.models.gpt.config import GPTConfig, NormConfig
-from megalight.models.gpt.hugging_face.common import layer_types, refuse_others, rotary_from, rotary_to, tied_head
+from megalight.models.gpt.hugging_face.common import (
+    layer_types,
+    refuse_others,
+    rotary_from,
+    sizes_from,
+    sizes_to,
+    tied_head,
+)
 from megalight.models.gpt.hugging_face.llama import LLAMA, WHOLE, WINDOWED, types_to
 from megalight.models.gpt.mixer_config import AttentionConfig
 from megalight.models.hugging_face.model_types import ModelType
@@ -63,7 +70,7 @@ def _read(values: Mapping[str, Any]) -> GPTConfig:
     good = {"attention_bias": False, "use_bidirectional_attention": False, "hidden_activation": ACTIVATION}
     # In their Gemma 3 the option is left without effect.
     refuse_others(said, good | ({"attn_logit_softcapping": None} if kind == "gemma3_text" else {}))
-    heads, head_dim = values["num_attention_heads"], values.get("head_dim") or 256
+    head_dim = values.get("head_dim") or 256
     scalar, window = values.get("query_pre_attn_scalar", 256), values.get("sliding_window", 4096)
     if not scalar:
         raise ConfigurationError("query_pre_attn_scalar is 0; it must be above 0.")
@@ -90,16 +97,10 @@ def _read(values: Mapping[str, Any]) -> GPTConfig:
             position, local_base=(sliding.get("rope_theta") or BASES["sliding_attention"]) if local else None
         )
     return GPTConfig(
-        num_layers=layers,
-        hidden_size=values["hidden_size"],
-        num_heads=heads,
+        **sizes_from({"tie_word_embeddings": True, **values, "max_position_embeddings": longest}),
         num_kv_heads=values["num_key_value_heads"],
         head_dim=head_dim,
-        ffn_hidden_size=values["intermediate_size"],
-        vocab_size=values["vocab_size"],
-        max_sequence_length=longest,
         activation="geglu_tanh",
-        tie_embeddings=bool(values.get("tie_word_embeddings", True)),
         embedding_multiplier=values["hidden_size"] ** 0.5,
         logit_softcap=values.get("final_logit_softcapping"),
         norm=NormConfig(kind="rms", eps=values.get("rms_norm_eps", 1e-6), around_zero=True, after=True),
@@ -118,40 +119,26 @@ def _read(values: Mapping[str, Any]) -> GPTConfig:
 def _write(kind: str, config: GPTConfig) -> dict[str, Any]:
     """Return the content of ``config.json`` of this kind."""
     attention = config.attention
-    rotary = rotary_to(config.position)
+    sizes = sizes_to(config)
     if kind == "gemma3_text":
-        full = {"rope_type": "default", **rotary.get("rope_scaling", {}), "rope_theta": config.position.base}
-        local = config.position.local_base or config.position.base
-        rotary = {
-            "rope_parameters": {
-                "full_attention": full,
-                "sliding_attention": {"rope_type": "default", "rope_theta": local},
-            }
+        base = sizes.pop("rope_theta")
+        sizes["rope_parameters"] = {
+            "full_attention": {"rope_type": "default", **sizes.pop("rope_scaling", {}), "rope_theta": base},
+            "sliding_attention": {"rope_type": "default", "rope_theta": config.position.local_base or base},
         }
     scalar = config.head_dim if attention.scale is None else round(attention.scale**-2)
     # Their models make a mask of this size even where no layer has a window, so it is never null.
     window = {} if attention.window is None else {"sliding_window": attention.window + 1}
     return {
         **window,
-        "num_hidden_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
+        **sizes,
         "head_dim": config.head_dim,
-        "intermediate_size": config.ffn_hidden_size,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_sequence_length,
         "hidden_activation": ACTIVATION if config.activation == "geglu_tanh" else config.activation,
-        "tie_word_embeddings": config.tie_embeddings,
-        "rms_norm_eps": config.norm.eps,
-        **rotary,
         "query_pre_attn_scalar": scalar,
         "attn_logit_softcapping": attention.softcap,
         "final_logit_softcapping": config.logit_softcap,
         **types_to(config),
         "attention_bias": attention.qkv_bias,
-        "attention_dropout": config.dropout.attention,
-        "initializer_range": config.init.std,
     }
 
 

@@ -13,8 +13,9 @@ from megalight.models.gpt.hugging_face.common import (
     activation_to,
     layer_types,
     rotary_from,
-    rotary_to,
     rotated_layers,
+    sizes_from,
+    sizes_to,
     tied_head,
 )
 from megalight.models.gpt.mixer_config import AttentionConfig
@@ -85,17 +86,11 @@ def llama_from(values: Mapping[str, Any]) -> GPTConfig:
     bias = bool(values.get("attention_bias", False))
     window, pattern = _window(values)
     return GPTConfig(
-        num_layers=values["num_hidden_layers"],
-        hidden_size=values["hidden_size"],
-        num_heads=values["num_attention_heads"],
+        **sizes_from(values),
         num_kv_heads=values.get("num_key_value_heads") or 0,
         head_dim=values.get("head_dim") or 0,
-        ffn_hidden_size=values["intermediate_size"],
-        vocab_size=values["vocab_size"],
-        max_sequence_length=values["max_position_embeddings"],
         activation=activation_of(values, "hidden_act", GATED),
         mlp_bias=bool(values.get("mlp_bias", False)),
-        tie_embeddings=bool(values.get("tie_word_embeddings", False)),
         norm=NormConfig(kind="rms", eps=values["rms_norm_eps"]),
         position=rotary_from(values),
         attention=AttentionConfig(
@@ -142,22 +137,8 @@ def _windowed(kind: str, values: Mapping[str, Any]) -> tuple[bool, ...]:
 def llama_to(config: GPTConfig) -> dict[str, Any]:
     """Write what these models have in common."""
     attention = config.attention
-    values: dict[str, Any] = {
-        "num_hidden_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.ffn_hidden_size,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_sequence_length,
-        "hidden_act": activation_to(config.activation, GATED),
-        "tie_word_embeddings": config.tie_embeddings,
-        "rms_norm_eps": config.norm.eps,
-        **rotary_to(config.position),
-        "attention_dropout": config.dropout.attention,
-        "initializer_range": config.init.std,
-    }
+    act = activation_to(config.activation, GATED)
+    values = {**sizes_to(config), "head_dim": config.head_dim, "hidden_act": act}
     if attention.window is not None:
         # Theirs counts the token itself.
         values["sliding_window"] = attention.window + 1

@@ -13,8 +13,9 @@ from megalight.models.gpt.hugging_face.common import (
     layer_types,
     refuse_others,
     rotary_from,
-    rotary_to,
     rotated_layers,
+    sizes_from,
+    sizes_to,
     tied_head,
 )
 from megalight.models.gpt.hugging_face.llama import LLAMA
@@ -95,15 +96,9 @@ def _read(values: Mapping[str, Any]) -> GPTConfig:
     tuned = bool(values.get("attn_temperature_tuning", True)) and not all(rotated)
     temperature = TemperatureConfig(length=values.get("floor_scale", 8192), scale=values.get("attn_scale", 0.1))
     return GPTConfig(
-        num_layers=layers,
-        hidden_size=values["hidden_size"],
-        num_heads=values["num_attention_heads"],
+        **{**sizes_from(values), "ffn_hidden_size": values["intermediate_size_mlp"]},
         num_kv_heads=values.get("num_key_value_heads") or 0,
         head_dim=values.get("head_dim") or 0,
-        ffn_hidden_size=values["intermediate_size_mlp"],
-        vocab_size=values["vocab_size"],
-        max_sequence_length=values["max_position_embeddings"],
-        tie_embeddings=bool(values.get("tie_word_embeddings", False)),
         norm=NormConfig(kind="rms", eps=values["rms_norm_eps"]),
         position=replace(position, interleaved=position.kind == "rope"),
         attention=AttentionConfig(
@@ -134,27 +129,17 @@ def _write(config: GPTConfig) -> dict[str, Any]:
     if moe is None:
         raise ConfigurationError("a model of llama4_text has experts; this one has not")
     values: dict[str, Any] = {
-        "num_hidden_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
+        **sizes_to(config),
         "head_dim": config.head_dim,
         "intermediate_size": config.expert_ffn_hidden_size,
         "intermediate_size_mlp": config.ffn_hidden_size,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_sequence_length,
         "hidden_act": "silu" if config.activation == "swiglu" else config.activation,
-        "tie_word_embeddings": config.tie_embeddings,
-        "rms_norm_eps": config.norm.eps,
-        **rotary_to(config.position),
         "no_rope_layers": [int(config.position.rotates(layer)) for layer in layers],
         "attention_chunk_size": attention.chunk,
         "layer_types": [_kind(attention.chunk_of(layer) is not None) for layer in layers],
         "use_qk_norm": attention.qk_l2_norm,
         "attn_temperature_tuning": attention.temperature is not None,
         "attention_bias": attention.qkv_bias,
-        "attention_dropout": config.dropout.attention,
-        "initializer_range": config.init.std,
         "num_local_experts": moe.num_experts,
         "num_experts_per_tok": moe.router.top_k,
         "moe_layers": [layer for layer in layers if config.has_experts(layer)],

@@ -10,7 +10,14 @@ from typing import Any
 from megalight.errors import ConfigurationError
 from megalight.models.config import DropoutConfig
 from megalight.models.gpt.config import GPTConfig, NormConfig
-from megalight.models.gpt.hugging_face.common import refuse_other_sums, refuse_others, router_groups, stated, tied_head
+from megalight.models.gpt.hugging_face.common import (
+    refuse_other_sums,
+    refuse_others,
+    router_groups,
+    sizes_from,
+    stated,
+    tied_head,
+)
 from megalight.models.gpt.mixer_config import AttentionConfig, MambaConfig, PositionConfig
 from megalight.models.hugging_face.model_types import ModelType
 from megalight.models.hugging_face.weights import TensorMapping, WeightMap
@@ -144,14 +151,9 @@ def _nemotron_h_from(values: Mapping[str, Any]) -> GPTConfig:
         raise KeyError("layers_block_type")
     pattern = "".join(TYPES[kind] for kind in types) if types else values["hybrid_override_pattern"]
     return GPTConfig(
-        num_layers=len(pattern),
-        hidden_size=values["hidden_size"],
-        num_heads=values["num_attention_heads"],
+        **sizes_from({**values, "num_hidden_layers": len(pattern)}),
         num_kv_heads=values.get("num_key_value_heads") or 0,
         head_dim=stated(values, "head_dim"),
-        ffn_hidden_size=values["intermediate_size"],
-        vocab_size=values["vocab_size"],
-        max_sequence_length=values["max_position_embeddings"],
         activation="squared_relu",
         mlp_bias=bool(values.get("mlp_bias", False)),
         layer_pattern=pattern,

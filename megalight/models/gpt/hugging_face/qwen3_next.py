@@ -10,7 +10,7 @@ from typing import Any
 from megalight.errors import ConfigurationError
 from megalight.models.config import DropoutConfig
 from megalight.models.gpt.config import GPTConfig, NormConfig
-from megalight.models.gpt.hugging_face.common import layer_types, refuse_others, rotary_from, stated
+from megalight.models.gpt.hugging_face.common import layer_types, refuse_others, rotary_from, sizes_from, stated
 from megalight.models.gpt.hugging_face.llama import llama_map, llama_to
 from megalight.models.gpt.hugging_face.moe import sparse_layers
 from megalight.models.gpt.mixer_config import AttentionConfig, DeltaNetConfig
@@ -95,15 +95,9 @@ def _read(values: Mapping[str, Any]) -> GPTConfig:
     rotations = values.get("rope_parameters") or {}
     fraction = rotations.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 0.25
     return GPTConfig(
-        num_layers=layers,
-        hidden_size=values["hidden_size"],
-        num_heads=values["num_attention_heads"],
+        **sizes_from(values),
         num_kv_heads=stated(values, "num_key_value_heads"),
         head_dim=stated(values, "head_dim"),
-        ffn_hidden_size=values["intermediate_size"],
-        vocab_size=values["vocab_size"],
-        max_sequence_length=values["max_position_embeddings"],
-        tie_embeddings=bool(values.get("tie_word_embeddings", False)),
         norm=NormConfig(kind="rms", eps=values["rms_norm_eps"], around_zero=True),
         position=replace(rotary_from(values), fraction=fraction),
         attention=AttentionConfig(qkv_bias=bias, proj_bias=bias, qk_norm=True, output_gate=True)
