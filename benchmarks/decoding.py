@@ -163,10 +163,13 @@ class Variants:
 
     def seconds(self, given: Any, blocks: Any, splits: Any) -> float | None:
         """Return seconds of a call; None: it needs too much shared memory."""
+        from megalight.ops.attention.batch_invariant import PagedAttentionOptions
+
         self.module._blocks = self.own[0] if blocks is None else lambda *_: blocks
         self.module.splits_of = self.own[1] if splits is None else lambda *_: splits
+        options = PagedAttentionOptions(True, *[None] * 5, *given[4:])
         try:
-            return median(lambda: self.module.paged_attention(*given[:4], True, *[None] * 5, *given[4:]))
+            return median(lambda: self.module.paged_attention(*given[:4], options))
         except Exception as error:
             print(blocks, splits, type(error).__name__, flush=True)
             return None
@@ -229,6 +232,7 @@ def splits(arguments: argparse.Namespace) -> Row:
 
     A rule is the number of parts for each SM (1,000: every text as often as may be) and of stages of the kernel.
     """
+    from megalight.ops.attention.batch_invariant import PagedAttentionOptions
     from megalight.ops.jit import overlapping
     from megalight.ops.paged_attention import triton as module
 
@@ -249,7 +253,7 @@ def splits(arguments: argparse.Namespace) -> Row:
 
             def run(layers: Any = layers) -> None:
                 for each in layers:
-                    module.paged_attention(*each, True, None, None, None, None, None)
+                    module.paged_attention(*each, PagedAttentionOptions())
 
             run()
             torch.cuda.synchronize()

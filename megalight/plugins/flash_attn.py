@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalight.ops.attention import ATTENTION, AttentionSpec
+from megalight.ops.attention.batch_invariant import PagedAttentionOptions
 from megalight.ops.attention_block import ATTENTION_BLOCK, ATTENTION_BLOCK_BACKWARD, AttentionBlockSpec
 from megalight.ops.common import heads_why_not
 from megalight.ops.paged_attention import PAGE_SIZES, PAGED_ATTENTION, PagedAttentionSpec
@@ -270,36 +271,24 @@ def paged_why_not(spec: PagedAttentionSpec) -> str | None:
     return lacks_arguments(VERSION_2.package, STORED_ARGUMENTS)
 
 
-def paged(
-    q: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    pages: Pages,
-    causal: bool,
-    scale: float | None,
-    window: int | None,
-    chunk: int | None,
-    softcap: float | None,
-    sink: Tensor | None,
-    scales: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
+def paged(q: Tensor, k_pool: Tensor, v_pool: Tensor, pages: Pages, options: PagedAttentionOptions) -> Tensor:
     """See :func:`megalight.ops.paged_attention.paged_attention`. Masks and windows are aligned bottom-right."""
     k, v = (pool.view(-1, pages.page_size, *pool.shape[1:]) for pool in (k_pool, v_pool))
-    options: dict[str, Any] = {
-        "softmax_scale": scale,
-        "causal": causal,
-        "window_size": (-1 if window is None else window, 0 if causal else -1),
-        "softcap": softcap or 0.0,
+    given: dict[str, Any] = {
+        "softmax_scale": options.scale,
+        "causal": options.causal,
+        "window_size": (-1 if options.window is None else options.window, 0 if options.causal else -1),
+        "softcap": options.softcap or 0.0,
         "block_table": pages.block_table,
     }
     load = VERSION_2.package.load
     if pages.decodes == len(pages.query_lengths) == len(q):
         # Splits the keys of a sequence over programs.
-        one: Tensor = load(STORED)(q[:, None], k, v, cache_seqlens=pages.lengths, **options)
+        one: Tensor = load(STORED)(q[:, None], k, v, cache_seqlens=pages.lengths, **given)
         return one[:, 0]
     ends = pages.lengths.cumsum(0, dtype=torch.int32)
     lengths = (pages.cu_queries, F.pad(ends, (1, 0)), max(pages.query_lengths), max(pages.bounds))
-    out: Tensor = load(STORED_PACKED)(q, k, v, **dict(zip(LENGTHS, lengths, strict=True)), **options)
+    out: Tensor = load(STORED_PACKED)(q, k, v, **dict(zip(LENGTHS, lengths, strict=True)), **given)
     return out
 
 

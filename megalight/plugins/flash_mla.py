@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megalight.ops.attention.batch_invariant import PagedAttentionOptions
 from megalight.ops.common import HALF
 from megalight.ops.paged_attention import PAGE_SIZES, PAGED_ATTENTION, PagedAttentionSpec, of_tokens
 from megalight.plugins.flash_attn import lacks_arguments
@@ -45,19 +46,7 @@ def why_not(spec: PagedAttentionSpec) -> str | None:
     return None if major == 9 else f"serves sm_90, not sm_{major}x"
 
 
-def paged(
-    q: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    pages: Pages,
-    causal: bool,
-    scale: float | None,
-    window: int | None,
-    chunk: int | None,
-    softcap: float | None,
-    sink: Tensor | None,
-    scales: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
+def paged(q: Tensor, k_pool: Tensor, v_pool: Tensor, pages: Pages, options: PagedAttentionOptions) -> Tensor:
     """See :func:`megalight.ops.paged_attention.paged_attention`."""
     pages = of_tokens(pages, len(q)) if pages.recorded else pages
     keys, heads = k_pool.view(-1, pages.page_size, *k_pool.shape[1:]), k_pool.shape[1]
@@ -76,8 +65,8 @@ def paged(
             head_dim_v=v_pool.shape[-1],
             tile_scheduler_metadata=plan,
             num_splits=splits,
-            softmax_scale=scale,
-            causal=causal,
+            softmax_scale=options.scale,
+            causal=options.causal,
         )
         outputs.append(out.flatten(0, 1))
         first, token = first + count, token + count * queries

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megalight.errors import ConfigurationError
+from megalight.ops.attention.batch_invariant import PagedAttentionOptions
 from megalight.ops.common import HALF
 from megalight.ops.paged_attention import PAGED_ATTENTION, PagedAttentionSpec
 from megalight.plugins.package import Package
@@ -107,19 +108,7 @@ def _plan(device: torch.device, *_: Any) -> _Plan:
     return _Plan(device)
 
 
-def paged(
-    q: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    pages: Pages,
-    causal: bool,
-    scale: float | None,
-    window: int | None,
-    chunk: int | None,
-    softcap: float | None,
-    sink: Tensor | None,
-    scales: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
+def paged(q: Tensor, k_pool: Tensor, v_pool: Tensor, pages: Pages, options: PagedAttentionOptions) -> Tensor:
     """See :func:`megalight.ops.paged_attention.paged_attention`. Masks and windows are aligned bottom-right.
 
     Raises:
@@ -130,17 +119,17 @@ def paged(
             "FlashInfer plans each pass on the host, which a recorded step does not ask. Set cuda_graphs=0, or take "
             "another attention_backend."
         )
-    options = {
+    given = {
         "head_dim_qk": q.shape[-1],
         "head_dim_vo": v_pool.shape[-1],
-        "causal": causal,
-        "sm_scale": scale,
-        "window_left": -1 if window is None else window,
-        "logits_soft_cap": softcap or 0.0,
+        "causal": options.causal,
+        "sm_scale": options.scale,
+        "window_left": -1 if options.window is None else options.window,
+        "logits_soft_cap": options.softcap or 0.0,
         "q_data_type": q.dtype,
     }
     heads = q.shape[1], k_pool.shape[1]
-    wrapper = _plan(q.device, heads, *options.values()).of(pages, heads, options)
+    wrapper = _plan(q.device, heads, *given.values()).of(pages, heads, given)
     keys, values = (pool.view(-1, pages.page_size, *pool.shape[1:]) for pool in (k_pool, v_pool))
     found: Tensor = wrapper.run(q, (keys, values))
     return found

@@ -12,7 +12,7 @@ import torch
 from megalight.errors import ConfigurationError
 from megalight.imports import has
 from megalight.ops.attention import attention
-from megalight.ops.attention.batch_invariant import pages_of
+from megalight.ops.attention.batch_invariant import PagedAttentionOptions, pages_of
 from megalight.ops.batch_invariant import MODE, batch_invariant_mode, rowwise, with_gradient_of
 from megalight.ops.linear import linear
 from megalight.types import PackedSequences
@@ -66,9 +66,7 @@ def test_attention(options: dict[str, Any]) -> None:
     module = kernels("paged_attention")
 
     def run(q: Any, k: Any, v: Any, pages: Any, **given: Any) -> Any:
-        names = ("causal", "scale", "window", "chunk", "softcap", "sink")
-        given = {"causal": True} | given
-        return module.paged_attention(q, k, v, pages, *(given.get(name) for name in names), fixed=True)
+        return module.paged_attention(q, k, v, pages, PagedAttentionOptions(**given), fixed=True)
 
     check(run, [1, 1, 3, 9], [9, 4, 3, 12], torch.float32, **options)
     torch.manual_seed(0)

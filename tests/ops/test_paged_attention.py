@@ -17,6 +17,7 @@ from megalight.inference import Cache
 from megalight.models.gpt import GPT, GPTConfig, InitConfig
 from megalight.nn.init import initialize
 from megalight.ops.attention import attention
+from megalight.ops.attention.batch_invariant import PagedAttentionOptions
 from megalight.ops.paged_append import append_latents, dequantize_heads, paged_append
 from megalight.ops.paged_attention import paged_attention
 from megalight.ops.rotary import apply_rotary, rotary_table
@@ -157,9 +158,7 @@ def test_kernels(
     monkeypatch.setattr(module, "_blocks", lambda *given: (16, 16, 4, 1))
 
     def run(q: Tensor, k: Tensor, v: Tensor, pages: Pages, **given: Any) -> Any:
-        given = {"causal": True} | given
-        names = ("causal", "scale", "window", "chunk", "softcap", "sink")
-        return module.paged_attention(q, k, v, pages, *map(given.get, names))
+        return module.paged_attention(q, k, v, pages, PagedAttentionOptions(**given))
 
     check(run, queries, totals, torch.float32, **options)
 
@@ -181,8 +180,7 @@ def test_kernels_with_padding(
     monkeypatch.setattr(module, "_blocks", lambda *given: (16, 16, 4, 1))
 
     def run(q: Tensor, k: Tensor, v: Tensor, pages: Pages, **given: Any) -> Any:
-        names = ("scale", "window", "chunk", "softcap", "sink")
-        found = module.paged_attention(q, k, v, pages, True, *map(given.get, names))
+        found = module.paged_attention(q, k, v, pages, PagedAttentionOptions(**given))
         assert not found[sum(queries) :].any()  # padding sees nothing
         return found
 
@@ -200,7 +198,7 @@ def test_kernels_of_latents(queries: list[int], monkeypatch: pytest.MonkeyPatch)
     pool, _ = stored(pages, totals, 8, (1, 20), torch.float32)
     q, values = torch.randn(sum(queries), 20, 20), pool[..., :14]
     expected = paged_attention(q.double(), pool.double(), values.double(), pages)
-    found = module.paged_attention(q, pool, values, pages, True, None, None, None, None, None)
+    found = module.paged_attention(q, pool, values, pages, PagedAttentionOptions())
     assert error(found, expected) <= TOLERANCE[torch.float32]
 
 
@@ -259,8 +257,7 @@ def test_pools_of_eight_bits(
         appended, attended = append.reference_paged_append, attend.reference_paged_attention
 
     def run(q: Tensor, k: Tensor, v: Tensor, pages: Pages, scales: Any, **given: Any) -> Any:
-        names = ("scale", "window", "chunk", "softcap", "sink")
-        return attended(q, k, v, pages, True, *map(given.get, names), scales)
+        return attended(q, k, v, pages, PagedAttentionOptions(scales=scales, **given))
 
     eight_bits(backend == "reference", appended, run, queries, totals, **options)
 
@@ -344,7 +341,7 @@ def test_latents_of_eight_bits(
         appended, attended = append.reference_append_latents, attend.reference_paged_attention
 
     def run(q: Tensor, k: Tensor, v: Tensor, pages: Pages, scales: Any, rotary: Tensor) -> Any:
-        return attended(q, k, v, pages, True, None, None, None, None, None, scales, rotary)
+        return attended(q, k, v, pages, PagedAttentionOptions(scales=scales, rotary_pool=rotary))
 
     latents_of_eight_bits(appended, run, queries, totals, (18, 6), backend == "reference", padding)
 

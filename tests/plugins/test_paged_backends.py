@@ -13,6 +13,7 @@ from torch import Tensor
 from megalight.errors import BackendError, ConfigurationError
 from megalight.inference import DynamicEngine
 from megalight.nn import attention
+from megalight.ops.attention.batch_invariant import PagedAttentionOptions
 from megalight.ops.paged_attention import EXAMPLE, reference_paged_attention
 from megalight.plugins import flash_attn, flash_mla, flashinfer
 from megalight.types import Pages
@@ -141,18 +142,18 @@ def stored(queries: list[int], page: int, heads: int, size: int) -> tuple[Tensor
 @pytest.mark.parametrize(("window", "softcap", "causal"), [(None, None, True), (3, 2.0, True), (2, None, False)])
 def test_flash_attn(kind: str, window: int | None, softcap: float | None, causal: bool, packages: Fakes) -> None:
     q, k, v, pages = stored(QUERIES[kind], 4, 2, 8)
-    options = (causal, 0.3, window, None, softcap, None)
-    found = flash_attn.paged(q, k, v, pages, *options)
-    torch.testing.assert_close(found, reference_paged_attention(q, k, v, pages, *options), rtol=1e-9, atol=1e-9)
+    options = PagedAttentionOptions(causal, 0.3, window, None, softcap)
+    found = flash_attn.paged(q, k, v, pages, options)
+    torch.testing.assert_close(found, reference_paged_attention(q, k, v, pages, options), rtol=1e-9, atol=1e-9)
     assert packages.calls[-1][0] == ("flash_attn_with_kvcache" if kind == "decode" else "flash_attn_varlen_func")
 
 
 @pytest.mark.parametrize("kind", QUERIES)
 def test_flash_mla(kind: str, packages: Fakes) -> None:
     q, k, _, pages = stored(QUERIES[kind], 4, 1, 12)
-    options = (True, 0.3, None, None, None, None)
-    found = flash_mla.paged(q, k, k[..., :8], pages, *options)
-    expected = reference_paged_attention(q, k, k[..., :8], pages, *options)
+    options = PagedAttentionOptions(scale=0.3)
+    found = flash_mla.paged(q, k, k[..., :8], pages, options)
+    expected = reference_paged_attention(q, k, k[..., :8], pages, options)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
@@ -162,20 +163,20 @@ def test_flashinfer_plans_a_pass_once(
     kind: str, window: int | None, softcap: float | None, causal: bool, packages: Fakes
 ) -> None:
     q, k, v, pages = stored(QUERIES[kind], 4, 2, 8)
-    options = (causal, 0.3, window, None, softcap, None)
-    expected = reference_paged_attention(q, k, v, pages, *options)
+    options = PagedAttentionOptions(causal, 0.3, window, None, softcap)
+    expected = reference_paged_attention(q, k, v, pages, options)
     # Lengths are read from the device where the host does not know them.
     known = replace(pages, bounds=tuple(pages.lengths.tolist()), lengths=torch.full((3,), -1), exact=True)
     for number, each in enumerate((pages, known), 1):
         for _ in range(2):
-            found = flashinfer.paged(q, k, v, each, *options)
+            found = flashinfer.paged(q, k, v, each, options)
             torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
         assert len(BatchPrefillWithPagedKVCacheWrapper.plans) == number
-    others = flashinfer.paged(q, k, v, known, *options[:1], 0.5, *options[2:])
+    others = flashinfer.paged(q, k, v, known, options._replace(scale=0.5))
     assert not torch.allclose(others, expected), "layers of another scale have a plan of their own"
     assert len({*BatchPrefillWithPagedKVCacheWrapper.plans}) == 2
     with pytest.raises(ConfigurationError, match="which a recorded step does not ask"):
-        flashinfer.paged(q, k, v, replace(pages, recorded=True), *options)
+        flashinfer.paged(q, k, v, replace(pages, recorded=True), options)
 
 
 def test_an_engine_knows_the_lengths_that_are_planned(packages: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,9 +184,9 @@ def test_an_engine_knows_the_lengths_that_are_planned(packages: Fakes, monkeypat
     for fn in (reference_paged_attention, flashinfer.paged):
 
         def attend(q: Tensor, k: Tensor, v: Tensor, pages: Pages, fn: Any = fn, **options: Any) -> Tensor:
-            names = ("causal", "scale", "window", "chunk", "softcap", "sink")
             assert pages.exact
-            found: Tensor = fn(q, k, v, pages, *map(options.get, names))
+            options.pop("backend")
+            found: Tensor = fn(q, k, v, pages, PagedAttentionOptions(**options))
             return found
 
         monkeypatch.setattr(attention, "paged_attention", attend)

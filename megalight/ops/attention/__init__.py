@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex_atten
 
 from megalight.errors import LayoutError
 from megalight.ops.attention import hopper, variants
-from megalight.ops.attention.batch_invariant import AttentionOptions, invariant_attention, pages_of
+from megalight.ops.attention.batch_invariant import PagedAttentionOptions, invariant_attention, pages_of
 from megalight.ops.attention.variants import chunked
 from megalight.ops.attention.variants import mutual_attention as mutual_attention
 from megalight.ops.batch_invariant import MODE, refuse, with_gradient_of
@@ -475,8 +475,8 @@ def attention(
             )
 
         def invariant(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Tensor:
-            options = AttentionOptions(causal, scale, window, chunk, softcap)
-            return invariant_attention(_paged, q, k, v, pages_of(sequences), options, sink)
+            options = PagedAttentionOptions(causal, scale, window, chunk, softcap, sink)
+            return invariant_attention(_paged, q, k, v, pages_of(sequences), options)
 
         return with_gradient_of(ordinary, invariant, (q, k, v, sink))
     keys = sequences.keys

@@ -16,14 +16,17 @@ from megalight.ops.common import softmax, wide
 from megalight.types import PackedSequences, Pages
 
 
-class AttentionOptions(NamedTuple):
-    """What :func:`megalight.ops.paged_attention.paged_attention` takes beside tensors and pages."""
+class PagedAttentionOptions(NamedTuple):
+    """What :func:`megalight.ops.paged_attention.paged_attention` takes beside queries, pools and pages."""
 
-    causal: bool
-    scale: float | None
-    window: int | None
-    chunk: int | None
-    softcap: float | None
+    causal: bool = True
+    scale: float | None = None
+    window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+    sink: Tensor | None = None
+    scales: tuple[Tensor, Tensor] | None = None
+    rotary_pool: Tensor | None = None
 
 
 def pages_of(sequences: PackedSequences) -> Pages:
@@ -37,9 +40,7 @@ def pages_of(sequences: PackedSequences) -> Pages:
     )
 
 
-def attend_alone(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, pages: Pages, options: AttentionOptions, sink: Tensor | None
-) -> Tensor:
+def attend_alone(q: Tensor, k_pool: Tensor, v_pool: Tensor, pages: Pages, options: PagedAttentionOptions) -> Tensor:
     """Attend with one query at a time: ``q [T, H, D] -> [T, H, Dv]``. For the CPU."""
     out = q.new_zeros(*q.shape[:2], v_pool.shape[-1])
     offset = torch.arange(max(pages.bounds), device=q.device)
@@ -53,11 +54,11 @@ def attend_alone(
         begin, end = ends[sequence : sequence + 2]
         for token in range(begin, end):
             seen = _seen(length - (end - token), length, options)
-            out[token] = _attend(q[token], k_pool[rows[seen]], v_pool[rows[seen]], options, sink)
+            out[token] = _attend(q[token], k_pool[rows[seen]], v_pool[rows[seen]], options)
     return out
 
 
-def _seen(place: int, length: int, options: AttentionOptions) -> slice:
+def _seen(place: int, length: int, options: PagedAttentionOptions) -> slice:
     """Return the keys that the query at ``place`` sees."""
     first = 0 if options.window is None else max(0, place - options.window)
     last = place + 1 if options.causal else length
@@ -67,7 +68,7 @@ def _seen(place: int, length: int, options: AttentionOptions) -> slice:
     return slice(first, last)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, sink: Tensor | None) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, options: PagedAttentionOptions) -> Tensor:
     """``q [H, D], k [n, Hkv, D], v [n, Hkv, Dv] -> [H, Dv]``."""
     dtype, (heads, size) = wide(q.dtype), q.shape
     query = q.to(dtype, copy=True).view(k.shape[1], -1, size)
@@ -75,7 +76,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, sink: Te
     scores = scores * (1 / math.sqrt(size) if options.scale is None else options.scale)
     if options.softcap is not None:
         scores = options.softcap * torch.tanh(scores / options.softcap)
-    weights = softmax(scores.view(heads, 1, -1), sink).view(scores.shape)
+    weights = softmax(scores.view(heads, 1, -1), options.sink).view(scores.shape)
     return (weights @ v.to(dtype).transpose(0, 1)).reshape(heads, -1).to(q.dtype)
 
 
@@ -85,13 +86,12 @@ def invariant_attention(
     k_pool: Tensor,
     v_pool: Tensor,
     pages: Pages,
-    options: AttentionOptions,
-    sink: Tensor | None,
+    options: PagedAttentionOptions,
 ) -> Tensor:
     """Attend to stored keys: on the CPU by query, elsewhere with the ``kernel`` of paged attention in fixed blocks."""
     if q.device.type == "cpu":
-        return attend_alone(q, k_pool, v_pool, pages, options, sink)
-    return kernel(q, _by_head(k_pool), _by_head(v_pool), pages, *options, sink, fixed=True)
+        return attend_alone(q, k_pool, v_pool, pages, options)
+    return kernel(q, _by_head(k_pool), _by_head(v_pool), pages, options, fixed=True)
 
 
 def _by_head(rows: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megalight.ops.attention.batch_invariant import AttentionOptions, invariant_attention
+from megalight.ops.attention.batch_invariant import PagedAttentionOptions, invariant_attention
 from megalight.ops.batch_invariant import MODE, refuse
 from megalight.ops.common import HALF, cuda_why_not, fp8_why_not, lazy, serve_all, softmax, triton_why_not, wide
 from megalight.ops.paged_append import dequantize_heads
@@ -19,21 +19,10 @@ from megalight.types import Pages
 
 
 def reference_paged_attention(
-    q: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    pages: Pages,
-    causal: bool,
-    scale: float | None,
-    window: int | None,
-    chunk: int | None,
-    softcap: float | None,
-    sink: Tensor | None,
-    scales: tuple[Tensor, Tensor] | None = None,
-    rotary_pool: Tensor | None = None,
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, pages: Pages, options: PagedAttentionOptions
 ) -> Tensor:
     """See :func:`paged_attention`."""
-    outputs, first, options = [], 0, (causal, scale, window, chunk, softcap, sink, scales, rotary_pool)
+    outputs, first = [], 0
     pages = of_tokens(pages, len(q)) if pages.recorded else pages
     # Sequences with one query go together, as in a decode step; each of the others goes alone.
     parts = [pages.decodes] if pages.decodes else []
@@ -41,7 +30,7 @@ def reference_paged_attention(
     tokens = 0
     for count in parts:
         queries = count * pages.query_lengths[first]
-        outputs.append(_attend(q[tokens : tokens + queries], k_pool, v_pool, pages, first, count, *options))
+        outputs.append(_attend(q[tokens : tokens + queries], k_pool, v_pool, pages, first, count, options))
         first, tokens = first + count, tokens + queries
     return torch.cat(outputs)
 
@@ -69,16 +58,10 @@ def _attend(
     pages: Pages,
     first: int,
     count: int,
-    causal: bool,
-    scale: float | None,
-    window: int | None,
-    chunk: int | None,
-    softcap: float | None,
-    sink: Tensor | None,
-    scales: tuple[Tensor, Tensor] | None,
-    rotary_pool: Tensor | None,
+    options: PagedAttentionOptions,
 ) -> Tensor:
     """Attend in ``count`` sequences with equally many queries."""
+    causal, scale, window, chunk, softcap, sink, scales, rotary_pool = options
     (_, heads, size), kv_heads, dtype = q.shape, k_pool.shape[1], wide(q.dtype)
     bound = max(pages.bounds[first : first + count])
     table = pages.block_table[first : first + count, : -(-bound // pages.page_size)].long()
@@ -222,11 +205,11 @@ def paged_attention(
     Raises:
         BackendError: the named backend cannot serve.
     """
+    options = PagedAttentionOptions(causal, scale, window, chunk, softcap, sink, scales, rotary_pool)
     if MODE.on:
         if scales is not None:
             refuse("keys and values in 8 bits, which a training forward does not read")
-        options = AttentionOptions(causal, scale, window, chunk, softcap)
-        return invariant_attention(_triton, q, k_pool, v_pool, pages, options, sink)
+        return invariant_attention(_triton, q, k_pool, v_pool, pages, options)
     spec = PagedAttentionSpec(
         q.device.type,
         q.dtype,
@@ -241,7 +224,4 @@ def paged_attention(
         sink is not None,
         scales is not None,
     )
-    fn = choose(PAGED_ATTENTION, spec, backend)
-    # Only backends that serve latents in e4m3 are chosen then.
-    more = () if rotary_pool is None else (rotary_pool,)
-    return fn(q, k_pool, v_pool, pages, causal, scale, window, chunk, softcap, sink, scales, *more)
+    return choose(PAGED_ATTENTION, spec, backend)(q, k_pool, v_pool, pages, options)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalight.ops.attention.batch_invariant import PagedAttentionOptions
 from megalight.ops.common import last_contiguous, num_sms
 from megalight.ops.jit import (
     LOG2E,
@@ -305,14 +306,7 @@ def paged_attention(
     k_pool: Tensor,
     v_pool: Tensor,
     pages: Pages,
-    causal: bool,
-    scale: float | None,
-    window: int | None,
-    chunk: int | None,
-    softcap: float | None,
-    sink: Tensor | None,
-    scales: tuple[Tensor, Tensor] | None = None,
-    rotary_pool: Tensor | None = None,
+    options: PagedAttentionOptions,
     fixed: bool = False,
 ) -> Tensor:
     """See :func:`megalight.ops.paged_attention.paged_attention`.
@@ -321,14 +315,13 @@ def paged_attention(
     """
     q = last_contiguous(q)
     out = torch.empty(*q.shape[:2], v_pool.shape[-1], dtype=q.dtype, device=q.device)
-    options = (causal, scale, window, chunk, softcap, sink, scales, rotary_pool, fixed)
     lengths = pages.query_lengths
     # Sequences with few queries come first, and are launched apart: their keys are split.
     few = next((place for place, count in enumerate(lengths) if count > FEW), len(lengths))
     if few:
-        _launch(q, k_pool, v_pool, pages, out, 0, few, max(lengths[:few]), *options)
+        _launch(q, k_pool, v_pool, pages, out, 0, few, max(lengths[:few]), options, fixed)
     if few < len(lengths):
-        _launch(q, k_pool, v_pool, pages, out, few, len(lengths) - few, max(lengths[few:]), *options)
+        _launch(q, k_pool, v_pool, pages, out, few, len(lengths) - few, max(lengths[few:]), options, fixed)
     return out
 
 
@@ -341,17 +334,11 @@ def _launch(
     first: int,
     count: int,
     queries: int,
-    causal: bool,
-    scale: float | None,
-    window: int | None,
-    chunk: int | None,
-    softcap: float | None,
-    sink: Tensor | None,
-    scales: tuple[Tensor, Tensor] | None,
-    rotary_pool: Tensor | None,
+    options: PagedAttentionOptions,
     fixed: bool,
 ) -> None:
     """Attend with the queries of ``count`` sequences, which have at most ``queries`` each."""
+    causal, scale, window, chunk, softcap, sink, scales, rotary_pool = options
     (tokens, heads, size), kv_heads, value_size = q.shape, k_pool.shape[1], v_pool.shape[-1]
     group, shared = heads // kv_heads, v_pool.data_ptr() == k_pool.data_ptr()
     # Those of few long prompts, if all passes are to have the same.
