@@ -42,9 +42,9 @@ class OneShotCollectives:
         self._memory = PeerMemory(group, slots=1, exact=True)
         self._stride = cdiv(self.most // 4, WORDS) * WORDS
         self._memory.reserve(2 * self.ranks * self._stride * 8)
-        device = torch.device("cuda", torch.cuda.current_device())
-        begins = [self._memory.view(rank, 0, (1,), torch.int64, 0).data_ptr() for rank in range(self.ranks)]
-        self._begins = torch.tensor(begins, dtype=torch.int64, device=device)
+        begins = [self._memory.view(rank, 0, (1,), torch.int64, 0) for rank in range(self.ranks)]
+        device = begins[self.rank].device
+        self._begins = torch.tensor([begin.data_ptr() for begin in begins], dtype=torch.int64, device=device)
         # Programs count their calls: how many there are differs from call to call. In each, whatever it is, a program
         # sends its words to all other ranks, and receives as many from each.
         self._calls = torch.zeros(self._stride // WORDS, dtype=torch.int32, device=device)
