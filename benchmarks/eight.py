@@ -124,7 +124,7 @@ def steps_in(row: Row) -> list[int]:
 
 
 def is_profiled(row: Row) -> bool:
-    return not row.like or predict(row).seconds < LONG
+    return bool(row.like) and predict(row).seconds < LONG
 
 
 def duration(row: Row) -> float:
@@ -223,10 +223,12 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def run(names: Sequence[str], folder: Path, minutes: float, two: bool) -> int:
+def run(names: Sequence[str], folder: Path, minutes: float, two: bool, alone: bool) -> int:
     """Measure rows until the time is over; return 1 if Megalight failed in one of them, or one is left."""
     end = time.monotonic() + 60 * minutes
     rows = {f"{name}-two" if two else name: twin_of(name) if two else ROWS[name] for name in names}
+    if alone:
+        rows = {name: replace(row, peers=()) for name, row in rows.items()}
     rows = {name: row for name, row in rows.items() if not (folder / f"{name}.json").exists()}
     bench.enough(rows)
     bench.prepare(folder)
@@ -330,12 +332,13 @@ def main() -> int:
     parser.add_argument("rows", nargs="*", metavar="ROW", help="default: all rows of eight GPUs")
     parser.add_argument("--run", type=Path, metavar="FOLDER", help="measure rows, with one JSON file for each here")
     parser.add_argument("--two", action="store_true", help="measure the rows' twins of two GPUs")
+    parser.add_argument("--alone", action="store_true", help="without peers")
     parser.add_argument("--minutes", type=float, default=math.inf, help="do not start what would not end in this time")
     a = parser.parse_args()
     if unknown := set(a.rows) - set(EIGHT):
         parser.error(f"no rows of eight GPUs: {', '.join(sorted(unknown))}. Rows: {', '.join(EIGHT)}")
     if a.run:
-        return run(a.rows or EIGHT, a.run, a.minutes, a.two)
+        return run(a.rows or EIGHT, a.run, a.minutes, a.two, a.alone)
     print(f"{table()}\n\n{memory_table()}")
     return 0
 

@@ -53,6 +53,8 @@ LEARNING_RATE = 6e-4
 """Learning rate of the twin, before division by its layers. A few times higher, deep narrow models amplify rounding."""
 NARROW = 512
 """Width of most twins. Wider ones sooner know their tokens. Then the loss is small, and rounding is much of it."""
+WIDEST = 1024
+"""Width of the widest twins where two heads for each key allow it. The float32 run takes 16 bytes for each element."""
 ADAPTER_LEARNING_RATE = 2e-2
 """The same for adapters. Their effect is a product of two matrices, one of which begins at 0."""
 
@@ -146,8 +148,7 @@ def mixture_of(step: Step) -> MoEConfig:
 def twin(step: Step) -> Step:
     """Return a small step with the same layout, head size and precision. Its depth is kept only with a pipeline."""
     kv = min(step.kv, step.tp * step.cp)
-    # Of a deep one, float32 weights and Adam's state on each rank: 70B wide with eight heads a key, they take 100 GB.
-    heads = (min(step.heads // step.kv, 4) if step.pp > 1 else step.heads // step.kv) * kv
+    heads = kv * min(step.heads // step.kv, max(2, WIDEST // (kv * step.head_dim)))
     return replace(
         step,
         layers=step.layers if step.pp > 1 else min(step.layers, 4),

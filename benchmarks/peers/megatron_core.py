@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ class Runner:
     """Tensor parallelism with sequence parallelism, context and pipeline parallelism, and a sharded optimizer.
 
     Pipelines are 1F1B, or interleaved where the layout has several chunks for each rank. Where a step recomputes
-    anything, MLPs are recomputed; norms are computed inside TransformerEngine's products.
+    anything, MLPs are recomputed; norms are computed inside TransformerEngine's products. Steps are eager, and NCCL
+    gathers parameters, also where Megalight has CUDA graphs or copy engines (``gathers``).
 
     Args:
         te: whether to use TransformerEngine's layers and fused operations.
@@ -53,6 +55,8 @@ class Runner:
             return f"context parallelism needs TransformerEngine's attention, and one of the kinds {', '.join(CONTEXT)}"
         if step.pp > 1 and step.layout is None and step.vpp > 1:
             return "chunks of a pipeline need a layout"
+        ours = [word for word in step.sharding if not word.startswith("gathers:")]
+        step = replace(step, graph=False, sharding=tuple(ours))
         return only_of(step, ("tp", "experts", "ep", "pp", "vpp", "cp", "kind", "layout", "schedule", "recompute"))
 
     def check(self, step: Step) -> dict[str, Any]:

@@ -169,9 +169,9 @@ def test_rows_without_time_or_with_a_file_are_left(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(eight.bench, "enough", lambda rows: None)
     monkeypatch.setattr(eight, "measure", lambda name, *rest: asked.append(name) or {"rows": [{"seconds": 1.0}]})
     (tmp_path / f"{EIGHT[0]}.json").touch()
-    assert eight.run(EIGHT, tmp_path, 2.0, two=False) == 1
+    assert eight.run(EIGHT, tmp_path, 2.0, two=False, alone=False) == 1
     assert EIGHT[0] not in asked
     assert EIGHT[1] in asked
     assert "llama3-8b-cp8-256k: not run" in capsys.readouterr().out
-    assert eight.run(EIGHT[1:3], tmp_path, 10.0, two=True) == 0
+    assert eight.run(EIGHT[1:3], tmp_path, 10.0, two=True, alone=True) == 0
     assert asked[-2:] == [f"{name}-two" for name in EIGHT[1:3]]
