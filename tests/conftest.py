@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import importlib
 import logging
 import os
 import random
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -98,6 +100,25 @@ def pytest_collection_finish() -> None:
     # What is there now stays. Each full collection would look at all of it, for half a second.
     gc.enable()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Let a test marked ``gpu(alone=True)`` have the GPUs without tests of other processes.
+
+    It takes all free memory, or asks how much is free.
+    """
+    mark = item.get_closest_marker("gpu")
+    if mark is None or not torch.cuda.is_available():
+        return (yield)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+    name = Path(tempfile.gettempdir(), f"megalight-tests-{os.getuid()}-{visible}")
+    with open(f"{name}.next", "w") as door, open(f"{name}.gpu", "w") as room:
+        # Who waits for the GPUs alone lets nobody pass.
+        fcntl.flock(door, fcntl.LOCK_EX)
+        fcntl.flock(room, fcntl.LOCK_EX if mark.kwargs.get("alone") else fcntl.LOCK_SH)
+        fcntl.flock(door, fcntl.LOCK_UN)
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -279,6 +279,7 @@ def _used_by_others(size: int) -> None:
     torch.cuda.empty_cache()
 
 
+@pytest.mark.gpu(alone=True)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -327,6 +328,7 @@ def test_graphs_are_recorded_once_while_memory_comes_and_goes(name: str, kind: s
     assert [each.data_ptr() for each in engine._scheduler.cache.tensors] == addresses
 
 
+@pytest.mark.gpu(alone=True)
 @pytest.mark.parametrize("kind", ["plain", "tied", "8_bits", "small", "eagle"])
 def test_graphs_survive_suspends_with_weights_but_the_first(kind: str, captures: list[int]) -> None:
     if (reason := why_not(torch.device("cuda", 0))) is not None:
@@ -379,6 +381,7 @@ def test_graphs_survive_suspends_with_weights_but_the_first(kind: str, captures:
     assert [each.data_ptr() for each in weights] == addresses
 
 
+@pytest.mark.gpu(alone=True)
 @pytest.mark.parametrize("weights", [False, True])
 def test_a_resume_without_memory_may_be_tried_again(weights: bool) -> None:
     if (reason := why_not(torch.device("cuda", 0))) is not None:
