@@ -558,12 +558,12 @@ def suspend(arguments: argparse.Namespace) -> Row:
         return seconds
 
     plans: tuple[tuple[str, int, Row], ...] = (
-        ("cache, torch", 0, {}),
-        ("kept cache, torch", 0, {"keep_cache": True}),
-        ("cache and weights, torch", 0, {"weights": True}),
+        ("cache and weights, torch", 0, {"weights": True}),  # before they move
+        ("cache and weights", 0, {"weights": True}),
         ("cache", 0, {}),
         ("kept cache", 0, {"keep_cache": True}),
-        ("cache and weights", 0, {"weights": True}),
+        ("cache, torch", 0, {}),
+        ("kept cache, torch", 0, {"keep_cache": True}),
         ("cache", 1, {}),
         ("cache for others", 1, {}),
         ("kept cache", 1, {"keep_cache": True}),
