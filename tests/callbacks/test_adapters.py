@@ -18,13 +18,8 @@ from megalight.callbacks import Adapters, CUDAGraph
 from megalight.cli.main import main
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.inference import generate, load_model
-from megalight.models.gpt import GPT
 from megalight.models.gpt.module import GPTModule
 from megalight.models.transforms import DoRA, LoRA
-from megalight.nn.init import initialize
-from megalight.parallel.apply import parallelize
-from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.precision import LowPrecisionOptions
 from megalight.parallel.recompute import RecomputeOptions
 from megalight.plugins.precision import MegatronLowPrecision
@@ -208,18 +203,6 @@ def test_what_a_checkpoint_holds(saved: str) -> None:
     states = {name for name in opened.tensors if name.startswith("optimizer.")}
     assert states
     assert all(".lora_" in name for name in states)
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The weights that all runs of this file begin with."""
-    model = GPT(CONFIGS["gqa"]).double()
-    initialize(model, SEED, "model.")
-    folder = tmp_path_factory.mktemp("base") / "c"
-    specs = parallelize(model, ParallelizePlan(), ParallelMesh(), prefix="model.")
-    views = checkpoint.views_of_parameters(model.named_parameters(), specs, ParallelMesh())
-    checkpoint.save(folder, views, common={"model": {"family": "gpt", "config": CONFIGS["gqa"].to_dict()}})
-    return str(folder)
 
 
 @pytest.mark.full

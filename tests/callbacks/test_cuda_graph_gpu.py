@@ -30,7 +30,7 @@ from megalight.plugins.precision import MegatronLowPrecision
 from megalight.plugins.transformer_engine.low_precision import why_not
 from megalight.strategies import MegatronStrategy, PipelineOptions
 from tests.parallel.data_parallel.stale import stale_gradients
-from tests.strategies.test_gpu import Batches, Watch
+from tests.strategies.test_gpu import Batches, Watch, batches, watched
 from tests.strategies.test_low_precision import CONFIG as WIDE
 from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, Losses, fit
 from tests.support.workers import meeting
@@ -67,32 +67,15 @@ def train(
 ) -> tuple[list[float], CUDAGraph, list[int]]:
     """Losses, the callback, and memory after each step."""
     callback = CUDAGraph(scope, warmup_steps=warmup, backend=backend, on_refusal="error")
-    watch, memory = Watch(strict), Memory()
+    memory = Memory()
     precision = {"precision": "bf16-mixed"} if "plugins" not in options else {"plugins": options.pop("plugins")}
-    trainer = pl.Trainer(
-        accelerator="cuda",
-        devices=1,
-        strategy=MegatronStrategy(micro_batch_size=2, **options),
-        max_steps=STEPS,
-        gradient_clip_val=CLIP,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        limit_val_batches=0,
-        log_every_n_steps=1000,
-        callbacks=[callback, watch, memory, *also],
-        **precision,
-    )
+    strategy = MegatronStrategy(micro_batch_size=2, **options)
+    more = {"strategy": strategy, "max_steps": STEPS, "gradient_clip_val": CLIP, **precision}
     torch.manual_seed(0)
-    try:
-        module = GPTModule(config, optimizer=optimizer, seed=SEED)
-        with stale_gradients():
-            trainer.fit(module, DataLoader(Batches(STEPS), batch_size=None, pin_memory=pin_memory))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return [float(loss) for loss in watch.losses], callback, memory.used
+    module, data = GPTModule(config, optimizer=optimizer, seed=SEED), batches(STEPS, pin_memory)
+    with stale_gradients():
+        losses = watched(module, data, strict, callbacks=[callback, memory, *also], **more)
+    return losses, callback, memory.used
 
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -17,14 +17,10 @@ from megalight.checkpoint.ranks import alone
 from megalight.cli.main import main
 from megalight.errors import CheckpointError, ConfigurationError
 from megalight.inference import generate, load_divided, load_model
-from megalight.models.gpt import GPT
 from megalight.models.gpt.module import GPTModule
 from megalight.models.transforms import activate
 from megalight.models.transforms.saved import join_adapters
-from megalight.nn.init import initialize
-from megalight.parallel.apply import parallelize
 from megalight.parallel.mesh import ParallelMesh
-from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.source import Target
 from megalight.strategies import DataParallelOptions, MegatronStrategy
 from megalight.types import PackedSequences
@@ -62,17 +58,6 @@ def train(folder: str, layout: str, adapters: dict[str, Any], base: str, steps: 
     )
     runner.fit(module)
     return losses.losses, gathered(strategy, module)
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> str:
-    model = GPT(CONFIGS["gqa"]).double()
-    initialize(model, SEED, "model.")
-    folder = tmp_path_factory.mktemp("base") / "c"
-    specs = parallelize(model, ParallelizePlan(), ParallelMesh(), prefix="model.")
-    views = checkpoint.views_of_parameters(model.named_parameters(), specs, ParallelMesh())
-    checkpoint.save(folder, views, common={"model": {"family": "gpt", "config": CONFIGS["gqa"].to_dict()}})
-    return str(folder)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ from megalight.inference import TextGenerator
 from megalight.models.gpt import InitConfig
 from megalight.nn.moe import MoEConfig
 from megalight.strategies import MegatronStrategy
-from tests.evaluation.samples import save_model, save_tasks
 from tests.parallel.tiny_transformers import Plain
 from tests.strategies.training import ADAM, CONFIGS, SEED, WithData
 from tests.support.environment import trainer
@@ -30,12 +29,6 @@ PLAIN = replace(CONFIGS["gqa"], num_layers=4, vocab_size=280, max_sequence_lengt
 EXPERTS = replace(PLAIN, moe=MoEConfig(num_experts=4, ffn_hidden_size=10))
 TASKS = ["all_tiny", "passages", "answers"]
 SHARDED = {"level": "optim_grads_params"}
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("evaluation")
-    return save_model(folder / "model"), save_tasks(folder / "tasks")
 
 
 class Seen(Evaluation):

@@ -9,17 +9,10 @@ from pathlib import Path
 import pytest
 
 from megalight.cli.main import main
-from tests.evaluation.samples import save_model, save_tasks
 from tests.support.workers import run
 
 pytest.importorskip("lm_eval")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("evaluation")
-    return save_model(folder / "model"), save_tasks(folder / "tasks")
 
 
 def words(folders: tuple[Path, Path], *more: str) -> list[str]:

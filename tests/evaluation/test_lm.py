@@ -12,19 +12,13 @@ import torch.distributed as dist
 from megalight.errors import ConfigurationError, DataError
 from megalight.inference import TextGenerator
 from megalight.parallel.mesh import ParallelMesh
-from tests.evaluation.samples import save_model, save_tasks
+from tests.evaluation.samples import save_model
 from tests.support.workers import run
 
 pytest.importorskip("lm_eval")
 NAMES = ["all_tiny", "passages", "answers"]
 ALL = ["colors", "endings", "passages", "answers"]
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("evaluation")
-    return save_model(folder / "model"), save_tasks(folder / "tasks")
 
 
 def options(folders: tuple[Path, Path], **given: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -39,3 +39,28 @@ def assert_continued(mixer: nn.Module, width: int, room: int, passes: Passes, to
     found = mixer(new, LayerContext(cache.extend([1], [2], "cpu")), cache.states["0"])
     alone = mixer(new, LayerContext(PackedSequences.of_lengths([2])))
     torch.testing.assert_close(found, alone, rtol=tolerance, atol=tolerance)
+
+
+def assert_recurrence(mixer: nn.Module, by_loop: Callable[..., Tensor]) -> None:
+    """Compare outputs and gradients of a mixer of width 12 with a loop over tokens, which is called with lengths."""
+    torch.manual_seed(0)
+    lengths = [5, 1, 40, 9]
+    hidden = torch.randn(sum(lengths), 12, dtype=torch.float64, requires_grad=True)
+    found = mixer(hidden, LayerContext(PackedSequences.of_lengths(lengths)))
+    expected = by_loop(mixer, hidden, lengths)
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+    factor = torch.randn_like(found)
+    tensors = [hidden, *mixer.parameters()]
+    gradients = [torch.autograd.grad((y * factor).sum(), tensors) for y in (found, expected)]
+    for one, other in zip(*gradients, strict=True):
+        assert (one - other).norm() <= 1e-11 * other.norm()
+
+
+def assert_state(mixer: nn.Module) -> None:
+    """Check that an earlier sequence changes nothing in a later one, and passes of several tokens in any slots."""
+    context = LayerContext(PackedSequences.of_lengths([33, 37]))
+    hidden = torch.randn(70, 12, dtype=torch.float64)
+    other = torch.cat([1e3 * hidden[:33] + 1, hidden[33:]])
+    torch.testing.assert_close(mixer(hidden, context)[33:], mixer(other, context)[33:], rtol=1e-10, atol=1e-10)
+    passes = [([0, 1, 2], [2, 36, 1]), ([2, 0], [1, 1]), ([1, 0, 2], [3, 1, 2]), ([0], [5])]
+    assert_continued(mixer, 12, 60, passes, 1e-11)

@@ -20,10 +20,9 @@ from megalight.nn.init import initialize
 from megalight.nn.mamba2 import Scan
 from megalight.ops.ssd import ssd, ssd_continued
 from megalight.types import PackedSequences
-from tests.nn.continued import assert_continued
+from tests.nn.continued import assert_recurrence, assert_state
 from tests.ops.checks import continued_pages
 
-LENGTHS = [5, 1, 40, 9]
 MAMBA: dict[str, Any] = {"num_heads": 4, "head_dim": 4, "num_groups": 2}
 SIZES: dict[str, Any] = {
     "num_layers": 4,
@@ -66,32 +65,11 @@ def by_loop(mixer: Mamba2, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
 
 @pytest.mark.parametrize(("groups", "norm_groups"), [(1, 1), (2, 2), (4, 1)])
 def test_equals_the_recurrence(groups: int, norm_groups: int) -> None:
-    torch.manual_seed(0)
-    built = mixer(groups, norm_groups)
-    hidden = torch.randn(sum(LENGTHS), 12, dtype=torch.float64, requires_grad=True)
-    found = built(hidden, LayerContext(PackedSequences.of_lengths(LENGTHS)))
-    expected = by_loop(built, hidden, LENGTHS)
-    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
-    factor = torch.randn_like(found)
-    tensors = [hidden, *built.parameters()]
-    gradients = [torch.autograd.grad((y * factor).sum(), tensors) for y in (found, expected)]
-    for one, other in zip(*gradients, strict=True):
-        assert (one - other).norm() <= 1e-11 * other.norm()
+    assert_recurrence(mixer(groups, norm_groups), by_loop)
 
 
-def test_sequences_are_alone() -> None:
-    """What an earlier sequence holds changes nothing in a later one."""
-    built, context = mixer(), LayerContext(PackedSequences.of_lengths([33, 37]))
-    hidden = torch.randn(70, 12, dtype=torch.float64)
-    other = torch.cat([1e3 * hidden[:33] + 1, hidden[33:]])
-    torch.testing.assert_close(built(hidden, context)[33:], built(other, context)[33:], rtol=1e-10, atol=1e-10)
-
-
-def test_is_continued_from_its_state() -> None:
-    """Pass by pass, several tokens at a time, slots in any order and used again."""
-    torch.manual_seed(0)
-    passes = [([0, 1, 2], [2, 36, 1]), ([2, 0], [1, 1]), ([1, 0, 2], [3, 1, 2]), ([0], [5])]
-    assert_continued(mixer(), 12, 60, passes, 1e-11)
+def test_keeps_sequences_apart_and_continues_its_state() -> None:
+    assert_state(mixer())
 
 
 def test_initial_values() -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from megalight.ops import norm as norm_op
 from megalight.ops.norm import reference_layer_norm, reference_rms_norm
 from megalight.plugins import apex as adam
 from tests.ops.checks import check_adam, check_norms, check_weight_gradient
-from tests.plugins import fakes, kernels
+from tests.plugins import kernels
 from tests.plugins.fakes import Fakes
 
 WHY_NOT: dict[str, tuple[Callable[[Any], str | None], Any, str]] = {
@@ -42,12 +41,6 @@ def accumulate(x: Tensor, grad_y: Tensor, main_grad: Tensor) -> None:
     assert grad_y.is_contiguous()
     assert main_grad.is_contiguous()
     main_grad.add_(grad_y.T.to(main_grad.dtype) @ x.to(main_grad.dtype))
-
-
-@pytest.fixture
-def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
-    fakes.pretend_cuda(monkeypatch)
-    return Fakes(tmp_path, monkeypatch)
 
 
 def install(packages: Fakes) -> None:

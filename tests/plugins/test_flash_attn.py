@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,12 +45,6 @@ def functions(version: Any) -> dict[str, Any]:
         return wraps(fakes.packed(q, k, v, cu_seqlens_q, cu_seqlens_k, *rest))
 
     return {"flash_attn_func": flash_attn_func, "flash_attn_varlen_func": flash_attn_varlen_func}
-
-
-@pytest.fixture
-def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
-    fakes.pretend_cuda(monkeypatch)
-    return Fakes(tmp_path, monkeypatch)
 
 
 @pytest.fixture(params=VERSIONS, ids=["2", "3", "4"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,16 +12,9 @@ from torch import Tensor
 from megalight.ops import causal_conv, delta_rule, ssd
 from megalight.plugins import fla, mamba_ssm
 from megalight.types import PackedSequences
-from tests.plugins import fakes
 from tests.plugins.fakes import Fakes
 
 LENGTHS = [3, 1, 6]
-
-
-@pytest.fixture
-def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
-    fakes.pretend_cuda(monkeypatch)
-    return Fakes(tmp_path, monkeypatch)
 
 
 def same_as_the_reference(fn: Any, reference: Any, inputs: list[Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from megalight.models.gpt import GPT, GPTConfig, InitConfig
 from megalight.models.hugging_face.export import export
 from megalight.models.stored import held_model
 from megalight.nn.init import initialize
+from tests.support import interpreters
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}"
@@ -37,3 +39,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     export(held_model("gpt", config, model.to(torch.float32)), path)
     tokenizer.save(path)
     return path
+
+
+@pytest.fixture
+def fast_interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let processes that a test starts have interpreters that are ready."""
+    for name, value in interpreters.environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "executable", str(interpreters.commands() / "python"))

@@ -7,7 +7,6 @@ import json
 import random
 import signal
 import subprocess
-import sys
 import urllib.request
 from pathlib import Path
 
@@ -27,14 +26,8 @@ pytest.importorskip("msgspec")
 from megalight.cli.verbs.serve import uses_coordinator
 from megalight.serving.replicas import ReplicatedLLM, _environments
 
+pytestmark = pytest.mark.usefixtures("fast_interpreters")
 GREEDY = SamplingParams(temperature=0)
-
-
-@pytest.fixture(autouse=True)
-def fast_interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in interpreters.environment().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "executable", str(interpreters.commands() / "python"))
 
 
 def test_replicas_that_are_killed_lose_nothing(folder: Path) -> None:

@@ -31,6 +31,7 @@ pytest.importorskip("msgspec")
 
 from megalight.serving.replicas import ReplicatedLLM
 
+pytestmark = pytest.mark.usefixtures("fast_interpreters")
 INTERPRETER = sys.executable
 GREEDY = SamplingParams(temperature=0)
 PROMPTS = [[7 + number, 30, 41] for number in range(10)]
@@ -38,13 +39,6 @@ FULL = [
     pytest.param(replicas, {"tensor_parallel": tensor, "expert_parallel": experts}, marks=pytest.mark.full)
     for replicas, tensor, experts in ((2, 2, 4), (2, 2, 2), (4, 1, 2), (3, 1, 3))
 ]
-
-
-@pytest.fixture(autouse=True)
-def fast_interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in interpreters.environment().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "executable", str(interpreters.commands() / "python"))
 
 
 @pytest.fixture(scope="module")

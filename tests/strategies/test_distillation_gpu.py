@@ -5,11 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
-import torch
-from torch.utils.data import DataLoader
 
 from megalight.callbacks import Distillation
 from megalight.models.gpt.module import GPTModule
@@ -17,7 +14,7 @@ from megalight.models.stored import held_model, save_model
 from megalight.strategies import MegatronStrategy
 from tests.strategies.test_distillation import STEPS, STUDENT, Student, teacher_of
 from tests.strategies.test_distillation_pairs import BALANCED, by_hand
-from tests.strategies.test_gpu import Batches, Watch
+from tests.strategies.test_gpu import batches, watched
 from tests.strategies.training import ADAM, SEED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -32,27 +29,8 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fit(module: GPTModule, teacher: Path, precision: Any, steps: int, strict: bool, data: Any = None) -> list[float]:
-    watch = Watch(strict)
-    runner = pl.Trainer(
-        accelerator="cuda",
-        devices=1,
-        strategy=MegatronStrategy(micro_batch_size=1),
-        precision=precision,
-        max_steps=steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        limit_val_batches=0,
-        log_every_n_steps=1000,
-        callbacks=[Distillation(teacher, **BALANCED), watch],
-    )
-    try:
-        runner.fit(module, data)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return [float(loss) for loss in watch.losses]
+    options = {"strategy": MegatronStrategy(micro_batch_size=1), "precision": precision, "max_steps": steps}
+    return watched(module, data, strict, callbacks=[Distillation(teacher, **BALANCED)], **options)
 
 
 def test_losses_are_those_of_torch_alone(teacher: Path) -> None:
@@ -61,7 +39,7 @@ def test_losses_are_those_of_torch_alone(teacher: Path) -> None:
 
 
 def test_no_step_waits_for_the_device(teacher: Path) -> None:
-    data = DataLoader(Batches(12), batch_size=None, pin_memory=True)
+    data = batches(12)
     losses = fit(GPTModule(STUDENT, optimizer=ADAM, seed=SEED), teacher, "bf16-mixed", 12, strict=True, data=data)
     assert len(losses) == 12
     assert np.isfinite(losses).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -45,15 +46,14 @@ class Watch(pl.Callback):
             torch.cuda.set_sync_debug_mode("error" if batch_idx + 1 in STRICT else "default")
 
 
-def fit(precision: str, steps: int, strict: bool) -> list[float]:
+def watched(
+    module: pl.LightningModule, data: Any, strict: bool, *, callbacks: Sequence[pl.Callback] = (), **options: Any
+) -> list[float]:
+    """Train on one GPU, and return the losses."""
     watch = Watch(strict)
     trainer = pl.Trainer(
         accelerator="cuda",
         devices=1,
-        strategy=MegatronStrategy(micro_batch_size=1),
-        precision=precision,
-        max_steps=steps,
-        gradient_clip_val=CLIP,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -61,16 +61,24 @@ def fit(precision: str, steps: int, strict: bool) -> list[float]:
         use_distributed_sampler=False,
         limit_val_batches=0,
         log_every_n_steps=1000,
-        callbacks=[watch],
+        callbacks=[*callbacks, watch],
+        **options,
     )
     try:
-        trainer.fit(
-            GPTModule(CONFIGS["tied"], optimizer=ADAM, seed=SEED),
-            DataLoader(Batches(steps), batch_size=None, pin_memory=True),
-        )
+        trainer.fit(module, data)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return [float(loss) for loss in watch.losses]
+
+
+def batches(steps: int, pin_memory: bool = True) -> DataLoader[TokenBatch]:
+    return DataLoader(Batches(steps), batch_size=None, pin_memory=pin_memory)
+
+
+def fit(precision: str, steps: int, strict: bool) -> list[float]:
+    module, strategy = GPTModule(CONFIGS["tied"], optimizer=ADAM, seed=SEED), MegatronStrategy(micro_batch_size=1)
+    options = {"strategy": strategy, "precision": precision, "max_steps": steps, "gradient_clip_val": CLIP}
+    return watched(module, batches(steps), strict, **options)
 
 
 def test_no_step_waits_for_the_device() -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from megalight.models.gpt.model import GPT
 from megalight.models.gpt.module import GPTModule
@@ -22,7 +20,7 @@ from megalight.plugins.transformer_engine.low_precision import why_not
 from megalight.strategies import MegatronStrategy
 from megalight.types import TokenBatch
 from tests.ops.checks import error
-from tests.strategies.test_gpu import Batches, Watch
+from tests.strategies.test_gpu import batches, watched
 from tests.strategies.training import ADAM, CLIP, CONFIGS, SEED, by_hand
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:You defined a `validation_step`")]
@@ -30,27 +28,10 @@ STEPS = 10
 
 
 def fit(plugin: MegatronLowPrecision) -> tuple[list[float], GPTModule]:
-    watch, module = Watch(strict=True), GPTModule(CONFIGS["gqa"], optimizer=ADAM, seed=SEED)
-    trainer = pl.Trainer(
-        accelerator="cuda",
-        devices=1,
-        strategy=MegatronStrategy(micro_batch_size=1, precision_plugin=plugin),
-        max_steps=STEPS,
-        gradient_clip_val=CLIP,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        limit_val_batches=0,
-        log_every_n_steps=1000,
-        callbacks=[watch],
-    )
-    try:
-        trainer.fit(module, DataLoader(Batches(STEPS), batch_size=None, pin_memory=True))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return [float(loss) for loss in watch.losses], module
+    module = GPTModule(CONFIGS["gqa"], optimizer=ADAM, seed=SEED)
+    strategy = MegatronStrategy(micro_batch_size=1, precision_plugin=plugin)
+    options = {"strategy": strategy, "max_steps": STEPS, "gradient_clip_val": CLIP}
+    return watched(module, batches(STEPS), True, **options), module
 
 
 @pytest.mark.parametrize(
