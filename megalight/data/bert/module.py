@@ -22,11 +22,8 @@ class BertDataModule(TokenDataModule):
         short_probability: fraction of the samples that are made shorter than possible.
         options: those of :class:`~megalight.data.module.TokenDataModule`.
 
-    Raises:
-        DataError: a file is missing or incomplete, an id is outside the vocabulary, the data was made with another
-            tokenizer, the tokenizer has no such special tokens, or no document has two sentences (in ``setup``).
-        ConfigurationError: neither or both of ``data`` and per-split data are given.
-        LayoutError: ``global_batch_size`` is not a multiple of the number of data-parallel ranks (in ``setup``).
+    Raises, besides what :class:`~megalight.data.module.TokenDataModule` does:
+        DataError: the tokenizer has no such special tokens, or no document has two sentences (in ``setup``).
     """
 
     def __init__(

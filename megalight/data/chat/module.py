@@ -22,11 +22,8 @@ class SFTDataModule(TokenDataModule):
             start, ``cut_start`` its end, ``drop`` leaves it out, ``raise`` stops.
         options: those of :class:`~megalight.data.module.TokenDataModule`.
 
-    Raises:
-        DataError: a file is missing or incomplete, an id is outside the vocabulary, the data was made with another
-            tokenizer, holds preference pairs or is all text, or no conversation can be used.
-        ConfigurationError: neither or both of ``data`` and per-split data are given.
-        LayoutError: ``global_batch_size`` is not a multiple of the number of data-parallel ranks (in ``setup``).
+    Raises, besides what :class:`~megalight.data.module.TokenDataModule` does:
+        DataError: the data holds preference pairs or is all text, or no conversation can be used.
     """
 
     # Text may be mixed in, so that a model keeps what it knew; preference pairs have another loss.

@@ -33,11 +33,8 @@ class GPTDataModule(TokenDataModule):
             theirs. True: they carry none, for data in which that id means padding. A warning says so.
         options: those of :class:`~megalight.data.module.TokenDataModule`.
 
-    Raises:
-        DataError: a file is missing or incomplete, an id is outside the vocabulary, the data was made with another
-            tokenizer, or it is too short for one sample.
-        ConfigurationError: neither or both of ``data`` and per-split data are given.
-        LayoutError: ``global_batch_size`` is not a multiple of the number of data-parallel ranks (in ``setup``).
+    Raises, besides what :class:`~megalight.data.module.TokenDataModule` does:
+        DataError: the data is too short for one sample.
     """
 
     def __init__(

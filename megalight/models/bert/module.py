@@ -29,11 +29,7 @@ class BertModule(FamilyModule[BertConfig]):
     Args:
         config: the model, or the name of a preset (``bert_base``; see :mod:`megalight.models.bert.presets`);
             None: the configuration in ``weights``.
-        optimizer: settings of Adam, parameter groups and learning-rate schedule.
-        seed: seed of the initial weights.
-        weights: a checkpoint, a run's folder, or a ``transformers`` folder to start from. None: random initial weights.
-        weights_keys: what names that differ in ``weights`` mean: ``strict`` (an error), ``log``, ``ignore``; see
-            :class:`~megalight.models.family.module.FamilyModule`.
+        Others are those of :class:`~megalight.models.family.module.FamilyModule`.
     """
 
     family = "bert"

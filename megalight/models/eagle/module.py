@@ -43,14 +43,11 @@ class EagleModule(FamilyModule[EagleConfig]):
         architecture: a JSON file in place of ``config``; see :func:`~megalight.models.eagle.read_architecture`.
         draft_vocabulary: a file with the ids that the draft predicts, in place of ``config.draft_ids``; see
             :func:`~megalight.models.eagle.read_vocabulary`.
-        optimizer: settings of Adam, parameter groups and learning-rate schedule.
-        seed: seed of the initial weights.
         weights: a checkpoint of a draft to start from, or a run's folder. None: random initial weights.
-        weights_keys: what names that differ in ``weights`` mean: ``strict`` (an error), ``log``, ``ignore``; see
-            :class:`~megalight.models.family.module.FamilyModule`.
         steps: how many tokens ahead the draft is trained.
         decay: see above.
         base_layout: the base's layout, over the same ranks; None: each rank runs a whole base.
+        Others are those of :class:`~megalight.models.family.module.FamilyModule`.
 
     Logs, besides those of :class:`~megalight.models.module.MegalightModule`, in training and validation:
         train_step_<n>_loss: the mean loss of step ``n``.

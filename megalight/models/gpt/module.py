@@ -33,11 +33,7 @@ class GPTModule(FamilyModule[GPTConfig]):
     Args:
         config: the model, or the name of a preset (``llama3_8b``; see :mod:`megalight.models.gpt.presets`);
             None: the configuration in ``weights``.
-        optimizer: settings of Adam, parameter groups and learning-rate schedule.
-        seed: seed of the initial weights.
-        weights: a checkpoint, a run's folder, or a ``transformers`` folder to start from. None: random initial weights.
-        weights_keys: what names that differ in ``weights`` mean: ``strict`` (an error), ``log``, ``ignore``; see
-            :class:`~megalight.models.family.module.FamilyModule`.
+        Others are those of :class:`~megalight.models.family.module.FamilyModule`.
 
     With multi-token prediction, depth ``k`` adds its mean cross entropy to the objective, times ``mtp.loss_scale``
     divided by the number of depths.

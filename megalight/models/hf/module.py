@@ -30,12 +30,9 @@ class HFCausalLM(FamilyModule[HFConfig]):
 
     Args:
         config: the model, by the content of its ``config.json``; None: that of ``weights``.
-        optimizer: settings of Adam, parameter groups and learning-rate schedule.
-        seed: seed of the initial weights.
         weights: a folder of ``transformers``, a name of the Hugging Face Hub, or a checkpoint to start from. None:
             random initial weights.
-        weights_keys: what names that differ in ``weights`` mean: ``strict`` (an error), ``log``, ``ignore``; see
-            :class:`~megalight.models.family.module.FamilyModule`.
+        Others are those of :class:`~megalight.models.family.module.FamilyModule`.
     """
 
     family = "hf"

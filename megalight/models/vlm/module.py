@@ -33,12 +33,8 @@ class VLMModule(FamilyModule[VLMConfig]):
     Args:
         config: the model, or the name of a preset (``llava_1_5_7b``; see :mod:`megalight.models.vlm.presets`);
             None: the configuration in ``weights``.
-        optimizer: settings of Adam, parameter groups and learning-rate schedule.
-        seed: seed of the initial weights.
-        weights: a checkpoint, a run's folder, or a ``transformers`` folder to start from. None: random initial weights.
-        weights_keys: what names that differ in ``weights`` mean: ``strict`` (an error), ``log``, ``ignore``; see
-            :class:`~megalight.models.family.module.FamilyModule`.
         freeze: globs over names of parameters that are not trained, as in the optimizer's rules: ``*.tower.*``.
+        Others are those of :class:`~megalight.models.family.module.FamilyModule`.
 
     Raises:
         ConfigurationError: a pattern of ``freeze`` matches no parameter (when the model is built).
