@@ -12,12 +12,11 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__getattr__ = lazy_members(
-    __name__,
-    {
-        "Layout": "megalight.parallel.layout",
-        "Training": "megalight.training",
-        "fully_shard": "megalight.sharding",
-        "parallelize": "megalight.training",
-    },
-)
+_MEMBERS = {
+    "Layout": "megalight.parallel.layout",
+    "Training": "megalight.training",
+    "fully_shard": "megalight.sharding",
+    "parallelize": "megalight.training",
+}
+
+__getattr__ = lazy_members(__name__, _MEMBERS)

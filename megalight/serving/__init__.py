@@ -14,14 +14,13 @@ if TYPE_CHECKING:
     from megalight.serving.llm import GenerationOutput as GenerationOutput
     from megalight.serving.served_model import ServedModel as ServedModel
 
+_MEMBERS = {
+    "EmbeddingOutput": "megalight.serving.embeddings",
+    **dict.fromkeys(("EngineLoop", "EngineOutput", "EngineRequest"), "megalight.serving.engine_loop"),
+    **dict.fromkeys(("LLM", "GenerationOutput"), "megalight.serving.llm"),
+    "AsyncLLM": "megalight.serving.async_llm",
+    "ServedModel": "megalight.serving.served_model",
+}
+
 # Late: a coordinator needs neither torch nor models, and a server no Lightning.
-__getattr__ = lazy_members(
-    __name__,
-    {
-        "EmbeddingOutput": "megalight.serving.embeddings",
-        **dict.fromkeys(("EngineLoop", "EngineOutput", "EngineRequest"), "megalight.serving.engine_loop"),
-        **dict.fromkeys(("LLM", "GenerationOutput"), "megalight.serving.llm"),
-        "AsyncLLM": "megalight.serving.async_llm",
-        "ServedModel": "megalight.serving.served_model",
-    },
-)
+__getattr__ = lazy_members(__name__, _MEMBERS)
