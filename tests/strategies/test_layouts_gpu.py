@@ -14,7 +14,7 @@ from megalight.parallel.pipeline.schedules import PipelineOptions
 from megalight.strategies import MegatronFSDPStrategy
 from tests.strategies import regression
 from tests.strategies.regression import batches, dealt, make_optimizer, weights
-from tests.strategies.test_layouts import MODELS, WHOLE, ZERO_BUBBLE, Row, options_of
+from tests.strategies.test_layouts import MODELS, WHOLE, WIDE, ZERO_BUBBLE, Row, options_of
 from tests.strategies.test_plain import Normed, close
 from tests.strategies.training import assert_same_run, by_hand, fit
 from tests.support.nccl import runs_of
@@ -42,6 +42,7 @@ ROWS = [
     Row("gqa", 3, dp=2),
     Row("gqa", 4, pp=2, dp=2, pipeline=ZERO_BUBBLE),
     Row("mha", 3, tp=2, sp=True, dp=2),
+    *(row for row in WIDE if row.world == 8),
 ]
 """Parameters are gathered as by default: by copy engines where the GPUs have links."""
 STRICT = [

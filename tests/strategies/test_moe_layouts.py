@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megalight.models.gpt import GPTConfig
 from megalight.nn.moe import BalanceConfig, MoEConfig, RouterConfig, SharedConfig
 from megalight.parallel.expert import ExpertOptions
 from megalight.parallel.recompute import RecomputeOptions
@@ -120,14 +121,30 @@ def options_of(layout: dict[str, Any]) -> dict[str, Any]:
 
 
 @functools.cache
-def expected() -> dict[str, Any]:
-    return by_hand(CONFIG, 2, micro_batch_size=1)
+def expected(experts: int = 4, device: str = "cpu") -> dict[str, Any]:
+    return by_hand(config_of(experts), 2, device=device, micro_batch_size=1)
 
 
-def _fit(layout: dict[str, Any]) -> dict[str, Any]:
+def config_of(experts: int) -> GPTConfig:
+    assert CONFIG.moe is not None
+    return replace(CONFIG, moe=replace(CONFIG.moe, num_experts=experts))
+
+
+def train(layout: dict[str, Any], experts: int = 4, device: str = "cpu", callbacks: Any = ()) -> dict[str, Any]:
+    return fit(
+        config_of(experts),
+        2,
+        {"level": layout["level"]},
+        {"accelerator": device},
+        extra_callbacks=callbacks,
+        micro_batch_size=1,
+        **options_of(layout),
+    )
+
+
+def _fit(layout: dict[str, Any], experts: int = 4) -> dict[str, Any]:
     gradients = Gradients()
-    options = {"level": layout["level"]}
-    found = fit(CONFIG, 2, options, extra_callbacks=[gradients], micro_batch_size=1, **options_of(layout))
+    found = train(layout, experts, callbacks=[gradients])
     return {**found, "gradients": gradients.first}
 
 
@@ -145,6 +162,24 @@ def test_the_same_run_as_on_one_device(layout: dict[str, Any]) -> None:
     assert all(rank["losses"] == found[0]["losses"] for rank in found)
     assert_same_run(found[0], expected())
     assert_same_gradients(found[0]["gradients"], expected()["gradients"])
+
+
+ALONE = {name: values[0] for name, values in OPTIONS.items()}
+WIDE: list[tuple[dict[str, Any], int]] = [
+    ({**ALONE, "world": 8, "ep": 2, "tp": 2}, 4),
+    ({**ALONE, "world": 8, "ep": 8, "tp": 2}, 8),
+    ({**ALONE, "world": 8, "ep": 4, "tp": 2, "pipeline": "plain"}, 8),
+    ({**ALONE, "world": 8, "ep": 2, "etp": 2, "tp": 2, "cp": 2, "pipeline": "interleaved"}, 4),
+]
+"""Layouts of eight ranks, and numbers of experts."""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("layout", "experts"), WIDE, ids=[name_of(layout) for layout, _ in WIDE])
+def test_eight_ranks_run_as_one_device(layout: dict[str, Any], experts: int) -> None:
+    found = run(_fit, 8, layout, experts)
+    assert_same_run(found[0], expected(experts))
+    assert_same_gradients(found[0]["gradients"], expected(experts)["gradients"])
 
 
 def test_the_layouts_cover_all_possible_pairs() -> None:

@@ -71,6 +71,6 @@ def jobs(world: int) -> list[tuple[Any, tuple[Any, ...]]]:
     return [(_wrong, ())]
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, 4, 8])
 def test_every_element_is_the_sum_of_all_terms(world: int) -> None:
     assert runs_of(jobs, world).outcome(()) == 0

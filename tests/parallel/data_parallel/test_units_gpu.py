@@ -53,8 +53,8 @@ def _loss(model: nn.ModuleDict, x: Tensor) -> Tensor:
     return loss
 
 
-def train(level: str, strict: bool, **options: Any) -> tuple[Tensor, Tensor, int]:
-    """Norms of five steps, the last loss, and the peak of memory in the last step. ``options``: of data parallelism."""
+def train(level: str, strict: bool, replicate: int = 1) -> tuple[Tensor, Tensor, int]:
+    """Norms of five steps, the last loss, and the peak of memory in the last step."""
     gc.collect()  # an earlier engine's memory must not count
     model, world = _model(), dist.get_world_size()
     units = units_of(model)
@@ -65,9 +65,8 @@ def train(level: str, strict: bool, **options: Any) -> tuple[Tensor, Tensor, int
     ]
     # torch counts no memory that the GPUs share, so peaks are those of plain gathers.
     gathers = "auto" if strict else "plain"
-    engine = DataParallelEngine(
-        infos, ParallelMesh(world, dist.get_rank()), data_parallel(level=level, gathers=gathers, **options), units=units
-    )
+    options = data_parallel(level=level, gathers=gathers, replicate=replicate)
+    engine = DataParallelEngine(infos, ParallelMesh(world, dist.get_rank()), options, units=units)
     optimizer = shard_optimizer(Adam(model.parameters(), lr=1e-3), engine)
     draws = torch.Generator().manual_seed(dist.get_rank())
     inputs = [torch.randn(2, 4096, WIDTH, generator=draws).cuda().bfloat16() for _ in range(5)]
@@ -152,19 +151,31 @@ def _dropped() -> int:
 def jobs(world: int) -> list[tuple[Any, tuple[Any, ...]]]:
     levels = ("optim", "optim_grads", "optim_grads_params")
     trained = [(train, (level, strict)) for strict in (False, True) for level in levels]
+    trained += [(train, (levels[-1], False, 2))] * (world > 2)
     return [*trained, *((_read_between_steps, (level,)) for level in levels[::2]), (_dropped, ())]
 
 
+@pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("level", ["optim_grads", "optim_grads_params"])
-def test_two_gpus_train_as_without_units(level: str, strict: bool) -> None:
+def test_gpus_train_as_without_units(level: str, strict: bool, world: int) -> None:
     """The same norms and loss as on level ``optim``, with less memory; ``strict``: the host never waits."""
-    runs = runs_of(jobs, 2)
+    runs = runs_of(jobs, world)
     norms, loss, peak = runs.outcome(("optim", False))
     found_norms, found_loss, found_peak = runs.outcome((level, strict))
     assert_close(found_norms, norms, 1e-2)
     assert_close(found_loss, loss, 2e-2)
     assert strict or found_peak < peak
+
+
+@pytest.mark.parametrize("world", [4, 8])
+def test_two_groups_that_shard_train_as_one(world: int) -> None:
+    """HSDP: each of two groups of GPUs holds all shards."""
+    runs = runs_of(jobs, world)
+    norms, loss, _ = runs.outcome(("optim", False))
+    found_norms, found_loss, _ = runs.outcome(("optim_grads_params", False, 2))
+    assert_close(found_norms, norms, 1e-2)
+    assert_close(found_loss, loss, 2e-2)
 
 
 def test_weights_read_between_steps_are_those_of_level_optim() -> None:

@@ -24,7 +24,7 @@ from tests.support.nccl import runs_of
 
 pytestmark = pytest.mark.gpu
 WIDTH, INNER, EXPERTS, TOP_K = 64, 96, 8, 3
-TOKENS = (130, 0, 77, 1)
+TOKENS = (130, 0, 77, 1, 64, 3, 0, 200)
 """Number of tokens of each rank."""
 CASES: list[tuple[int, str, dict[str, int]]] = [
     (2, "all_to_all", {"ep": 2}),
@@ -36,6 +36,11 @@ CASES: list[tuple[int, str, dict[str, int]]] = [
     (2, "symmetric", {"ep": 2}),
     (2, "symmetric", {"etp": 2}),
     (4, "symmetric", {"ep": 2, "etp": 2}),
+    (4, "symmetric", {"ep": 4}),
+    (8, "all_to_all", {"ep": 8}),
+    (8, "all_gather", {"ep": 8}),
+    (8, "symmetric", {"ep": 8}),
+    (8, "symmetric", {"ep": 4, "etp": 2}),
 ]
 
 

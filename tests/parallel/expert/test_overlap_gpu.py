@@ -31,7 +31,9 @@ CASES: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
     "turns, with recompute": (2, {"ep": 2}, {**COMBINED, "recompute": FULL}),
     "turns, in a pipeline": (4, {"ep": 2, "pp": 2}, {**COMBINED, "virtual_pipeline": 2}),
     "turns, by copy engines": (2, {"ep": 2}, {**COMBINED, "expert": ExpertOptions("symmetric")}),
+    "turns, in a pipeline of eight": (8, {"ep": 4, "pp": 2}, {**COMBINED, "virtual_pipeline": 2}),
     "beside": (2, {"ep": 2}, {"expert": BESIDE}),
+    "beside, over four": (4, {"ep": 4}, {"expert": BESIDE}),
 }
 
 

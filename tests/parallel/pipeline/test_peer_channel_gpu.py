@@ -100,7 +100,7 @@ def test_every_element_arrives() -> None:
     assert through_slots == (RUNS - 3) * MESSAGES
 
 
-@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize("world", [3, 4, 8])
 def test_around_several_gpus(world: int) -> None:
     wrong, through_slots = runs_of(jobs, world).outcome(())
     assert wrong == 0

@@ -145,7 +145,7 @@ def test_the_numbers_of_the_plain_way(options: TensorOptions) -> None:
     runs_of(jobs, world_of(options)).outcome((options,))
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, 4, 8])
 def test_graphs_record_copies_and_flags(world: int) -> None:
     runs_of(jobs, world).outcome(("symmetric",))
 
