@@ -122,12 +122,11 @@ def _split() -> dict[str, Any]:
     how = strategy(tensor_parallel=2, plan=ParallelizePlan({"net.0": Column(), "net.3": Row()}), micro_batch_size=1)
     module = Wide(torch.distributed.get_rank())
     runner = fit(module, batches(16, 2, shuffle=True), how)
-    whole = gather_canonical(
-        {name: p.detach() for name, p in module.named_parameters()}, how.specs, how.mesh, sum_partial=False
-    )
+    specs, values = how.parallel_model.specs, {name: p.detach() for name, p in module.named_parameters()}
+    whole = gather_canonical(values, specs, how.mesh, sum_partial=False)
     return {
         "seen": torch.cat(module.seen).tolist(),
-        "weights": [whole[spec.pieces[0].name].reshape(-1).tolist() for spec in how.specs.values()],
+        "weights": [whole[spec.pieces[0].name].reshape(-1).tolist() for spec in specs.values()],
         "mean": float(runner.callback_metrics["mean"]),
     }
 
@@ -466,7 +465,7 @@ def _turns(
 
     def read(*_: Any) -> None:  # weights are whole where hooks run, on any level
         values = {name: p.detach().clone() for name, p in module.named_parameters()}
-        found.append(gather_canonical(values, how.specs, how.mesh, sum_partial=False))
+        found.append(gather_canonical(values, how.parallel_model.specs, how.mesh, sum_partial=False))
 
     callbacks = [pl.callbacks.LambdaCallback(on_train_end=read)]
     loader = batches(EPOCH * 6, size)
@@ -477,7 +476,7 @@ def _turns(
     runner.fit(module, loader, ckpt_path=path)
     if save is not None:
         runner.save_checkpoint(save)
-    keys = [how.specs[name].pieces[0].name for name, _ in module.named_parameters()]
+    keys = [how.parallel_model.specs[name].pieces[0].name for name, _ in module.named_parameters()]
     return [found[0][key].reshape(-1).tolist() for key in keys]
 
 

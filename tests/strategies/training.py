@@ -313,7 +313,7 @@ def assert_weights(how: MegatronStrategy, expected: Mapping[str, Any], tolerance
     compared = set()
     with how.parallel_model.full_parameters():
         for name, tensor in how.parallel_model.tensors().items():
-            for piece in how.specs[name].pieces:
+            for piece in how.parallel_model.specs[name].pieces:
                 value, found = expected[piece.name][piece.box], piece.view(tensor.detach()).cpu().numpy()
                 error = np.linalg.norm(found - value) / max(float(np.linalg.norm(value)), 1e-3)
                 assert error <= tolerance, f"{piece.name} differs by {error:.1e}"
