@@ -53,8 +53,8 @@ def _loss(model: nn.ModuleDict, x: Tensor) -> Tensor:
     return loss
 
 
-def train(level: str, strict: bool, replicate: int = 1) -> tuple[Tensor, Tensor, int]:
-    """Norms of five steps, the last loss, and the peak of memory in the last step."""
+def train(level: str, strict: bool, replicate: int = 1, **more: Any) -> tuple[Tensor, Tensor, int]:
+    """Norms of five steps, the last loss, and the peak of memory in the last step. ``more``: of data parallelism."""
     gc.collect()  # an earlier engine's memory must not count
     model, world = _model(), dist.get_world_size()
     units = units_of(model)
@@ -65,7 +65,7 @@ def train(level: str, strict: bool, replicate: int = 1) -> tuple[Tensor, Tensor,
     ]
     # torch counts no memory that the GPUs share, so peaks are those of plain gathers.
     gathers = "auto" if strict else "plain"
-    options = data_parallel(level=level, gathers=gathers, replicate=replicate)
+    options = data_parallel(level=level, gathers=gathers, replicate=replicate, **more)
     engine = DataParallelEngine(infos, ParallelMesh(world, dist.get_rank()), options, units=units)
     optimizer = shard_optimizer(Adam(model.parameters(), lr=1e-3), engine)
     draws = torch.Generator().manual_seed(dist.get_rank())
