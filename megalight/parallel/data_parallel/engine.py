@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,62 +50,6 @@ from megalight.parallel.data_parallel.unshard import FrozenShards, Units, can_be
 from megalight.parallel.mesh import ParallelMesh, check_max_ctas, new_group, shared_group
 from megalight.parallel.shard import ShardSpec
 from megalight.parallel.trace import spanned
-
-
-@dataclass(frozen=True)
-class BucketKeys:
-    """Finds the kinds of the parameters of one engine.
-
-    Attributes:
-        mesh: the split of models without a mesh of their own.
-        level: what data-parallel ranks divide.
-        replicate, divide_replicas: see :class:`BucketKey`.
-        may_be_quantized: whether trained parameters may be stored in FP8, cast from masters.
-    """
-
-    mesh: ParallelMesh
-    level: Level
-    replicate: int
-    divide_replicas: bool
-    may_be_quantized: bool
-
-    def of(self, info: ParamInfo, grad_dtype: torch.dtype | None = None) -> BucketKey:
-        """Return the kind of a parameter.
-
-        Args:
-            info: the parameter.
-            grad_dtype: dtype of its gradient buffer. None: float32, or float64 for float64 parameters.
-
-        Raises:
-            ConfigurationError: it is quantized, and replicas divide its masters.
-        """
-        kind = BucketKey(
-            info.parameter.dtype,
-            # Gradients of half precision are summed over micro-batches in float32, or small terms would be lost.
-            grad_dtype or _wide(info.parameter.dtype),
-            info.group,
-            _shared(info.spec),
-            info.chunk,
-            storage_format_of(info.parameter),
-            info.mesh or self.mesh,
-            info.spec.data,
-            replicate=self.replicate,
-            divide_replicas=self.divide_replicas,
-        )
-        if info.parameter.requires_grad and self.may_be_quantized:
-            gathered = self.level.state and len(kind.shard_ranks) > 1
-            # Beside wider masters, weights are copies, and quantized values are smaller ones.
-            spared = gathered or masters_of(kind, None) != kind.param_dtype
-            kind = replace(kind, storage_format=storage_format_of(info.parameter, spared))
-        if kind.storage_format is not None and self.divide_replicas:
-            raise ConfigurationError(
-                f"{info.name} is stored in FP8 (primary_weights), which each group of replicas casts from "
-                "masters of its own; leave primary_weights out, or use advanced.replicate_optimizer=True."
-            )
-        # A single rank holds all shards. Gathers would only copy.
-        if info.unit is None or not self.level.gradients or len(kind.shard_ranks) == 1:
-            return kind  # always whole
-        return replace(kind, unit=info.unit)
 
 
 def _shared(spec: ShardSpec) -> str:
@@ -281,8 +225,6 @@ class DataParallelEngine:
         self.unit_memory = UnitMemory(1, True, {})
         advanced, reduce_dtype = options.advanced, _dtype(options.reduce_dtype)
         master_dtype = _dtype(options.master_dtype)
-        divides, may_quantize = options.divides_optimizer, options.may_quantize
-        self._kinds = BucketKeys(mesh, self.level, options.replicate, divides, may_quantize)
         device = self.infos[0].parameter.device if self.infos else device or torch.device("cpu")
         self._route, self._units = route or PassOrder(), units
         nccl_ub = advanced.nccl_ub
@@ -339,9 +281,47 @@ class DataParallelEngine:
             # Parameters outside of units may still be in flight when somebody asks for all parameters.
             self.units.sync = self.parameters.sync
 
+    def _kind_of(self, info: ParamInfo, grad_dtype: torch.dtype | None = None) -> BucketKey:
+        """Return the kind of a parameter.
+
+        Args:
+            info: the parameter.
+            grad_dtype: dtype of its gradient buffer. None: float32, or float64 for float64 parameters.
+
+        Raises:
+            ConfigurationError: it is quantized, and replicas divide its masters.
+        """
+        kind = BucketKey(
+            info.parameter.dtype,
+            # Gradients of half precision are summed over micro-batches in float32, or small terms would be lost.
+            grad_dtype or _wide(info.parameter.dtype),
+            info.group,
+            _shared(info.spec),
+            info.chunk,
+            storage_format_of(info.parameter),
+            info.mesh or self.mesh,
+            info.spec.data,
+            replicate=self.options.replicate,
+            divide_replicas=self.options.divides_optimizer,
+        )
+        if info.parameter.requires_grad and self.options.may_quantize:
+            gathered = self.level.state and len(kind.shard_ranks) > 1
+            # Beside wider masters, weights are copies, and quantized values are smaller ones.
+            spared = gathered or masters_of(kind, None) != kind.param_dtype
+            kind = replace(kind, storage_format=storage_format_of(info.parameter, spared))
+        if kind.storage_format is not None and self.options.divides_optimizer:
+            raise ConfigurationError(
+                f"{info.name} is stored in FP8 (primary_weights), which each group of replicas casts from "
+                "masters of its own; leave primary_weights out, or use advanced.replicate_optimizer=True."
+            )
+        # A single rank holds all shards. Gathers would only copy.
+        if info.unit is None or not self.level.gradients or len(kind.shard_ranks) == 1:
+            return kind  # always whole
+        return replace(kind, unit=info.unit)
+
     def _make_buckets(self, grad_dtype: torch.dtype | None, master_dtype: torch.dtype | None) -> list[Bucket]:
         options, max_ctas = self.options, self.options.advanced.max_ctas
-        kinds = [self._kinds.of(info, grad_dtype) for info in self.infos]
+        kinds = [self._kind_of(info, grad_dtype) for info in self.infos]
         sizes = [info.parameter.numel() for info in self.infos]
         # One set of groups per mesh and data axes, not per bucket: making a group
         # is collective, and each costs buffers.
@@ -401,7 +381,7 @@ class DataParallelEngine:
     def _shard_frozen(self, infos: Sequence[ParamInfo]) -> FrozenShards:
         """Shard what units hold beside the parameters that are trained. Only plain and quantized weights can be."""
         sharded = [info for info in infos if self.level.parameters and can_be_sharded(info.parameter)]
-        kinds = {info: kind for info in sharded if (kind := self._kinds.of(info)).unit is not None}
+        kinds = {info: kind for info in sharded if (kind := self._kind_of(info)).unit is not None}
         turns = self._route.turns(self._units, self.unit_memory.turns) if kinds else ()
         ways = {(kind.mesh, kind.data): kind for kind in kinds.values()}
         groups = {key: groups_of(kind, self.options.advanced.max_ctas) for key, kind in ways.items()}

@@ -78,6 +78,9 @@ class IterationGraphs:
         looking: a context around the inspected step; gets the list of reasons.
         tell: called when it changes whether steps are recorded, on all ranks before the same step. Layers may then
             work in another way.
+
+    Attributes:
+        off: whether all later steps run eagerly.
     """
 
     def __init__(
@@ -108,7 +111,7 @@ class IterationGraphs:
         self.tell = tell
         self.replays = 0
         self._refused = False  # on this rank
-        self._off = False  # on all ranks
+        self.off = False  # on all ranks
         self._recorded = False  # what `tell` was told
         self._varied = False
         self._forms: OrderedDict[Hashable, StepForm] = OrderedDict()
@@ -118,11 +121,6 @@ class IterationGraphs:
         """Number of recorded steps."""
         return sum(form.recording is not None for form in self._forms.values())
 
-    @property
-    def off(self) -> bool:
-        """Whether all later steps run eagerly."""
-        return self._off
-
     def __call__(self, key: Hashable, micro_batches: Sequence[Any], passes: Callable[[Sequence[Any]], Any]) -> Any:
         """Run the step, and return the result of ``passes`` in memory that no replay overwrites.
 
@@ -130,7 +128,7 @@ class IterationGraphs:
             MegalightError: a wait for a peer in an earlier replay has ended without it.
         """
         check_all()  # replays run no Python that would
-        if self._off:
+        if self.off:
             return passes(micro_batches)
         passes = self._noted(passes)
         form = None if self._refused else self._form(key, micro_batches)
@@ -180,7 +178,7 @@ class IterationGraphs:
 
     def close(self) -> None:
         """Free all graphs, and run all later steps eagerly, before the same step on all ranks."""
-        self._off = True
+        self.off = True
         self.drop()
         self.prepare(False)
 
