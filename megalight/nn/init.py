@@ -16,7 +16,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from megalight.nn.canonical import parts
+from megalight.nn.canonical import joined, parts
 
 TILE = 1024
 """Rows and columns of a tile. Do not change it: the initial values of every model depend on it."""
@@ -138,7 +138,7 @@ def initializers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Initia
     for path, module in model.named_modules():
         for name, initializer in getattr(module, "initializers", {}).items():
             if module._parameters.get(name) is not None:
-                yield (f"{path}.{name}" if path else name), module, name, initializer
+                yield joined(path, name), module, name, initializer
 
 
 @torch.no_grad()

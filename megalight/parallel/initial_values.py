@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError
-from megalight.nn.canonical import CanonicalPart
+from megalight.nn.canonical import CanonicalPart, joined
 from megalight.nn.init import draw, initializers, key
 from megalight.parallel.shard import ShardSpec, take
 
@@ -201,7 +201,7 @@ def initialize(
         for local, name in wanted.items():
             _take_drawn(name, module._parameters[local], whole._parameters[local], parts[local], specs[name], give)
         for local, buffer in module._buffers.items():
-            name = _join(path, local)
+            name = joined(path, local)
             if buffer is not None and name not in later:
                 _copy_known(name, buffer, whole._buffers[local])
         drawn.update(wanted.values())
@@ -221,7 +221,7 @@ def compute_buffers(model: nn.Module) -> None:
             device = next(iter(unknown.values())).device
             whole = _drawn_whole(model, path, module, 0, device)
             for local, buffer in unknown.items():
-                _copy_known(_join(path, local), buffer, whole._buffers[local])
+                _copy_known(joined(path, local), buffer, whole._buffers[local])
 
 
 def _away(model: nn.Module) -> dict[str, Elsewhere]:
@@ -327,10 +327,6 @@ def _copy_known(name: str, tensor: Tensor, drawn: Tensor | None) -> None:
             "fills its parameters and buffers, or a dict initializers from name to Normal, Uniform or Constant of "
             "megalight.nn.init, or build the model off the meta device."
         )
-
-
-def _join(path: str, local: str) -> str:
-    return f"{path}.{local}" if path else local
 
 
 def _unknown(tensor: Tensor | None) -> bool:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from megalight.attachments import STAGE, keep_apart, overridden, shadow_of
 from megalight.errors import ConfigurationError, LayoutError
+from megalight.nn.canonical import joined
 from megalight.parallel.initial_values import Elsewhere, on_meta
 from megalight.parallel.layers import layers_of
 from megalight.parallel.mesh import ParallelMesh
@@ -297,7 +298,7 @@ def _declaring(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
         yield name, module
         return
     for local, child in module.named_children():
-        yield from _declaring(child, f"{name}.{local}" if name else local)
+        yield from _declaring(child, joined(name, local))
 
 
 def _embeds_more(base: nn.Module, declared: set[nn.Module], layers: nn.Module) -> bool:
