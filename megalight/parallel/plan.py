@@ -70,9 +70,10 @@ class ParallelizePlan:
         """Expressions of the globs. Compiled once: each meets every module of the model."""
         return {target: re.compile(fnmatch.translate(target)) for target in self.rules if isinstance(target, str)}
 
-    def only(self, names: Iterable[str]) -> ParallelizePlan:
-        """Return the plan without patterns that match none of ``names``: a family's plan for one of its members."""
-        absent = set(self.unmatched(names))
+    def of(self, model: nn.Module) -> ParallelizePlan:
+        """Return a family's plan for one of its members, or a part of one: without patterns that match no module."""
+        # A pipeline stage, say, lacks modules, and rules for those would be errors.
+        absent = set(self.unmatched(name for name, _ in model.named_modules()))
         return replace(self, rules={target: style for target, style in self.rules.items() if target not in absent})
 
     def under(self, name: str) -> ParallelizePlan:

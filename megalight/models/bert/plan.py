@@ -43,8 +43,5 @@ RULES = ParallelizePlan(
 )
 """Rules for all models of the family. A model may lack some of these modules."""
 
-
-def bert_plan(model: nn.Module) -> ParallelizePlan:
-    """Return the plan of a BERT, of a part of it, or of a module that contains one."""
-    # A part of the model, as a pipeline stage has it, lacks modules; rules for those would be errors.
-    return RULES.only(name for name, _ in model.named_modules())
+bert_plan = RULES.of
+"""Returns the plan of a BERT, of a part of it, or of a module that contains one."""

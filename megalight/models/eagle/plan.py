@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from megalight.nn import DraftAttention, LMHead, RMSNorm
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import Column, DraftAttentionRegion, Row, SequenceRegion, SharedHeadStyle, VocabHeadStyle
@@ -27,7 +25,5 @@ RULES = ParallelizePlan(
     }
 )
 
-
-def eagle_plan(model: nn.Module) -> ParallelizePlan:
-    """Return the plan of a draft model."""
-    return RULES.only(name for name, _ in model.named_modules())
+eagle_plan = RULES.of
+"""Returns the plan of a draft model."""

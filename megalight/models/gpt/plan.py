@@ -82,7 +82,5 @@ RULES = ParallelizePlan(
 )
 """Rules for all models of the family. A model may lack some of these modules."""
 
-
-def gpt_plan(model: nn.Module) -> ParallelizePlan:
-    """Return the plan of a GPT, of a part of it, or of a module that contains one."""
-    return RULES.only(name for name, _ in model.named_modules())
+gpt_plan = RULES.of
+"""Returns the plan of a GPT, of a part of it, or of a module that contains one."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from megalight.models.gpt.plan import RULES as GPT_RULES
 from megalight.models.vision.model import LayerScale
 from megalight.parallel.plan import ParallelizePlan
@@ -48,12 +46,8 @@ APART = RULES | ParallelizePlan(
 )
 """Rules for a tower without a language model behind it: gradients of its features come whole to all of its ranks."""
 
+vlm_plan = RULES.of
+"""Returns the plan of a vision-language model, of a part of it, or of a module that contains one."""
 
-def vlm_plan(model: nn.Module) -> ParallelizePlan:
-    """Return the plan of a vision-language model, of a part of it, or of a module that contains one."""
-    return RULES.only(name for name, _ in model.named_modules())
-
-
-def tower_plan(model: nn.Module) -> ParallelizePlan:
-    """Return the plan of a tower and a projector on their own."""
-    return APART.only(name for name, _ in model.named_modules())
+tower_plan = APART.of
+"""Returns the plan of a tower and a projector on their own."""
