@@ -268,11 +268,10 @@ class Bucket(FlatParameters):
         state_of(shard.master).master_copy = not self.master_is_own_params
 
     @torch.no_grad()
-    def widen(self, gather: Callable[[Tensor, Tensor], object], params: Tensor | None = None) -> None:
+    def widen(self, params: Tensor | None = None) -> None:
         """Turn parameters that are quantized back into their own dtype, with the values of the masters.
 
         Args:
-            gather: all-gathers every rank's second argument into the first one.
             params: memory in that dtype that sharded parameters share with those of other units.
         """
         dtype = self.layout.kind.param_dtype
@@ -289,7 +288,8 @@ class Bucket(FlatParameters):
         self.is_quantized = False
         self.own_params.copy_(self.shard.master)
         # In place: each rank has just written its own interval of `params`.
-        gather(self.params, self.own_params)
+        if self.shard_group is not None:
+            all_gather(self.params, self.own_params, group=self.shard_group)
         self.show(self.params)
 
     def drop_gradients(self) -> None:

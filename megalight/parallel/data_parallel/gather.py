@@ -14,8 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
 from megalight.attachments import GATHER_HOOK
-from megalight.imports import torch_distributed
-from megalight.parallel.data_parallel.buffers import Bucket, FlatParameters
+from megalight.parallel.data_parallel.buffers import Bucket, FlatParameters, all_gather
 from megalight.parallel.data_parallel.communication import TransportChoice, side_stream
 from megalight.parallel.data_parallel.fp8_parameters import FlatQuantized
 from megalight.parallel.mesh import FAILED
@@ -152,9 +151,6 @@ def finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-all_gather = torch_distributed("all_gather_single", "all_gather_into_tensor")
-
-
 def gather(whole: Tensor, own: Tensor, group: ProcessGroup) -> dist.Work:
     """Start to all-gather every rank's ``own`` into ``whole``."""
     work: dist.Work = all_gather(*_sendable(whole, own), group=group, async_op=True)
@@ -280,8 +276,7 @@ class Gatherer:
     def widen(self, bucket: Bucket, params: Tensor | None) -> None:
         """Turn a bucket's quantized values into parameters of their own dtype; see :meth:`Bucket.widen`."""
         self.wait()
-        group = bucket.shard_group
-        bucket.widen(lambda whole, own: group is not None and gather(whole, own, group).wait(), params)
+        bucket.widen(params)
         self._keep()  # the parameters have other memory now
 
     def forget(self) -> None:
