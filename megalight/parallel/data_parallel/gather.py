@@ -327,32 +327,3 @@ class Gatherer:
             self.wait(indices)
 
         return wait
-
-
-def join_replicas(buckets: Sequence[Bucket]) -> None:
-    """Bring the parts of each shard that its replicas have updated to all of them. The current stream waits."""
-    groups = [(b, b.replica_group) for b in buckets if b.divides_replicas]
-    for work in [gather(b.own_params, b.updated, group) for b, group in groups if group is not None]:
-        work.wait()
-
-
-@torch.no_grad()
-def masters_to_parameters(buckets: Sequence[Bucket]) -> None:
-    """Round this rank's masters on the device into its interval of the parameters."""
-    here = [bucket for bucket in buckets if not bucket.on_host]
-    _copy([b.updated for b in here if b.rounds_masters], _separate_masters(here))
-
-
-@torch.no_grad()
-def parameters_to_masters(buckets: Sequence[Bucket]) -> None:
-    """Copy this rank's interval of the parameters into its masters."""
-    _copy(_separate_masters(buckets), [b.updated for b in buckets if b.rounds_masters])
-
-
-def _separate_masters(buckets: Sequence[Bucket]) -> list[Tensor]:
-    return [bucket.shard.master for bucket in buckets if bucket.rounds_masters]
-
-
-def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    if targets:
-        torch._foreach_copy_(targets, sources)

@@ -12,13 +12,7 @@ from megalight.ops.adam import QuantizedOutput
 from megalight.parallel.data_parallel.buffers import Bucket, FlatParameters
 from megalight.parallel.data_parallel.communication import side_stream
 from megalight.parallel.data_parallel.fp8_parameters import FP8Parameters
-from megalight.parallel.data_parallel.gather import (
-    Gatherer,
-    Pushes,
-    join_replicas,
-    masters_to_parameters,
-    parameters_to_masters,
-)
+from megalight.parallel.data_parallel.gather import Gatherer, Pushes, gather
 from megalight.parallel.data_parallel.layout import BucketLayout
 from megalight.parallel.data_parallel.unit_memory import RotatingBuffers
 from megalight.parallel.data_parallel.unshard import Unsharder
@@ -235,14 +229,14 @@ class ShardedParameters:
             self.unsharder.settle()
         if not self.written:
             self._fp8.expire()
-            masters_to_parameters(self.buckets)
+            _masters_to_parameters(self.buckets)
             self.host.send_all()
         self.host.join()  # what comes from the host must be here before it is gathered
         # For one step only: the next values may come from another optimizer, or from a checkpoint.
         self.written = False
         # Quantization needs the scale of the whole weight, so ranks agree on scales before any of them sends its part.
         self._fp8.cast()
-        join_replicas(self.buckets)
+        _join_replicas(self.buckets)
         self.gatherer.start()
         if self.unsharder is not None:
             # The buffers of units still hold the values of the last step.
@@ -350,8 +344,8 @@ class ShardedParameters:
             # Whole parameters lie in memory of their own while they may be written,
             # and masters are read from the shards.
             self.unsharder.write_back()
-        parameters_to_masters(self.buckets)
-        join_replicas(self.buckets)
+        _parameters_to_masters(self.buckets)
+        _join_replicas(self.buckets)
         if self.unsharder is not None:
             # Other ranks have written their parts of the shards, too.
             self.unsharder.expire()
@@ -368,3 +362,24 @@ def fill(buckets: Sequence[FlatParameters], name: str, values: Tensor) -> None:
         for info, slot in zip(bucket.infos, bucket.layout.slots, strict=True):
             if info.name == name:
                 bucket.shard.fill(slot.start, values)
+
+
+def _join_replicas(buckets: Sequence[Bucket]) -> None:
+    """Bring the parts of each shard that its replicas have updated to all of them. The current stream waits."""
+    groups = [(b, b.replica_group) for b in buckets if b.divides_replicas]
+    for work in [gather(b.own_params, b.updated, group) for b, group in groups if group is not None]:
+        work.wait()
+
+
+@torch.no_grad()
+def _masters_to_parameters(buckets: Sequence[Bucket]) -> None:
+    """Round this rank's masters on the device into its interval of the parameters."""
+    if rounding := [bucket for bucket in buckets if bucket.rounds_masters and not bucket.on_host]:
+        torch._foreach_copy_([b.updated for b in rounding], [b.shard.master for b in rounding])
+
+
+@torch.no_grad()
+def _parameters_to_masters(buckets: Sequence[Bucket]) -> None:
+    """Copy this rank's interval of the parameters into its masters."""
+    if rounding := [bucket for bucket in buckets if bucket.rounds_masters]:
+        torch._foreach_copy_([b.shard.master for b in rounding], [b.updated for b in rounding])
