@@ -15,6 +15,7 @@ from megalight.inference import Completion, DynamicEngine, ParallelGPT, Sampling
 from megalight.nn.init import initialize
 from tests.inference.test_engine import raising
 from tests.inference.test_generate_parallel import LAYOUTS, PP, PROMPTS, SP, divided, one_device
+from tests.inference.test_sampler import EOS, SETTINGS
 from tests.parallel.expert.model import build
 from tests.support.fake_driver import FakeDriver, fake_driver
 from tests.support.workers import run
@@ -41,6 +42,26 @@ def ask(model: Any) -> Any:
     assert len(more[5].prompt_log_probs or []) == len(PROMPTS[2]) - 1
     tokens += [completion.tokens for completion in more.values()]
     values = [*(more[2].log_probs or []), *(more[5].prompt_log_probs or [])]
+    # All settings, and log-probabilities of all kinds, beside each other, in parts of prompts.
+    engine = DynamicEngine(model, num_blocks=30, block_size=3, step_tokens=6)
+    for number, settings in enumerate(SETTINGS):
+        engine.add(
+            PROMPTS[number % 4],
+            max_new_tokens=6,
+            sampling_params=SamplingParams(**settings),
+            seed=30 + number,
+            eos_id=EOS,
+            log_probs=True,
+            top_log_probs=number % 4,
+            processed_log_probs=number % 2 == 1,
+            prompt_log_probs=number % 3 == 2,
+        )
+    engine.add(PROMPTS[2], max_new_tokens=4, sampling_params=SamplingParams(temperature=1.5), seed=7, n=3)
+    for _, each in sorted(engine.run().items()):
+        tokens += [each.tokens, *map(list, each.top_log_probs or [])]
+        values += [*(each.log_probs or []), *(each.prompt_log_probs or [])]
+        # Not of tokens that are not sampled.
+        values += [max(value, -1e3) for most in each.top_log_probs or [] for value in most.values()]
     logs = torch.cat([logs.flatten(), torch.tensor(values, dtype=torch.float64)])
     return tokens, logs.numpy(), [(step.tokens, step.preempted, step.shared) for step in steps]
 

@@ -181,6 +181,22 @@ def test_new_weights_and_errors_leave_nothing_to_find(monkeypatch: pytest.Monkey
     assert found == generate(model, [PROMPT], max_new_tokens=2, temperature=0) * 2
 
 
+@pytest.mark.parametrize("name", ["hybrid", "delta", "mamba"])
+def test_states_of_old_weights_are_not_found(name: str) -> None:
+    model = build(**MODELS[name])
+    engine = DynamicEngine(model, num_blocks=40, block_size=3)
+    for seed in (6, 7):
+        for number in range(3):
+            engine.add(PROMPT, max_new_tokens=4, sampling_params=SAMPLED, seed=number)
+        found, steps = collect(engine)
+        assert any(step.shared for step in steps), "no state is kept"
+        assert found == [drawn(model, PROMPT, 4, number) for number in range(3)]
+        initialize(model, seed)
+        engine.reset_cache()
+        assert engine.blocks.find(PROMPT, states=True) == []
+        assert not any(block in engine.blocks.prefixes.snapshots for block in range(40))
+
+
 def test_texts_that_begin_otherwise_share_nothing() -> None:
     prefixes = PrefixCache(2)
     prefixes.put(None, [1, 2], 7)

@@ -25,12 +25,30 @@ SETTINGS: list[dict[str, Any]] = [
     {"temperature": 0.9, "repetition_penalty": 0.8, "presence_penalty": -0.4, "top_p": 0.9, "logit_bias": {3: 9.0}},
     {"temperature": 1.0, "logit_bias": {3: 50.0, 4: 49.0}, "min_new_tokens": 4},
     {},
+    {"temperature": 0, "repetition_penalty": 0.1},
+    {"temperature": 1.5, "top_k": 3, "top_p": 0.8, "min_p": 0.02, "presence_penalty": 0.5, "min_new_tokens": 2},
 ]
+
+
+def kept(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Logits ``[V]`` of the tokens that top-k, then top-p of what is left, and min-p keep, by their definitions."""
+    probabilities = (logits / params.temperature).softmax(-1)
+    likely = probabilities.argsort(descending=True).tolist()[: params.top_k]
+    total, left = sum(float(probabilities[token]) for token in likely), set[int]()
+    before = 0.0
+    for token in likely:
+        if params.top_p is None or before < params.top_p:
+            left.add(token)
+        before += float(probabilities[token]) / total
+    least = params.min_p * float(probabilities.max())
+    out = [token for token in range(len(logits)) if token not in left or probabilities[token] < least]
+    return logits.index_fill(0, torch.tensor(out, dtype=torch.int64), -torch.inf)
 
 
 def text(model: GPT, prompt: list[int], seed: int, new: int, settings: dict[str, Any]) -> list[int]:
     """The completion, by the formulas, one token at a time."""
     params, found = SamplingParams(**settings), list[int]()
+    plain = SamplingParams(temperature=params.temperature)
     for _ in range(new):
         (logits,) = last_logits(model, [prompt + found])
         for token in {*prompt, *found}:
@@ -42,8 +60,9 @@ def text(model: GPT, prompt: list[int], seed: int, new: int, settings: dict[str,
             logits[token] += value
         if len(found) < params.min_new_tokens:
             logits[list(EOS)] = -torch.inf
+        logits = kept(logits, params) if params.temperature else logits
         place = torch.tensor([len(prompt) + len(found)])
-        found.append(int(sample(logits[None], params, torch.tensor([seed]), place)))
+        found.append(int(sample(logits[None], plain, torch.tensor([seed]), place)))
         if found[-1] in EOS:
             break
     return found
@@ -67,6 +86,50 @@ def ask(engine: DynamicEngine) -> None:
 
 def tokens_of(found: dict[int, Completion]) -> list[list[int]]:
     return [found[number].tokens for number in sorted(found)]
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"temperature": 0.3},
+        {"top_k": 3},
+        {"top_p": 0.4},
+        {"min_p": 0.3},
+        {"repetition_penalty": 0.05},
+        {"presence_penalty": -9.0},
+        {"frequency_penalty": -9.0},
+        {"logit_bias": {7: 9.0}},
+        {"logit_bias": dict.fromkeys(EOS, 9.0), "min_new_tokens": 3},
+    ],
+    ids=lambda field: [*field][-1],
+)
+def test_each_setting_alone_changes_texts(field: dict[str, Any]) -> None:
+    model = build()
+    engine = DynamicEngine(model, num_blocks=60)
+    for seed, prompt in enumerate(PROMPTS):
+        engine.add(prompt, max_new_tokens=8, sampling_params=SamplingParams(**field), seed=seed, eos_id=EOS)
+    found = tokens_of(engine.run())
+    assert found == [text(model, prompt, seed, 8, field) for seed, prompt in enumerate(PROMPTS)]
+    less = {name: value for name, value in field.items() if name != [*field][-1]}
+    assert found != [text(model, prompt, seed, 8, less) for seed, prompt in enumerate(PROMPTS)], "it has no effect"
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_tokens_of_a_pass_that_is_forgotten_are_not_penalized(ahead: bool) -> None:
+    """A second text, which goes on, may not find what the first one leaves in its slot, either."""
+    model = build()
+    settings: dict[str, Any] = {"temperature": 0, "frequency_penalty": 3.0, "repetition_penalty": 1.5}
+    engine = DynamicEngine(model, num_blocks=60)
+    engine._passes.runs_ahead = ahead
+    found: dict[int, Completion] = {}
+    for _ in range(2):
+        engine.add(PROMPTS[1], max_new_tokens=10, sampling_params=SamplingParams(**settings))
+        while engine.unfinished:
+            step = engine.step()
+            assert step is not None
+            found |= step.finished
+            engine.reset_cache()
+    assert tokens_of(found) == [text(model, PROMPTS[1], 0, 10, settings)] * 2
 
 
 def test_generate_samples_by_all_settings() -> None:
