@@ -474,7 +474,7 @@ class MegatronTowersStrategy(MegatronStrategy):
         if model.grafted is not None:
             stepper = super().make_stepper(module, model, before_backward)
             step = stepper.step
-            step.executor = module.arrivals = ColocatedExecutor(
+            step.executor = module.feature_receiver = ColocatedExecutor(
                 module.config, model.grafted, model, step.executor, context
             )
             return stepper
@@ -485,7 +485,7 @@ class MegatronTowersStrategy(MegatronStrategy):
         if own.is_tower:
             runner = TowerRunner(module.config, model, self._bridge, own, self.layout, context)
             return TowerStepper(*common, runner=runner, relay=relay)
-        module.arrivals = FeatureReceiver(self._bridge, model.token_multiple)
+        module.feature_receiver = FeatureReceiver(self._bridge, model.token_multiple)
         return LanguageStepper(*common, bridge=self._bridge, placement=own, relay=relay)
 
     def predict_step(self, *args: Any) -> Any:

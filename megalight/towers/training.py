@@ -30,7 +30,7 @@ from megalight.data.multimodal.batch import ImageTextBatch
 from megalight.errors import DataError
 from megalight.models.vlm import task
 from megalight.models.vlm.config import VLMConfig
-from megalight.models.vlm.model import VLM, Arrived
+from megalight.models.vlm.model import VLM, RemoteFeatures
 from megalight.models.vlm.task import freeze as freeze_parameters
 from megalight.parallel.bridge import BridgeCommunicator
 from megalight.parallel.data_parallel import DataParallelOptions
@@ -195,11 +195,11 @@ class LanguageTask:
     def forward_step(self, model: nn.Module, batch: ImageTextBatch, carry: dict[str, Any] | None = None) -> Any:
         """Run a chunk. The first one waits for the features of the micro-batch."""
         sequences = batch.sequences.pad_to(self.multiple)
-        arrived = None
+        received = None
         if task.has_embedding(model):
             images, _ = batch.parts()
-            arrived = Arrived(self.features(batch), task.source_of(model, batch, sequences), images.mixtures)
-        return task.forward(model, batch, sequences, carry, arrived, self.multiple)
+            received = RemoteFeatures(self.features(batch), task.source_of(model, batch, sequences), images.mixtures)
+        return task.forward(model, batch, sequences, carry, received, self.multiple)
 
     def loss_step(self, carry: dict[str, Tensor], batch: ImageTextBatch) -> Loss:
         """Return the sum of the losses."""

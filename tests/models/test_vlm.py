@@ -17,7 +17,7 @@ from megalight.models.family import family
 from megalight.models.gpt import MultiTokenConfig, PositionConfig
 from megalight.models.vision.model import normalized
 from megalight.models.vlm import VLM, VLMConfig, VLMModule
-from megalight.models.vlm.model import Arrived
+from megalight.models.vlm.model import RemoteFeatures
 from megalight.models.vlm.module import flops_of_images
 from megalight.models.vlm.task import pack_images
 from megalight.nn.init import initialize
@@ -290,6 +290,6 @@ def test_a_part_with_the_tower_gives_features_of_earlier_layers_beside() -> None
     features = part(packed_images)
     assert features.shape == (sum(images.lengths) // 4, 3 * QWEN3.language.hidden_size)
     assert sorted({name.split(".")[1] for name, _ in part.named_parameters()}) == ["deep", "projector", "tower"]
-    arrived = model.embed(*text, packed_images=Arrived(features, source.flatten()))
+    arrived = model.embed(*text, packed_images=RemoteFeatures(features, source.flatten()))
     for ours, theirs in zip(arrived, whole, strict=True):
         assert torch.equal(ours, theirs)

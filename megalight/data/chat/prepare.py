@@ -40,14 +40,14 @@ class ChatEncoder:
         """Encode all rows of a block."""
         return self.encoded(block, [])
 
-    def encoded(self, block: Block, aside: list[Any]) -> Encoded:
-        """Encode all rows of a block; ``aside`` receives what subclasses find besides tokens, once for each row."""
+    def encoded(self, block: Block, extras: list[Any]) -> Encoded:
+        """Encode all rows of a block; ``extras`` receives what subclasses find besides tokens, once for each row."""
         # Empty pieces first: a block without rows must still give arrays of these dtypes.
         tokens, masks, lengths, ends = [np.zeros(0, self.dtype)], [np.zeros(0, np.uint8)], list[int](), list[bool]()
         skipped: list[str] = []
         for place, record in records_of(block):
             try:
-                encoded = self.encode(record, place, aside)
+                encoded = self.encode(record, place, extras)
             except DataError as error:
                 if self.on_bad == "raise":
                     raise
@@ -82,7 +82,7 @@ class ChatEncoder:
             )
         return conversations(record, place)
 
-    def encode(self, record: Any, place: str, aside: list[Any]) -> list[tuple[list[int], NDArray[np.uint8]]]:
+    def encode(self, record: Any, place: str, extras: list[Any]) -> list[tuple[list[int], NDArray[np.uint8]]]:
         """Return the ids and the loss mask of each conversation of a row."""
         if isinstance(record, DataError):
             raise record

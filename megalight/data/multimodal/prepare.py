@@ -56,7 +56,7 @@ class _ImageEncoder(ChatEncoder):
             raise DataError(f"{place} is a preference pair, and pairs with images are not read; leave it out.")
         return found
 
-    def encode(self, record: Any, place: str, aside: list[Any]) -> list[tuple[list[int], Any]]:
+    def encode(self, record: Any, place: str, extras: list[Any]) -> list[tuple[list[int], Any]]:
         if isinstance(record, DataError):
             raise record
         if (where := videos_of(record)) is not None:
@@ -66,7 +66,7 @@ class _ImageEncoder(ChatEncoder):
         given = list[Any]()
         if isinstance(record, Mapping):
             given = images_of(record, place)
-        encoded = super().encode(record, place, aside)
+        encoded = super().encode(record, place, extras)
         marker = self.tokenizer.vocabulary[self.image_token]
         count = sum(ids.count(marker) for ids, _ in encoded)
         if count != len(given):
@@ -78,7 +78,7 @@ class _ImageEncoder(ChatEncoder):
             if any(self.tokenizer.vocabulary.get(token, -1) in ids for ids, _ in encoded):
                 raise DataError(f"{place} has {token!r}, which stands for a video, and videos are not read.")
         # Last, because it is most of the work.
-        aside.append([self._read(each, place, number) for number, each in enumerate(given)])
+        extras.append([self._read(each, place, number) for number, each in enumerate(given)])
         return encoded
 
     def _read(self, given: Any, place: str, number: int) -> bytes:

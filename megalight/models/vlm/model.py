@@ -81,7 +81,7 @@ def build_norm(own: ProjectorConfig, size: int, backend: str) -> nn.Module | Non
 
 
 @dataclass(frozen=True, eq=False)
-class Arrived:
+class RemoteFeatures:
     """Features of the images of a micro-batch, which were computed elsewhere.
 
     Attributes:
@@ -154,7 +154,7 @@ class ImageTextEmbedding(TokenEmbedding):
         super().__init__(*parts, multiplier=text.multiplier, dropout=text.dropout.p)
         self.tower: VisionTower | None = tower
         self.projector: Projector | None = projector
-        self.arrived: nn.Module | None = None
+        self.remote_features: nn.Module | None = None
         self.images = ImageRows()
         self.newline = newline
         # Under a name that ends as that of the first projector: rules are for both.
@@ -168,7 +168,7 @@ class ImageTextEmbedding(TokenEmbedding):
         tokens: Tensor,
         positions: Tensor,
         token_types: Tensor | None = None,
-        packed_images: PackedImages | Arrived | None = None,
+        packed_images: PackedImages | RemoteFeatures | None = None,
     ) -> Any:
         """``tokens [T], positions [T] -> [T, h]``. Without ``packed_images``, no token is part of an image.
 
@@ -196,11 +196,11 @@ class ImageTextEmbedding(TokenEmbedding):
         ids = torch.arange(len(tokens), device=tokens.device) % self.num_ids
         return torch.where(source == -1, tokens, ids)
 
-    def _features(self, packed_images: PackedImages | Arrived) -> tuple[Tensor, ...]:
-        if isinstance(packed_images, Arrived):
-            assert self.arrived is not None, "this model computes features itself"
-            arrived: Tensor = self.arrived(packed_images.features)
-            return arrived.chunk(1 + self.num_deep, dim=1)
+    def _features(self, packed_images: PackedImages | RemoteFeatures) -> tuple[Tensor, ...]:
+        if isinstance(packed_images, RemoteFeatures):
+            assert self.remote_features is not None, "this model computes features itself"
+            found: Tensor = self.remote_features(packed_images.features)
+            return found.chunk(1 + self.num_deep, dim=1)
         assert self.tower is not None and self.projector is not None, "features of this model arrive"
         return project(self.tower, self.projector, self.deep, packed_images)
 
@@ -297,7 +297,7 @@ class VLM(GPT):
         labels: Tensor | None = None,
         hidden: Tensor | None = None,
         *rest: Any,
-        packed_images: PackedImages | Arrived | None = None,
+        packed_images: PackedImages | RemoteFeatures | None = None,
         memory: Tensor | None = None,
         **options: Any,
     ) -> GPTOutput:
@@ -332,7 +332,7 @@ class VLM(GPT):
         part = TowerPart(embed.tower, embed.projector, embed.deep)
         embed.tower = embed.projector = embed.deep = None
         self.divided = True
-        embed.arrived = nn.Identity()
+        embed.remote_features = nn.Identity()
         return part
 
     def attach(self, part: TowerPart) -> None:

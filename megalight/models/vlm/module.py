@@ -20,7 +20,7 @@ from megalight.models.vision.config import Passes
 from megalight.models.vision.model import PackedImages
 from megalight.models.vlm import task
 from megalight.models.vlm.config import VLMConfig
-from megalight.models.vlm.model import Arrived
+from megalight.models.vlm.model import RemoteFeatures
 from megalight.models.vlm.task import check_batch, freeze
 from megalight.nn.moe.router import counts_of
 from megalight.optim import AdamConfig
@@ -40,8 +40,8 @@ class VLMModule(FamilyModule[VLMConfig]):
         ConfigurationError: a pattern of ``freeze`` matches no parameter (when the model is built).
 
     Attributes:
-        arrivals: returns the features of a micro-batch, ``[P, h]``, where a tower on other ranks computes them; None:
-            this model has the tower. The strategy sets it.
+        feature_receiver: returns the features of a micro-batch, ``[P, h]``, where a tower on other ranks computes
+            them; None: this model has the tower. The strategy sets it.
 
     The batches are :class:`~megalight.data.multimodal.batch.ImageTextBatch`.
     """
@@ -59,7 +59,7 @@ class VLMModule(FamilyModule[VLMConfig]):
     ) -> None:
         super().__init__(config, optimizer, seed, weights, weights_keys)
         self.frozen_patterns = tuple(freeze)  # `freeze` is a method of Lightning's
-        self.arrivals: Callable[[ImageTextBatch], Tensor] | None = None
+        self.feature_receiver: Callable[[ImageTextBatch], Tensor] | None = None
         # Of all micro-batches so far, on the host: how much work images are, and tokens without a loss spare.
         self._image_flops, self._spared_flops, self._tokens = 0.0, 0.0, 0
         self._trained = Trained()
@@ -85,10 +85,10 @@ class VLMModule(FamilyModule[VLMConfig]):
             packed_images = self._pack_images(batch, task.source_of(model, batch, sequences))
         return task.forward(model, batch, sequences, carry, packed_images, self.token_multiple)
 
-    def _pack_images(self, batch: ImageTextBatch, source: Tensor) -> PackedImages | Arrived:
+    def _pack_images(self, batch: ImageTextBatch, source: Tensor) -> PackedImages | RemoteFeatures:
         images, _ = batch.parts()
-        if self.arrivals is not None:
-            return Arrived(self.arrivals(batch), source, images.mixtures)
+        if self.feature_receiver is not None:
+            return RemoteFeatures(self.feature_receiver(batch), source, images.mixtures)
         return task.pack_images(self.config, images, source, self.token_multiple)
 
     def count_work(self, batch: ImageTextBatch, skipped: bool) -> None:

@@ -30,10 +30,10 @@ TOWER = ParallelizePlan(
 )
 """Rules for the tower and the projector, besides those of layers, which are the same as in the language model."""
 
-ARRIVED = ParallelizePlan({"*embed.arrived": Boundary(enter="split", leave="gather")})
+REMOTE_FEATURES = ParallelizePlan({"*embed.remote_features": Boundary(enter="split", leave="gather")})
 """Features that arrive are whole. Each rank's share of the text reads some of them, so their gradients are summed."""
 
-RULES = GPT_RULES | TOWER | ARRIVED
+RULES = GPT_RULES | TOWER | REMOTE_FEATURES
 
 APART = RULES | ParallelizePlan(
     {

@@ -19,7 +19,7 @@ from megalight.errors import ConfigurationError, DataError, nearest_pattern
 from megalight.models.batches import IGNORED, masked_sum, pack, skips
 from megalight.models.vision.model import PackedImages, normalized
 from megalight.models.vlm.config import VLMConfig
-from megalight.models.vlm.model import Arrived
+from megalight.models.vlm.model import RemoteFeatures
 from megalight.ops.row_indexing import put_rows
 from megalight.types import Loss, PackedSequences
 
@@ -96,7 +96,7 @@ def forward(
     batch: ImageTextBatch,
     sequences: PackedSequences,
     carry: dict[str, Tensor] | None,
-    packed_images: PackedImages | Arrived | None,
+    packed_images: PackedImages | RemoteFeatures | None,
     multiple: int,
 ) -> dict[str, Tensor]:
     """From tokens ``[b, s]`` and images, or the carry, to ``hidden [T, h]``; last part: to ``losses [T]``.
