@@ -735,7 +735,7 @@ def modules(arguments: argparse.Namespace) -> Row:
 
     from megalight.inference import DynamicEngine, SamplingParams
     from megalight.models.fused import fuse
-    from megalight.models.hf import HFConfig
+    from megalight.models.hf_causal_lm import HFConfig
 
     gpu = torch.cuda.is_available()
     device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
@@ -890,7 +890,7 @@ def guesses(arguments: argparse.Namespace) -> Row:
     from megalight.nn.init import initialize
 
     model, greedy, out = llama(16), SamplingParams(temperature=0), {}
-    draft = DraftModel(EagleConfig().beside(model.config)).to("cuda", torch.bfloat16)
+    draft = DraftModel(EagleConfig().for_base(model.config)).to("cuda", torch.bfloat16)
     initialize(draft, 3)
     for kind in ("none", "ngrams", "eagle"):
         speculator = {"none": lambda: None, "ngrams": NGramSpeculator, "eagle": lambda: EagleSpeculator(draft, model)}

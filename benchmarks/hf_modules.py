@@ -80,7 +80,7 @@ class Measured:
     def __init__(self, part: str, row: str, profile: bool = False) -> None:
         import torch
 
-        from megalight.models.hf import HFConfig
+        from megalight.models.hf_causal_lm import HFConfig
 
         self.words, self.tiny = set(row.split()), part == "tiny"
         self.profile, self.profiler = profile and not self.tiny, None

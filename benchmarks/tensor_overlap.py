@@ -36,10 +36,10 @@ from megalight.ops.linear import linear
 from megalight.ops.parameter import collect
 from megalight.parallel.collectives import start_all_gather, start_reduce_scatter
 from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.shared_state import SharedState
 from megalight.parallel.tensor.linear import ColumnLinear, RowLinear
 from megalight.parallel.tensor.overlap.pipelined import best_pieces
 from megalight.parallel.tensor.overlap.spec import TensorOptions
-from megalight.parallel.tensor.shared import Shared
 
 CHECKED_TOKENS = 1024
 TOLERANCE = 1.5e-2
@@ -64,7 +64,9 @@ class Layer:
 class Bench:
     """One layer on this rank, with its input and gradient for ``tokens`` tokens over all ranks."""
 
-    def __init__(self, layer: Layer, tokens: int, shared: Shared, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, layer: Layer, tokens: int, shared: SharedState, device: torch.device, dtype: torch.dtype
+    ) -> None:
         tp, rank = shared.mesh.tp, shared.mesh.rank("tp")
         generator = torch.Generator(device).manual_seed(rank)
 
@@ -119,11 +121,11 @@ class Bench:
         return {"output": self.forward().detach(), "input": self.both(), "weight": self.weight.main_grad.clone()}
 
 
-def check(layer: Layer, shared: Shared, device: torch.device, dtype: torch.dtype) -> None:
+def check(layer: Layer, shared: SharedState, device: torch.device, dtype: torch.dtype) -> None:
     """Stop on all ranks if results on any rank differ from the plain way in float32."""
     tokens = CHECKED_TOKENS if device.type == "cuda" else 8 * shared.mesh.tp
     found = Bench(layer, tokens, shared, device, dtype)
-    plain = Shared(shared.mesh, True, tensor=TensorOptions(overlap="plain"))
+    plain = SharedState(shared.mesh, True, tensor=TensorOptions(overlap="plain"))
     exact = Bench(layer, tokens, plain, device, torch.float32)
     for name in ("x", "grad"):
         getattr(exact, name).data.copy_(getattr(found, name).data)
@@ -217,8 +219,8 @@ def main() -> None:
             shown = ", ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in more.items())
             print(f"{layer.name:8} {way:28} {shown}", flush=True)
 
-    shared = {name: Shared(mesh, True, tensor=options) for name, options in ways(a).items()}
-    base = Shared(mesh, True, tensor=TensorOptions(overlap="plain"))
+    shared = {name: SharedState(mesh, True, tensor=options) for name, options in ways(a).items()}
+    base = SharedState(mesh, True, tensor=TensorOptions(overlap="plain"))
     for layer in layers:
         bench = Bench(layer, a.tokens, base, device, dtype)
         alone = pair(bench, "products", "both_products", a.repeats, device)

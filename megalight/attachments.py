@@ -61,7 +61,7 @@ FUSED_FORM = Attachment("fused_form")
 """Of a module of ``transformers`` that runs fused ops: what it computes. It has no constructor that could take it."""
 
 
-def keep_apart(owner: nn.Module, **modules: Any) -> None:
+def attach_modules(owner: nn.Module, **modules: Any) -> None:
     """Let a module have others as attributes, and not as children: what stands for a layer must not own it, too."""
     owner.__dict__.update(modules)
 

@@ -117,7 +117,7 @@ def local(path: str | os.PathLike[str], kind: Literal["model", "tokenizer"] = "m
     if name is None:
         return path
     require("huggingface_hub", f"nothing is at the path {name.given!r}; to read it as a name of the Hugging Face Hub")
-    with _one_downloads(name), told(name, kind):
+    with _one_downloads(name), hub_errors(name, kind):
         folder = _download(name, MODEL_FILES if kind == "model" else TOKENIZER_FILES)
         if kind == "model":
             _add_weights(name, folder)
@@ -143,7 +143,7 @@ def local_data(given: str) -> str:
         return given
     require("huggingface_hub", f"nothing is at the path {given!r}; to read it as a name of the Hugging Face Hub")
     pattern = found[3] if found else None
-    with _one_downloads(name, "dataset"), told(name, "dataset"):
+    with _one_downloads(name, "dataset"), hub_errors(name, "dataset"):
         folder = _download(name, (pattern,) if pattern else DATA_FILES, "dataset")
     if not any(each.is_file() for each in folder.rglob("*")):
         raise HubError(
@@ -200,7 +200,7 @@ def commit_of(name: HubName, kind: Kind) -> str:
     if name.revision is not None and re.fullmatch(r"[0-9a-f]{40}", name.revision):
         return name.revision
     kind_of_hub = "dataset" if kind == "dataset" else "model"
-    with told(name, kind):
+    with hub_errors(name, kind):
         try:
             return str(HfApi().repo_info(name.repository, revision=name.revision, repo_type=kind_of_hub).sha)
         except (OfflineModeIsEnabled, ConnectionError):
@@ -258,7 +258,7 @@ def _offline() -> bool:
 
 
 @contextmanager
-def told(name: HubName, kind: Kind) -> Iterator[None]:
+def hub_errors(name: HubName, kind: Kind) -> Iterator[None]:
     """Turn errors of ``huggingface_hub``, and of the disk, into one message.
 
     Raises:

@@ -27,8 +27,8 @@ from megalight.parallel.graphs.recorder import CUDARecorder, Recorder
 from megalight.parallel.layers import depth_layers_of, layers_of, tower_layers_of
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.random import RandomStreams
+from megalight.parallel.shared_state import gains_by_recording, steps_recorded, streams_of
 from megalight.parallel.step import Passes, StepRunner, run_passes
-from megalight.parallel.tensor.shared import gains_by_recording, steps_recorded, streams_of
 from megalight.strategies.megatron import MegatronStrategy
 from megalight.strategies.micro_batches import DeviceMemory, Usage
 from megalight.strategies.towers import MegatronTowersStrategy

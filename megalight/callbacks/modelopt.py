@@ -144,7 +144,7 @@ class ModelOptQuantization(pl.Callback):
         if self.measure:
             sums, counts = (float(sum(values)) for values in zip(*passes(), strict=True))
             if trainer.is_global_zero:
-                print(told(float(trainer.callback_metrics["val_loss"]), sums / counts), flush=True)
+                print(format_change(float(trainer.callback_metrics["val_loss"]), sums / counts), flush=True)
         if self.save_to is not None:
             # A string: Path would make a local folder of the address of remote storage.
             trainer.save_checkpoint(os.fspath(self.save_to))
@@ -211,7 +211,7 @@ def layers_of(given: Mapping[str, str] | str | os.PathLike[str] | None) -> tuple
         ) from error
 
 
-def told(before: float, after: float) -> str:
+def format_change(before: float, after: float) -> str:
     """Return losses and perplexities of a model before and with quantization, as a line."""
     return (
         f"perplexity {math.exp(before):.3f} before, {math.exp(after):.3f} quantized "

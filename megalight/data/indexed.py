@@ -55,7 +55,7 @@ def paths(prefix: str | os.PathLike[str]) -> tuple[Path, Path]:
 COMMAND = "megalight prepare INPUT --output"
 
 
-def _beside(prefix: str) -> str:
+def _suggestion(prefix: str) -> str:
     """Return what to give instead of a prefix: those in the folder of this name, or that of a file of this name."""
     if os.path.isdir(prefix):
         held = sorted(each.removesuffix(".idx") for each in os.listdir(prefix) if each.endswith(".idx"))
@@ -111,7 +111,7 @@ class IndexedDataset:
             if not path.is_file():
                 raise DataError(
                     f"{path} does not exist; the data prefix {self.prefix!r} needs both {bin_path.name} and "
-                    f"{idx_path.name}. " + (_beside(self.prefix) or f"Create them with: {COMMAND} {self.prefix}")
+                    f"{idx_path.name}. " + (_suggestion(self.prefix) or f"Create them with: {COMMAND} {self.prefix}")
                 )
         self._read_index(idx_path, bin_path.stat().st_size)
         self.tokens: NDArray[Any] = np.frombuffer(_map(bin_path), dtype=self.dtype)

@@ -247,7 +247,7 @@ class Tokenizer:
         return Tokenizer.from_json(hide_tokens(self.to_json(), hidden)) if hidden else self
 
     @cached_property
-    def around(self) -> tuple[list[int], list[int]]:
+    def special_ids(self) -> tuple[list[int], list[int]]:
         """The ids that ``transformers`` puts before and after a text (BERT: ``[CLS]``, ``[SEP]``); :meth:`encode` does
         not.
 
@@ -261,7 +261,7 @@ class Tokenizer:
     @property
     def start(self) -> list[int]:
         """The first of :attr:`around` (Llama, Gemma: the ``bos_token``)."""
-        return self.around[0]
+        return self.special_ids[0]
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text. No special tokens are added.

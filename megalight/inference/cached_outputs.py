@@ -38,9 +38,9 @@ from megalight.models.distillation import OUTPUT, SAVED
 from megalight.models.eagle import EagleConfig
 from megalight.models.eagle.base import BASE, BaseModel
 from megalight.models.gpt import GPT
-from megalight.models.hf import HFModel
-from megalight.models.saved import BASE as WHOLE
-from megalight.models.saved import widest
+from megalight.models.hf_causal_lm import HFModel
+from megalight.models.loading import BASE as WHOLE
+from megalight.models.loading import widest
 from megalight.models.stored import open_model
 from megalight.ops.common import wide
 from megalight.parallel.layout import Layout

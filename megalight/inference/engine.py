@@ -50,7 +50,7 @@ from megalight.inference.scheduler import Completion, Request, Scheduler, Stop
 from megalight.inference.speculator import DraftRounds, EagleSpeculator, Speculator
 from megalight.inference.step_log import StepLog
 from megalight.models.gpt import GPTConfig
-from megalight.models.hf import HFConfig
+from megalight.models.hf_causal_lm import HFConfig
 from megalight.nn.adapter import AdapterSet
 from megalight.nn.attention import InnerAttention
 from megalight.nn.gated_delta_net import GatedDeltaNet

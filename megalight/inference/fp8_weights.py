@@ -19,9 +19,9 @@ from torch.distributed import ProcessGroup
 
 from megalight.checkpoint.ranks import alone
 from megalight.errors import ConfigurationError, nearest
-from megalight.models.hf import HFModel
+from megalight.models.hf_causal_lm import HFModel
 from megalight.models.hugging_face.folder import Folder
-from megalight.models.saved import fp8_scales
+from megalight.models.loading import fp8_scales
 from megalight.models.transforms.lora import matches
 from megalight.models.transforms.quantized_base import DECODED, LAYERS, weights_of
 from megalight.ops.quantized_weight import store, stored_of

@@ -32,7 +32,7 @@ from megalight.inference.sampler import PassSampling, rows_of
 from megalight.inference.sampling import ALL
 from megalight.inference.speculator import EagleSpeculator, Speculator
 from megalight.models.gpt import GPTConfig
-from megalight.models.hf import HFConfig
+from megalight.models.hf_causal_lm import HFConfig
 from megalight.models.hidden import KEPT, keeping
 from megalight.nn.gated_delta_net import GatedDeltaNet
 from megalight.nn.mamba2 import Mamba2

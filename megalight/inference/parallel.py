@@ -18,7 +18,7 @@ from megalight.attachments import APPLIED
 from megalight.errors import ConfigurationError, MegalightError
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.gpt.model import GPTOutput
-from megalight.models.hf import HFConfig, HFModel, HFOutput
+from megalight.models.hf_causal_lm import HFConfig, HFModel, HFOutput
 from megalight.models.hidden import KEPT, keeping
 from megalight.models.vision import PackedImages
 from megalight.models.vlm.config import VLMConfig
@@ -381,13 +381,13 @@ class ParallelGPT(nn.Module):
 
     def agree(self, value: T, stage: int = 0) -> T:
         """Return the value of the first rank of a stage, on all ranks of the replica; the device is not waited for."""
-        return self._told(value, self._hosts, stage)
+        return self._broadcast(value, self._hosts, stage)
 
     def call(self, value: T) -> T:
         """Return the value of the first rank, as :meth:`agree` does; others wait for it for as long as it takes."""
         if self._hosts is not None and self._calls is None:
             self._calls = new_group(self.mesh.ranks(*REPLICA_AXES), "calls", "gloo", timeout=FOREVER)
-        return self._told(value, self._calls, 0)
+        return self._broadcast(value, self._calls, 0)
 
     @cached_property
     def _hosts(self) -> ProcessGroup | None:
@@ -397,7 +397,7 @@ class ParallelGPT(nn.Module):
             return group
         return shared_group(self.mesh.ranks(*REPLICA_AXES), "decisions on the host", backend="gloo")
 
-    def _told(self, value: T, group: ProcessGroup | None, stage: int) -> T:
+    def _broadcast(self, value: T, group: ProcessGroup | None, stage: int) -> T:
         if group is None:
             return value
         place = stage % self.stages
@@ -500,7 +500,7 @@ def generative(model: nn.Module) -> GenerativeModel:
     if isinstance(model, GPT | HFModel | ParallelGPT):
         return model
     if len(found := interfaces_of(model)) == 1:
-        return HFModel.around(model.get_submodule(found[0]))
+        return HFModel.of(model.get_submodule(found[0]))
     raise ConfigurationError(
         f"{type(model).__name__} does not generate text; use GPTModule, or a causal language model of transformers."
     )

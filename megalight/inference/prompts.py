@@ -13,7 +13,7 @@ from torch import Tensor
 from megalight.errors import DataError, integer, is_bool
 from megalight.inference.parallel import GenerativeModel, ParallelGPT
 from megalight.inference.sampling import LARGEST_SEED
-from megalight.models.hf import HFConfig
+from megalight.models.hf_causal_lm import HFConfig
 
 
 def check_prompts(

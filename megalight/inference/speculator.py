@@ -33,8 +33,8 @@ from megalight.inference.scheduler import Request
 from megalight.models.eagle import DraftModel
 from megalight.models.eagle.serving_format import is_draft
 from megalight.models.gpt import GPT, GPTConfig
-from megalight.models.hf import HFModel
-from megalight.models.saved import companions_of, description, saved_model
+from megalight.models.hf_causal_lm import HFModel
+from megalight.models.loading import companions_of, description, saved_model
 from megalight.ops.batch_invariant import batch_invariant_mode
 from megalight.types import PackedSequences, to_device
 
@@ -407,8 +407,8 @@ def check_draft(base: GenerativeModel, draft: DraftModel, guesses: int = 1) -> N
             "differ in number. Leave the draft out, or divide the base otherwise."
         )
     integer("guesses", guesses)
-    if draft.config.beside(config) != draft.config:
-        raise ConfigurationError("the draft has no sizes yet; build it of EagleConfig.beside(base).")
+    if draft.config.for_base(config) != draft.config:
+        raise ConfigurationError("the draft has no sizes yet; build it of EagleConfig.for_base(base).")
 
 
 def load_draft(path: str | os.PathLike[str], base: GenerativeModel, tokenizer: Tokenizer | None = None) -> DraftModel:

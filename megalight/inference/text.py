@@ -32,9 +32,9 @@ from megalight.models.eagle import DraftModel
 from megalight.models.family import Family, family, family_of_transformers
 from megalight.models.fused import fuse
 from megalight.models.gpt import GPT
-from megalight.models.hf import HFModel
+from megalight.models.hf_causal_lm import HFModel
 from megalight.models.hugging_face.folder import GENERATION
-from megalight.models.saved import (
+from megalight.models.loading import (
     Keys,
     companions_of,
     description,
@@ -73,7 +73,7 @@ def load_model(
         dtype: dtype of the weights. None keeps the saved dtype.
         base: the initial weights of the training, for a checkpoint that holds only adapters.
         keys: what tensors mean that only the model or only a ``transformers`` folder has; see
-            :func:`megalight.models.saved.whole_source`.
+            :func:`megalight.models.loading.whole_source`.
         adapter: name of the adapter that computes; :func:`~megalight.models.transforms.activate` changes it later.
             None: the one that was trained last.
         quantization: which weights are stored in FP8: ``auto``: those that were published so; ``fp8``: all of linear

@@ -22,7 +22,7 @@ from megalight.checkpoint.sources import TensorSource
 from megalight.errors import CheckpointError
 from megalight.models.config import compare as compare_configs
 from megalight.models.family import SHOWN, family, family_of_transformers
-from megalight.models.saved import (
+from megalight.models.loading import (
     description,
     holds_base,
     initial_config,

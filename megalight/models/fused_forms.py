@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from megalight.attachments import FUSED_FORM, keep_apart, shadow_of
+from megalight.attachments import FUSED_FORM, attach_modules, shadow_of
 from megalight.nn.transformers_attention import NAME, LazyMask
 from megalight.ops.activation import REFERENCE_KINDS, reference_gated_pair, weighted
 from megalight.ops.norm import reference_layer_norm, reference_rms_norm
@@ -664,7 +664,7 @@ class _RecordedLayer(nn.Module):
 
     def __init__(self, real: nn.Module) -> None:
         super().__init__()
-        keep_apart(self, real=real)
+        attach_modules(self, real=real)
         self.mask: Any = None
 
     def __getattr__(self, name: str) -> Any:

@@ -24,7 +24,7 @@ from megalight.hub import local
 from megalight.models.config import compare
 from megalight.models.family import Family, family, family_of_transformers
 from megalight.models.gpt import megatron
-from megalight.models.saved import (
+from megalight.models.loading import (
     BASE,
     PREFIX,
     Keys,
@@ -78,7 +78,7 @@ def open_model(
     Args:
         path: the folder, or a name of the Hugging Face Hub, whose files are then downloaded.
         ema: take the moving averages of the weights, which the callback ``EMA`` keeps in a checkpoint.
-        keys: see :func:`~megalight.models.saved.whole_source`.
+        keys: see :func:`~megalight.models.loading.whole_source`.
         whole: whether a checkpoint must hold all layers that its configuration describes; others are never built whole.
 
     Raises:

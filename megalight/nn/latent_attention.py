@@ -14,7 +14,7 @@ from megalight.nn.linear import Linear
 from megalight.nn.norm import RMSNorm
 from megalight.nn.state import LayerContext, Slots, StoredHeads, TokenPool
 from megalight.ops.batch_invariant import MODE, refuse, with_gradient_of
-from megalight.ops.batch_invariant.product import head_product
+from megalight.ops.batch_invariant.matmul import head_product
 from megalight.ops.common import wide
 from megalight.ops.latent_heads import join_keys
 from megalight.ops.linear.low_precision import precision_of

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megalight.ops.common import serve_all, triton_why_not
-from megalight.ops.draws import draws
 from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
+from megalight.ops.philox import draws
 from megalight.registry import Backend, BackendRegistry, choose
 
 FAILED = -1

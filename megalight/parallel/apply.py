@@ -23,11 +23,11 @@ from megalight.parallel.pipeline.layout import PipelineLayout
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.recompute import check_recompute
 from megalight.parallel.shard import ShardSpec
+from megalight.parallel.shared_state import SharedState
 from megalight.parallel.styles import InterfaceRegion, Style
 from megalight.parallel.styles.style import Splitter
 from megalight.parallel.tensor.linear import ColumnLinear, RowLinear
 from megalight.parallel.tensor.overlap.spec import TensorOptions
-from megalight.parallel.tensor.shared import Shared
 from megalight.parallel.transform import apply_transforms
 
 log = logging.getLogger(__name__)
@@ -74,10 +74,10 @@ def parallelize(
     # A list of the model before the split: modules are replaced while it is walked through.
     modules = dict(model.named_modules())
     for name, module in modules.items():
-        if isinstance(module, ContextAttention) or isinstance(getattr(module, "shared", None), Shared):
+        if isinstance(module, ContextAttention) or isinstance(getattr(module, "shared", None), SharedState):
             raise LayoutError(f"{name} ({type(module).__name__}) is parallel already; parallelize a model once.")
     styles = styles_for(model, plan, mesh)
-    shared = Shared(
+    shared = SharedState(
         mesh,
         sequence_parallel and mesh.tp > 1,
         plan.sequence_dim,
@@ -133,7 +133,7 @@ def styles_for(model: nn.Module, plan: ParallelizePlan, mesh: ParallelMesh) -> d
     return styles
 
 
-def _check_padding(model: nn.Module, shared: Shared) -> None:
+def _check_padding(model: nn.Module, shared: SharedState) -> None:
     """Check that dispatchers can pad experts to their capacity where a router wants that."""
     for name, module in model.named_modules():
         if isinstance(module, MoE) and module.router.rows(1) is not None and not module.experts.dispatcher.pads:
@@ -156,7 +156,7 @@ def _set_overlap(model: nn.Module, mesh: ParallelMesh) -> None:
         layer.shared_expert_overlap = True
 
 
-def _check_context(shared: Shared, styles: Mapping[str, Sequence[Style]]) -> None:
+def _check_context(shared: SharedState, styles: Mapping[str, Sequence[Style]]) -> None:
     """Check that the plan names attention for ``cp``, and that the context options match some of it."""
     regions = [name for name, found in styles.items() if any(style.axis == "cp" for style in found)]
     if shared.mesh.cp > 1 and not regions:
@@ -167,7 +167,7 @@ def _check_context(shared: Shared, styles: Mapping[str, Sequence[Style]]) -> Non
     shared.context.check(regions)
 
 
-def _check_tensor(shared: Shared, styles: Mapping[str, Sequence[Style]]) -> None:
+def _check_tensor(shared: SharedState, styles: Mapping[str, Sequence[Style]]) -> None:
     """Check that the tensor options have an effect on some split layers."""
     split = [name for name, found in styles.items() if any(style.overlaps for style in found)]
     if shared.mesh.tp > 1:
@@ -206,7 +206,7 @@ def whole_tokens(model: nn.Module) -> Iterator[None]:
     """Switch sequence parallelism off inside the context: for decoding, where there are few tokens of any number."""
     # All split layers of a model share one object.
     candidates = {id(shared): shared for module in model.modules() if (shared := getattr(module, "shared", None))}
-    active = [x for x in candidates.values() if isinstance(x, Shared) and x.sequence_parallel]
+    active = [x for x in candidates.values() if isinstance(x, SharedState) and x.sequence_parallel]
     try:
         for shared in active:
             shared.sequence_parallel = False

@@ -84,8 +84,8 @@ def context_regions(model: nn.Module, rules: Rules, towers: Sequence[str] = ()) 
         found.stack = name
         for layer in layers:
             found.layer(layer)
-        found.around(layers[0], TokenBoundary(name, enter="begin"))
-        found.around(layers[-1], TokenBoundary(name, leave="join"))
+        found.wrap(layers[0], TokenBoundary(name, enter="begin"))
+        found.wrap(layers[-1], TokenBoundary(name, leave="join"))
     if alone := next((n for n in modules if found.has(n, Attributes) and not n.startswith(tuple(outer))), None):
         raise LayoutError(f"has attention outside of a list of layers ({alone})")
     if not found.gains:
@@ -114,7 +114,7 @@ class _ContextRegions:
         self.stack = ""
         """The list of layers that is visited."""
 
-    def around(self, name: str, style: Style) -> None:
+    def wrap(self, name: str, style: Style) -> None:
         """Add a style around those that a module has."""
         self.made[name] = (style, *self.made.get(name, ()))
 
@@ -165,7 +165,7 @@ class _ContextRegions:
             return
         self.shares.append(name)
         if arguments := by_token_arguments(self.modules[name]):
-            self.around(name, TokenBoundary(self.stack, arguments=arguments))
+            self.wrap(name, TokenBoundary(self.stack, arguments=arguments))
         for each, child in self.children(name):
             if self.is_attention(each):
                 self.attention(each)
@@ -238,11 +238,11 @@ class _ContextRegions:
             for style in self.split.get(each, ()):
                 if (made := _over_cp(style, first, self.stack)) is not None and made not in self.made.get(each, ()):
                     self.made[each] = (*self.made.get(each, ()), made)
-        self.around(name, TokenBoundary(self.stack, enter="gather" if first else "join"))
+        self.wrap(name, TokenBoundary(self.stack, enter="gather" if first else "join"))
 
     def whole(self, name: str) -> None:
         """Let every rank compute a module with all tokens, and take its share of the output."""
-        self.around(name, TokenBoundary(self.stack, enter="join", leave="split"))
+        self.wrap(name, TokenBoundary(self.stack, enter="join", leave="split"))
 
 
 def _has_linear(module: nn.Module) -> bool:

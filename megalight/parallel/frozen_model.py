@@ -249,7 +249,7 @@ class FrozenRun:
         self.model = model
         self.task = task
         self.streams = RandomStreams(model.mesh)
-        self.streams.seed_apart(seed, model.device)
+        self.streams.seed_own(seed, model.device)
         messages = model.layout.pipeline.messages
         self._executor = Executor(model.chunks, model.pipeline_layout, model.mesh, model.device, messages=messages)
         self._timetable = Timetable(model.layout.pipeline, model.pipeline_layout, model.mesh)
@@ -322,7 +322,7 @@ class FrozenRun:
             return []
         schedule = self._timetable("forward_only", len(batches))
         # In evaluation mode the model may still draw. Its draws must not move those of the trained model.
-        with self.streams.apart():
+        with self.streams.own_generators():
             return self._executor.forward(schedule, batches, self.task.forward_step)
 
     def _all(self, micro_batches: Sequence[Any]) -> tuple[list[int], list[Any]]:

@@ -43,7 +43,7 @@ class RandomStreams:
         self._replica = replica
         self.data_seed = 0
         self.persistent: dict[str, torch.Generator] = {}
-        self._apart: list[torch.Generator] = []
+        self._own: list[torch.Generator] = []
 
     @property
     def replica(self) -> int:
@@ -56,17 +56,17 @@ class RandomStreams:
         self.data_seed = key(seed, "data", self.replica)
         torch.manual_seed(self._seed_here(seed))
 
-    def seed_apart(self, seed: int, device: torch.device) -> None:
-        """Seed this model's own generators, by its own mesh, for :meth:`apart`."""
+    def seed_own(self, seed: int, device: torch.device) -> None:
+        """Seed this model's own generators, by its own mesh, for :meth:`own_generators`."""
         # Two generators on a GPU: host code draws too.
         kinds = {torch.device("cpu"), device}
-        self._apart = [torch.Generator(kind).manual_seed(self._seed_here(seed)) for kind in kinds]
+        self._own = [torch.Generator(kind).manual_seed(self._seed_here(seed)) for kind in kinds]
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def own_generators(self) -> Iterator[None]:
         """Draw from this model's own generators inside the context, so that the draws of other models do not change."""
         with ExitStack() as stack:
-            for generator in self._apart:
+            for generator in self._own:
                 stack.callback(swap_state(_default_generator(generator.device), generator))
             yield
 

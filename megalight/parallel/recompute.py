@@ -28,8 +28,8 @@ from megalight.ops.autograd import RecomputeRecipe, attach_recipe, recipe_of
 from megalight.ops.batch_invariant import MODE, batch_invariant_mode
 from megalight.parallel.interleaved_passes import uninterrupted
 from megalight.parallel.layers import Override, depth_layers_of, is_a, layers_of, stacks_of, tower_layers_of, translated
+from megalight.parallel.shared_state import ParallelDropout
 from megalight.parallel.tensor.linear import ColumnLinear, RowLinear
-from megalight.parallel.tensor.shared import ParallelDropout
 
 GRANULARITIES = ("none", "selective", "full")
 METHODS = ("uniform", "block")

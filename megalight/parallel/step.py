@@ -544,7 +544,7 @@ class StepDriver:
         )
 
     @contextmanager
-    def _around(self, batch: Any) -> Iterator[None]:
+    def _task_contexts(self, batch: Any) -> Iterator[None]:
         """Enter the contexts of the task's code for one micro-batch."""
         empty = is_empty(batch)
         losses = self._of_empty if empty else self.layer_aux_losses
@@ -555,7 +555,7 @@ class StepDriver:
         chunk.training = self.model.root.training  # a stage is a separate object with its own mode
         self.running = self.model.stages[self.model.chunks.index(chunk)].index
         stage: DeclaredStage | None = STAGE.get(chunk)
-        with self._around(batch):
+        with self._task_contexts(batch):
             if stage is not None:
                 return stage.run(lambda whole: self.task.forward_step(whole, contents(batch)), carry)
             return self.task.forward_step(chunk, contents(batch), carry)
@@ -570,7 +570,7 @@ class StepDriver:
 
     def _loss_step(self, carry: Carry, batch: Any) -> Loss:
         self.running = len(self.model.pipeline_layout.stages) - 1
-        with self._around(batch):
+        with self._task_contexts(batch):
             loss = self.task.loss_step(carry, contents(batch))
         if not isinstance(loss, Loss):
             raise ConfigurationError(

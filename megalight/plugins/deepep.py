@@ -31,7 +31,7 @@ from megalight.parallel.interleaved_passes import interleaving, pause
 from megalight.plugins.package import Package
 
 if TYPE_CHECKING:
-    from megalight.parallel.tensor.shared import Shared
+    from megalight.parallel.shared_state import SharedState
 
 
 PACKAGE = Package("deep_ep", "deep_ep", "build https://github.com/deepseek-ai/DeepEP for your torch and CUDA")
@@ -54,7 +54,7 @@ class PackageDispatcher(ShardedDispatcher):
     calls: ClassVar[Mapping[str, Sequence[str]]]
     pads = False
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(self, shared: SharedState) -> None:
         super().__init__(shared)
         if (reason := self.why_not(len(shared.mesh.ranks("ep", "etp")))) is not None:
             raise LayoutError(

@@ -19,10 +19,10 @@ from megalight.models.config import require_choice
 from megalight.models.family.module import ConfigT, FamilyModule
 from megalight.models.gpt.config import GPTConfig
 from megalight.models.gpt.module import GPTModule
-from megalight.models.hf.config import HFConfig
-from megalight.models.hf.module import HFCausalLM
+from megalight.models.hf_causal_lm.config import HFConfig
+from megalight.models.hf_causal_lm.module import HFCausalLM
+from megalight.models.loading import Keys
 from megalight.models.module import Carry
-from megalight.models.saved import Keys
 from megalight.ops.batch_invariant import batch_invariant_mode
 from megalight.optim import AdamConfig
 from megalight.parallel.frozen_model import FrozenModel
@@ -286,7 +286,7 @@ class HFGRPOModule(GRPO[HFConfig], HFCausalLM):
     Its layers use the attention interface of ``transformers``, by which answers are packed and keys are kept.
 
     Args:
-        config: the policy; see :class:`~megalight.models.hf.HFCausalLM`.
+        config: the policy; see :class:`~megalight.models.hf_causal_lm.HFCausalLM`.
         others, options: those of :class:`GRPO`.
     """
 

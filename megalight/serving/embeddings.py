@@ -26,7 +26,7 @@ from megalight.errors import CheckpointError, DataError
 from megalight.imports import require
 from megalight.inference.text import tokenizer_of
 from megalight.models.bert import Bert
-from megalight.models.saved import description, saved_model
+from megalight.models.loading import description, saved_model
 from megalight.types import PackedSequences
 
 MODULES = "modules.json"
@@ -160,7 +160,7 @@ class EmbeddingModel:
         ):
             longest += [value for value in [_json(encoder / file).get(key)] if isinstance(value, int)]
         self.max_sequence_length, self.vocab_size = min(longest), config.vocab_size
-        self._around = self.words.around
+        self._around = self.words.special_ids
         pad = self.words.safe_pad_id
 
         def hidden(rows: Sequence[Sequence[int]]) -> list[Tensor]:

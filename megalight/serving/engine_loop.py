@@ -26,7 +26,7 @@ from megalight.inference.scheduler import Completion, Reason
 from megalight.inference.speculator import EagleSpeculator, load_draft
 from megalight.inference.text_requests import is_text
 from megalight.inference.weights import LoadedWeights, NewWeights
-from megalight.models.hf.config import UNBOUNDED
+from megalight.models.hf_causal_lm.config import UNBOUNDED
 from megalight.serving.asynchronous import Queue
 from megalight.serving.engine_status import EngineStatus
 

@@ -765,7 +765,7 @@ def app_of(
     for path, (file, kind) in PAGE.items():
         app.get(path, response_model=None, include_in_schema=False)(_page_route(file, kind))
 
-    async def told(_: Request, error: Exception) -> Response:
+    async def api_error(_: Request, error: Exception) -> Response:
         assert isinstance(error, APIError)
         return _response(error)
 
@@ -778,7 +778,7 @@ def app_of(
         # uvicorn logs the traceback; the client gets none of it.
         return _response(APIError(500, "the server has failed; its log says why."))
 
-    app.add_exception_handler(APIError, told)
+    app.add_exception_handler(APIError, api_error)
     app.add_exception_handler(HTTPException, unknown)
     app.add_exception_handler(Exception, broken)
     return Gate(app, routes, Keys(keys, limits), Keys(control_keys, limits) if control_keys else None)

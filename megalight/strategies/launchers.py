@@ -51,10 +51,10 @@ from megalight.strategies._lightning import (
 )
 from megalight.strategies.checkpoints.resuming import latest_for_last, load_weights, open_saved
 from megalight.strategies.mesh_strategy import MeshStrategy, ModelPart, WorkerResult
-from megalight.strategies.refusals import check_lazy, check_pruning, check_tuners
 from megalight.strategies.setup import check_plain
 from megalight.strategies.unsharded_optimizer import check_early
 from megalight.strategies.user_module import layout_for
+from megalight.strategies.validation import check_lazy, check_pruning, check_tuners
 from megalight.types.packed_sequences import check_length
 
 GRACE_SECONDS = 1.0

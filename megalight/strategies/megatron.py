@@ -31,7 +31,7 @@ from megalight.parallel.random import RandomStreams
 from megalight.parallel.recompute import RecomputeOptions
 from megalight.parallel.step import StepRunner, run_passes
 from megalight.parallel.tensor.overlap.spec import TensorOptions
-from megalight.strategies import _lightning, launchers, micro_batches, refusals, setup, unsharded_optimizer
+from megalight.strategies import _lightning, launchers, micro_batches, setup, unsharded_optimizer, validation
 from megalight.strategies.checkpoints import CheckpointOptions
 from megalight.strategies.checkpoints.hooks import FolderCheckpoints
 from megalight.strategies.checkpoints.resuming import Resumed
@@ -152,7 +152,7 @@ class MegatronStrategy(FolderCheckpoints):
             degrees.check_backend(process_group_backend, [each for each in known if each != "undefined"])
         if isinstance(micro_batch_size, int):
             degrees.check_at_least_one("micro_batch_size", micro_batch_size)
-        refusals.check_checkpoint_io(checkpoint_io)
+        validation.check_checkpoint_io(checkpoint_io)
         super().__init__(accelerator, parallel_devices, cluster_environment, None, precision_plugin)
         self.micro_batch_size = micro_batch_size
         self.broadcast_buffers = broadcast_buffers
@@ -223,8 +223,8 @@ class MegatronStrategy(FolderCheckpoints):
             if trainer.state.fn == TrainerFn.FITTING:
                 mesh = self.grid(self.num_nodes * self.num_processes)
                 unsharded_optimizer.check_early(self, trainer, model, mesh)
-                refusals.check_pruning(trainer, model, mesh)
-            refusals.check_callbacks(trainer)
+                validation.check_pruning(trainer, model, mesh)
+            validation.check_callbacks(trainer)
             if not self.divides_data:
                 _lightning.keep_loaders(trainer)
         # Another module needs a split of its own. The same one continues with the split model that it has.
@@ -255,7 +255,7 @@ class MegatronStrategy(FolderCheckpoints):
         assert self.accelerator is not None and self.lightning_module is not None
         module = self.lightning_module
         self.accelerator.setup(trainer)
-        refusals.check_callbacks(trainer)  # again, because the module may have added some
+        validation.check_callbacks(trainer)  # again, because the module may have added some
         fitting = trainer.state.fn == TrainerFn.FITTING
         new = self._setup_of is None
         if new:
@@ -304,7 +304,7 @@ class MegatronStrategy(FolderCheckpoints):
 
     def _fit_setup(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None and self.parallel_model is not None
-        with refusals.optimizer_of_stage(self.lightning_module, self.parallel_model):
+        with validation.optimizer_of_stage(self.lightning_module, self.parallel_model):
             self.setup_optimizers(trainer)
         on_shards = not unsharded_optimizer.is_needed(self.lightning_module, self.optimizers)
         # The backward is part of `training_step`, so Lightning must not run it again.

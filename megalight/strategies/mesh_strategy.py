@@ -27,8 +27,8 @@ from megalight.parallel.random import RandomStreams
 from megalight.plugins.precision import MegatronPrecision
 from megalight.strategies.checkpoints import CheckpointOptions
 from megalight.strategies.micro_batches import MicroBatchSize
-from megalight.strategies.refusals import check_not_compiled
 from megalight.strategies.user_module import check_steps, layout_for, root_of
+from megalight.strategies.validation import check_not_compiled
 
 
 class Collectives:

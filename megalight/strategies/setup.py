@@ -37,7 +37,7 @@ from megalight.parallel.model_plans import plan_for
 from megalight.parallel.run_engine import engine_over
 from megalight.parallel.step import StepDriver
 from megalight.parallel.transform import apply_transforms
-from megalight.strategies import _lightning, refusals
+from megalight.strategies import _lightning, validation
 from megalight.strategies.checkpoints.resuming import unsplit
 from megalight.strategies.mesh_strategy import MeshStrategy
 from megalight.strategies.step import guard_clipping, unguard_clipping
@@ -67,7 +67,7 @@ def build(strategy: MeshStrategy, module: pl.LightningModule, resumes: bool) -> 
     precision = strategy.precision
     precision.device_type = strategy.root_device.type
     precision.plain = not isinstance(module, MegalightModule)
-    refusals.check_no_quantized_weights(model.root)
+    validation.check_no_quantized_weights(model.root)
     # Under Lightning, mixed precision leaves the parameters of a plain module in their own dtype.
     own_type = precision.plain and precision.precision not in ("64-true", "bf16-true")
     source = None
@@ -102,7 +102,7 @@ def prepare(strategy: MeshStrategy, module: pl.LightningModule, step: StepDriver
 
 
 def _split(strategy: MeshStrategy, module: pl.LightningModule, root: nn.Module) -> ParallelModel:
-    refusals.check_lazy(root)
+    validation.check_lazy(root)
     use_attention(root)
     # Before the split: a batch norm cannot be replaced inside a layer that is split already.
     _lightning.sync_layers(strategy, module, strategy.mesh.group(*TOKEN_AXES))
@@ -135,8 +135,8 @@ def check_plain(strategy: MeshStrategy, module: pl.LightningModule, mesh: Parall
         before.check_same(mesh, strategy.part_layout)
     elif module.automatic_optimization and not any(map(partial(defines, module), ("configure_model", "setup"))):
         # These hooks may add what has a plan or a shape, and manual optimization is refused later, with any plan.
-        refusals.check_lazy(module)
-        refusals.check_whole_models(module, mesh)
+        validation.check_lazy(module)
+        validation.check_whole_models(module, mesh)
         styles_for(module, find_plan(module, mesh, strategy.part_layout), mesh)
         if strategy.part_layout.plan is None and mesh.cp == 1 and mesh.tp * mesh.ep * mesh.etp > 1:
             for name in interfaces_of(module):

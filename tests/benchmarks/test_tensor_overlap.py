@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from benchmarks.tensor_overlap import Bench, Layer, check, milliseconds, ways
 from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.shared_state import SharedState
 from megalight.parallel.tensor.overlap.pipelined import Pipelined
 from megalight.parallel.tensor.overlap.spec import TensorOptions
-from megalight.parallel.tensor.shared import Shared
 from tests.support.workers import run
 
 LAYERS = [Layer("qkv", 16, 24, column=True), Layer("proj", 16, 16, column=False)]
@@ -21,7 +21,7 @@ LAYERS = [Layer("qkv", 16, 24, column=True), Layer("proj", 16, 16, column=False)
 def checked() -> list[str]:
     """What is said of a right way, and of one that forgets the other ranks' tokens."""
     mesh, device = ParallelMesh(2, dist.get_rank(), tp=2), torch.device("cpu")
-    shared = Shared(mesh, True, tensor=TensorOptions(overlap="pipelined", pieces=2))
+    shared = SharedState(mesh, True, tensor=TensorOptions(overlap="pipelined", pieces=2))
     whole = Pipelined.gather_in_pieces
 
     def forgetful(self: Pipelined, *args: object, keep: bool) -> object:

@@ -20,7 +20,7 @@ from torch import nn
 
 from megalight.attachments import QUANTIZED
 from megalight.callbacks import ModelOptQuantization
-from megalight.callbacks.modelopt import told
+from megalight.callbacks.modelopt import format_change
 from megalight.errors import ConfigurationError, DataError, MegalightError
 from megalight.inference import load_model
 from megalight.models.gpt import GPT
@@ -245,7 +245,7 @@ def calibrate(folder: str, layout: dict[str, Any]) -> tuple[dict[str, Any], floa
         (plain,) = runner.validate(module, verbose=False)
     (metrics,) = runner.validate(module, verbose=False)
     if runner.is_global_zero:
-        assert told(plain["val_loss"], metrics["val_loss"]) in printed.getvalue()
+        assert format_change(plain["val_loss"], metrics["val_loss"]) in printed.getvalue()
     return amax_of(runner.strategy.parallel_model), metrics["val_loss"]
 
 

@@ -47,7 +47,7 @@ PROMPTS = [[1, 2, 3], [7], [4, 4, 9, 30, 8, 1, 0]]
 
 def models(base: str = "llama", kind: str = "llama") -> tuple[GPT, DraftModel]:
     model = GPT(BASES[base]).double()
-    draft = DraftModel(DRAFTS[kind].beside(BASES[base])).double()
+    draft = DraftModel(DRAFTS[kind].for_base(BASES[base])).double()
     for seed, each in enumerate((model, draft)):
         initialize(each, seed)
     with torch.no_grad():
@@ -293,7 +293,7 @@ def test_a_message_may_hold_any_character(tmp_path: Path) -> None:
 def test_the_command_tells_the_length_of_each_category(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ours, other = (Tokenizer.train([text * 9], 262) for text in ("some words of a text ", "other letters "))
     config = replace(SMALL, vocab_size=262, max_sequence_length=64)
-    base, draft = GPT(config), DraftModel(EagleConfig(std=0.3).beside(config))
+    base, draft = GPT(config), DraftModel(EagleConfig(std=0.3).for_base(config))
     for seed, each in enumerate((base, draft)):
         initialize(each, seed)
     save_model(replace(held_model("gpt", config, base), files={FILE: ours.to_json().encode()}), tmp_path / "base")

@@ -13,7 +13,7 @@ from megalight.inference import DynamicEngine, SamplingParams, generate
 from megalight.inference.batch_dimensions import InferenceBatchDimensions
 from megalight.inference.graphs import StepGraphs
 from megalight.models.fused import Layer, fuse
-from megalight.models.hf import HFModel
+from megalight.models.hf_causal_lm import HFModel
 from tests.parallel.graphs.tape import Tape
 from tests.parallel.tiny_transformers import float64, tiny
 

@@ -17,7 +17,7 @@ from megalight.inference import DynamicEngine
 from megalight.inference.fp8_weights import quantize_loaded, quantize_weights
 from megalight.inference.text import load_model
 from megalight.models.gpt import GPT
-from megalight.models.hf import HFModel
+from megalight.models.hf_causal_lm import HFModel
 from megalight.nn.linear import Linear
 from megalight.ops.quantized_weight import stored_of
 from tests.inference.test_engine import alone, ask, tokens_of
@@ -116,7 +116,7 @@ def test_any_weights_are_quantized_and_leave_the_device_with_others() -> None:
 
 
 def test_models_with_code_of_transformers_are_widened_or_refused(tmp_path: Path) -> None:
-    model: Any = SimpleNamespace(root=HFModel.around(theirs("llama")))
+    model: Any = SimpleNamespace(root=HFModel.of(theirs("llama")))
     quantize_loaded(model, tmp_path, "auto", False)  # nothing is read
     with pytest.raises(ConfigurationError, match="LlamaForCausalLM is a model of transformers with its own code"):
         quantize_loaded(model, tmp_path, "fp8", False)

@@ -118,7 +118,7 @@ DRAFT = EagleConfig(auxiliary_layers=(3, 1), std=0.4, num_heads=2)
 
 
 def draft_of(name: str) -> DraftModel:
-    draft = DraftModel(DRAFT.beside(MODELS[name])).double()
+    draft = DraftModel(DRAFT.for_base(MODELS[name])).double()
     initialize(draft, 2)
     return draft
 

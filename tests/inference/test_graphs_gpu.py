@@ -30,7 +30,7 @@ from megalight.models.gpt import (
 from megalight.nn.init import initialize
 from megalight.nn.linear import Linear
 from megalight.nn.moe import MoEConfig
-from megalight.ops.draws import exponentials
+from megalight.ops.philox import exponentials
 from megalight.ops.quantized_weight import stored_of
 from megalight.parallel.graphs.recorder import CUDARecorder
 from megalight.parallel.virtual_memory import why_not
@@ -158,7 +158,7 @@ def speculator_of(kind: str, model: GPT) -> Speculator:
         return NGramSpeculator(3, shortest=1)
     if kind == "small":
         return DraftSpeculator(model, model, 3, max_sequences=24)
-    draft = DraftModel(EagleConfig(auxiliary_layers=(1,), std=0.3).beside(model.config)).cuda().bfloat16()
+    draft = DraftModel(EagleConfig(auxiliary_layers=(1,), std=0.3).for_base(model.config)).cuda().bfloat16()
     initialize(draft, 3)
     return EagleSpeculator(draft, model, 3)
 

@@ -54,7 +54,7 @@ class Told:
 
 
 def draft_of(model: GPT) -> DraftModel:
-    draft = DraftModel(EagleConfig().beside(model.config)).double()
+    draft = DraftModel(EagleConfig().for_base(model.config)).double()
     initialize(draft, 3)
     return draft
 

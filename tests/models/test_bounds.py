@@ -18,7 +18,7 @@ from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.gpt import GPTConfig, GPTModule, MultiTokenConfig
 from megalight.models.gpt.model import GPT
 from megalight.models.gpt.presets import PRESETS
-from megalight.models.saved import blocks, check_held, saved_model
+from megalight.models.loading import blocks, check_held, saved_model
 from megalight.models.stored import held_model, open_model, save_model
 from megalight.nn.canonical import canonical_tensors
 from megalight.nn.moe import MoEConfig, RouterConfig

@@ -22,7 +22,7 @@ from megalight.models.gpt import GPTConfig, GPTModule
 from megalight.models.gpt.hugging_face import config_from_transformers, from_transformers, weight_map
 from megalight.models.hugging_face.export import export
 from megalight.models.hugging_face.folder import Folder
-from megalight.models.saved import transformers_model
+from megalight.models.loading import transformers_model
 from megalight.models.stored import open_model, save_model
 from megalight.nn.canonical import canonical_tensors
 from megalight.parallel.apply import parallelize

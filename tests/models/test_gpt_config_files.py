@@ -17,7 +17,7 @@ from megalight.models.family import Family, families
 from megalight.models.gpt.hugging_face import config_from_transformers, config_to_transformers, settings
 from megalight.models.hugging_face.export import export
 from megalight.models.hugging_face.model_types import NULLABLE, TYPES
-from megalight.models.saved import transformers_model
+from megalight.models.loading import transformers_model
 from megalight.models.stored import open_model
 from megalight.types import PackedSequences
 from tests.support.reference_gpt import relative_error

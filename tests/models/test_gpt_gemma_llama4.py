@@ -18,7 +18,7 @@ from megalight.models.gpt import GPT
 from megalight.models.gpt.hugging_face import config_from_transformers
 from megalight.models.gpt.presets import preset
 from megalight.models.hugging_face.export import export
-from megalight.models.saved import initial_config, whole_source
+from megalight.models.loading import initial_config, whole_source
 from megalight.models.stored import StoredModel, open_model
 from megalight.nn.init import initialize
 from megalight.types import PackedSequences

@@ -38,7 +38,7 @@ from megalight.models.gpt import (
 )
 from megalight.models.gpt.megatron import MegatronFolder, config_of
 from megalight.models.gpt.model import GPT
-from megalight.models.saved import saved_model
+from megalight.models.loading import saved_model
 from megalight.nn.canonical import canonical_tensors
 from megalight.nn.mamba2 import GatedNorm
 from megalight.nn.moe import MoEConfig, RouterConfig, SharedConfig

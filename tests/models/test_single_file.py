@@ -11,7 +11,7 @@ from megalight.errors import CheckpointError
 from megalight.inference.text import TextGenerator, load_model
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.module import GPTModule
-from megalight.models.saved import single_file_model
+from megalight.models.loading import single_file_model
 from megalight.types import TokenBatch
 
 CONFIG = GPTConfig(num_layers=2, hidden_size=16, num_heads=2, vocab_size=30, max_sequence_length=8)

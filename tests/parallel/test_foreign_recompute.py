@@ -12,7 +12,7 @@ from megalight.errors import ConfigurationError
 from megalight.parallel.data_parallel.options import DataParallelOptions
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.recompute import RecomputeOptions, apply_recompute, check_recompute
-from megalight.strategies.refusals import check_whole_models
+from megalight.strategies.validation import check_whole_models
 from tests.parallel.test_recompute import saved, selective
 from tests.parallel.tiny_transformers import tiny, trained
 from tests.support.workers import run

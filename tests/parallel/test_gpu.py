@@ -17,7 +17,7 @@ from megalight.parallel.apply import parallelize
 from megalight.parallel.initial_values import initialize, materialize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.random import RandomStreams
-from megalight.parallel.tensor.shared import ParallelDropout, Shared
+from megalight.parallel.shared_state import ParallelDropout, SharedState
 from megalight.types import PackedSequences
 from tests.parallel.gathering import gather_canonical, relative_error
 from tests.parallel.test_apply import BASE, canonical
@@ -39,7 +39,7 @@ def test_streams_on_the_device() -> None:
 
 
 def test_dropout_is_recomputed_alike() -> None:
-    dropout = ParallelDropout(0.5, Shared(ParallelMesh(2, 1, tp=2)), split=True)
+    dropout = ParallelDropout(0.5, SharedState(ParallelMesh(2, 1, tp=2)), split=True)
     layer = nn.Linear(64, 64, device="cuda")
     x = torch.randn(8, 64, device="cuda", requires_grad=True)
     grads = []

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from megalight.parallel.mesh import ParallelMesh, new_group, uses_backend
-from megalight.parallel.tensor.shared import Shared
+from megalight.parallel.shared_state import SharedState
 from tests.support.workers import run
 
 CHANGED = "torch names groups in another way: see megalight/parallel/mesh.py, _named"
@@ -58,11 +58,11 @@ def test_backends_are_found_where_each_type_of_device_has_its_own(backend: str, 
 
 def _tokens_and_gradients() -> list[bool]:
     """Whether groups of the same ranks differ by what they send."""
-    shared = Shared(ParallelMesh(2, dist.get_rank(), ep=2))
+    shared = SharedState(ParallelMesh(2, dist.get_rank(), ep=2))
     data = shared.mesh.group("dp", "cp")
     assert data is not None
     groups = [data, shared.expert_group, shared.counts_group]
-    assert shared.expert_group is Shared(shared.mesh).expert_group
+    assert shared.expert_group is SharedState(shared.mesh).expert_group
     assert [dist.get_process_group_ranks(group) for group in groups] == [[0, 1]] * 3
     return [one is other for one in groups for other in groups]
 

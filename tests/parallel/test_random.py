@@ -15,7 +15,7 @@ from megalight.parallel.apply import parallelize
 from megalight.parallel.initial_values import initialize, materialize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.random import RandomStreams
-from megalight.parallel.tensor.shared import OwnStream, ParallelDropout, Shared
+from megalight.parallel.shared_state import OwnStream, ParallelDropout, SharedState
 from megalight.types import PackedSequences
 from tests.support.workers import run
 
@@ -99,8 +99,8 @@ def test_unknown_stream() -> None:
 
 def masks() -> dict[str, list[list[float]]]:
     """What each rank's dropout lets through."""
-    shared = Shared(ParallelMesh(2, dist.get_rank(), tp=2))
-    sequence = Shared(ParallelMesh(2, dist.get_rank(), tp=2), sequence_parallel=True)
+    shared = SharedState(ParallelMesh(2, dist.get_rank(), tp=2))
+    sequence = SharedState(ParallelMesh(2, dist.get_rank(), tp=2), sequence_parallel=True)
     torch.manual_seed(0)
     ones = torch.ones(20)
     return {

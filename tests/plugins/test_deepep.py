@@ -27,7 +27,7 @@ from megalight.parallel.interleaved_passes import PassInterleaver
 from megalight.parallel.layout import Layout
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.pipeline.schedules import PipelineOptions
-from megalight.parallel.tensor.shared import Shared
+from megalight.parallel.shared_state import SharedState
 from megalight.plugins import package
 from megalight.types import PackedSequences
 from tests.parallel.expert.model import build
@@ -83,7 +83,7 @@ def _dispatched(
     count = EXPERTS // mesh.ep
     found: list[list[Tensor]] = []
     with stand_in():
-        dispatcher = DISPATCHERS[name](Shared(mesh, expert=ExpertOptions(name, num_sms=12)))
+        dispatcher = DISPATCHERS[name](SharedState(mesh, expert=ExpertOptions(name, num_sms=12)))
         dispatcher.alignment = alignment
 
         def compute() -> None:
@@ -158,7 +158,7 @@ def test_without_the_package(name: str) -> None:
 def test_a_number_of_ranks_without_kernels() -> None:
     wanted = "no kernels for ep x etp = 6 ranks .Unsupported number of EP ranks: 6.*all_to_all"
     with stand_in(), pytest.raises(LayoutError, match=wanted):
-        DISPATCHERS["deepep"](Shared(ParallelMesh(6, 0, ep=3, etp=2)))
+        DISPATCHERS["deepep"](SharedState(ParallelMesh(6, 0, ep=3, etp=2)))
 
 
 def test_a_release_with_another_interface(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +168,7 @@ def test_a_release_with_another_interface(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(deep_ep, "Buffer", Old)
     with stand_in(), pytest.raises(LayoutError, match=r"Buffer\.combine takes no topk_weights, async_finish in this"):
-        DISPATCHERS["deepep"](Shared(ParallelMesh(2, 0, ep=2)))
+        DISPATCHERS["deepep"](SharedState(ParallelMesh(2, 0, ep=2)))
 
     class OldHybrid(deep_ep.HybridEPBuffer):
         def dispatch_with_permute(  # type: ignore[override]
@@ -178,15 +178,15 @@ def test_a_release_with_another_interface(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(deep_ep, "HybridEPBuffer", OldHybrid)
     with stand_in(), pytest.raises(LayoutError, match="dispatch_with_permute takes no num_of_experts_per_rank in this"):
-        DISPATCHERS["hybridep"](Shared(ParallelMesh(2, 0, ep=2)))
+        DISPATCHERS["hybridep"](SharedState(ParallelMesh(2, 0, ep=2)))
     monkeypatch.delattr(deep_ep, "HybridEPBuffer")
     with stand_in(), pytest.raises(LayoutError, match=r"deep_ep has no HybridEPBuffer"):
-        DISPATCHERS["hybridep"](Shared(ParallelMesh(2, 0, ep=2)))
+        DISPATCHERS["hybridep"](SharedState(ParallelMesh(2, 0, ep=2)))
 
 
 def test_rows_that_would_lose_digits() -> None:
     with stand_in():
-        dispatcher = DISPATCHERS["deepep"](Shared(ParallelMesh(2, 0, ep=2)))
+        dispatcher = DISPATCHERS["deepep"](SharedState(ParallelMesh(2, 0, ep=2)))
     routes = Routes(torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int64))
     with pytest.raises(ConfigurationError, match=r"sends bfloat16 rows .* here they are torch.float32"):
         dispatcher.dispatch(torch.ones(1, WIDTH), routes, 2)

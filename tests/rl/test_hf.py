@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megalight.errors import ConfigurationError
-from megalight.models.hf import HFConfig
+from megalight.models.hf_causal_lm import HFConfig
 from megalight.rl import HFGRPOModule
 from megalight.rl.loss import PolicyLoss
 from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy

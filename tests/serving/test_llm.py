@@ -55,7 +55,7 @@ def test_completions_are_those_of_each_prompt_alone(llm: LLM, writer: TextGenera
 
 def test_a_draft_changes_no_text(folder: Path, tmp_path: Path) -> None:
     config = GPTConfig(num_layers=2, hidden_size=16, num_heads=2, vocab_size=272, max_sequence_length=64)
-    base, draft = GPT(config), DraftModel(EagleConfig(auxiliary_layers=(1,), std=0.3).beside(config))
+    base, draft = GPT(config), DraftModel(EagleConfig(auxiliary_layers=(1,), std=0.3).for_base(config))
     for name, kind, model in (("base", "gpt", base), ("draft", "eagle", draft)):
         initialize(model, 0)
         save_model(held_model(kind, model.config, model), tmp_path / name)

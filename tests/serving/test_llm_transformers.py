@@ -13,7 +13,7 @@ from megalight.cli.main import main
 from megalight.data.tokenizer import Tokenizer
 from megalight.errors import ConfigurationError
 from megalight.inference import SamplingParams, TextGenerator
-from megalight.models.hf import HFCausalLM, HFModel
+from megalight.models.hf_causal_lm import HFCausalLM, HFModel
 from megalight.rl.environment import PromptBatch
 from megalight.rl.rollouts import Policy, roll_out
 from megalight.serving import LLM

@@ -152,7 +152,7 @@ def by_hand(
     packed: bool, count: int, config: EagleConfig, kind: str
 ) -> tuple[list[tuple[float, ...]], Mapping[str, Any]]:
     """Objective, and loss and accuracy of each step, of each batch; and the weights at the end."""
-    draft, guide, ids = DraftModel(config.beside(SERVED[kind])).double(), served(kind), config.draft_ids
+    draft, guide, ids = DraftModel(config.for_base(SERVED[kind])).double(), served(kind), config.draft_ids
     initialize(draft, SEED, "model.")
     weights, rows = canonical_tensors(draft), []
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in weights.items()}
@@ -252,7 +252,7 @@ def test_a_draft_learns_beside_experts_on_several_ranks(bases: Path) -> None:
 
 def test_the_export_has_the_tensors_that_engines_read(base: Path, tmp_path: Path) -> None:
     with torch.device("meta"):
-        draft = DraftModel(config().beside(SERVED["dense"]))
+        draft = DraftModel(config().for_base(SERVED["dense"]))
     draft = draft.to_empty(device="cpu")
     initialize(draft, SEED, "model.")
     save_model(held_model("eagle", draft.config, draft), tmp_path / "draft")
@@ -285,10 +285,10 @@ def test_the_export_has_the_tensors_that_engines_read(base: Path, tmp_path: Path
 
 def test_sizes_that_are_left_out_are_those_of_the_base() -> None:
     wide = replace(BASE, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=24)
-    found = EagleConfig().beside(wide)
+    found = EagleConfig().for_base(wide)
     assert (found.num_heads, found.num_kv_heads, found.head_dim) == (4, 2, 24)
-    assert EagleConfig(num_heads=2).beside(wide).head_dim == 16
-    assert EagleConfig(head_dim=12).beside(wide).head_dim == 12
+    assert EagleConfig(num_heads=2).for_base(wide).head_dim == 16
+    assert EagleConfig(head_dim=12).for_base(wide).head_dim == 12
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ def test_the_vocabulary_of_a_draft_comes_from_a_file_or_its_configuration(base: 
 def test_weights_of_a_draft_for_another_base_are_refused(base: Path, tmp_path: Path) -> None:
     large = replace(SERVED["dense"], num_layers=6)
     with torch.device("meta"):
-        draft = DraftModel(EagleConfig(auxiliary_layers=(1, 3, 5)).beside(large))
+        draft = DraftModel(EagleConfig(auxiliary_layers=(1, 3, 5)).for_base(large))
     save_model(held_model("eagle", draft.config, draft.to_empty(device="cpu")), tmp_path / "draft")
     with pytest.raises(ConfigurationError, match="auxiliary_layers has 5, and the base has 4 layers"):
         EagleModule(base, weights=tmp_path / "draft")
@@ -342,7 +342,7 @@ def test_bad_options_are_refused(base: Path, options: dict[str, Any], message: s
 
 def test_the_draft_has_no_stages() -> None:
     with torch.device("meta"):
-        draft = DraftModel(config().beside(SERVED["dense"]))
+        draft = DraftModel(config().for_base(SERVED["dense"]))
     options = Layout(plan=eagle_plan(draft))
     message = r"DraftModel has no pipeline stages: it has one layer\. .*model\.pipeline_parallel"
     with pytest.raises(LayoutError, match=message):

@@ -54,7 +54,7 @@ def record(
     data, base = data_of(folder, packed, val_samples=val_samples), BaseModel(folder / "base", layout or Layout())
     data.trainer = SimpleNamespace(max_steps=STEPS, accumulate_grad_batches=1)  # type: ignore[assignment]
     caching = CachingOptions(micro_batch_size=3, **{"validation": True, **options})
-    cache_hidden_states(base, draft.beside(base.config), data, folder / name, caching)
+    cache_hidden_states(base, draft.for_base(base.config), data, folder / name, caching)
     return folder / name
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from megalight.callbacks import Adapters, TransformersExport
 from megalight.errors import ConfigurationError, LayoutError
-from megalight.models.hf import HFCausalLM, HFConfig
+from megalight.models.hf_causal_lm import HFCausalLM, HFConfig
 from megalight.strategies import MegatronFSDPStrategy, MegatronStrategy
 from megalight.types import TokenBatch
 from tests.strategies.training import ADAM, Losses

@@ -30,7 +30,7 @@ from megalight.parallel.styles import Column, Row
 from megalight.parallel.tensor.overlap.spec import TensorOptions
 from megalight.plugins.precision import MegatronPrecision
 from megalight.strategies import DataParallelOptions, MegatronStrategy, launchers
-from megalight.strategies.refusals import check_tuners
+from megalight.strategies.validation import check_tuners
 from tests.strategies.regression import Plain, batches
 from tests.strategies.toy import ToyModule
 from tests.strategies.training import CONFIGS, WithData

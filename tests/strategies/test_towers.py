@@ -20,7 +20,7 @@ from megalight.errors import ConfigurationError, DataError, LayoutError
 from megalight.inference import generate
 from megalight.inference.images import prepare_images
 from megalight.models.gpt.module import GPTModule
-from megalight.models.saved import saved_model
+from megalight.models.loading import saved_model
 from megalight.models.transforms import Fused
 from megalight.models.vlm.module import VLMModule
 from megalight.parallel.context.attention import ContextOptions

@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     from megalight.errors import ConfigurationError
     from megalight.models.eagle.serving_format import holds_draft, is_draft
     from megalight.models.gpt import megatron
-    from megalight.models.saved import refuse_keys
+    from megalight.models.loading import refuse_keys
     from megalight.models.transforms.peft import is_adapter
 
     if not is_folder(arguments.source) or is_draft(arguments.source):

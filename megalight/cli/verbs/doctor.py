@@ -519,7 +519,7 @@ def rows_of(path: str, degrees: Mapping[str, int] | None = None) -> Iterator[Row
     from megalight.hub import local
     from megalight.models.family import family_of_transformers
     from megalight.models.fused import FusedModule, fuse
-    from megalight.models.hf import HFConfig, HFModel
+    from megalight.models.hf_causal_lm import HFConfig, HFModel
     from megalight.nn.transformers_attention import use_attention
 
     values = dict(read_config(local(path)))

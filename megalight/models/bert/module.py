@@ -13,8 +13,8 @@ from megalight.errors import ConfigurationError
 from megalight.models.batches import IGNORED, pack
 from megalight.models.bert.config import BertConfig, flops_per_token
 from megalight.models.family.module import FamilyModule
+from megalight.models.loading import Keys
 from megalight.models.module import Carry
-from megalight.models.saved import Keys
 from megalight.optim import AdamConfig
 from megalight.types import Loss
 

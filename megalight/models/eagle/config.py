@@ -70,7 +70,7 @@ class EagleConfig(PlainConfig):
             "draft_ids out, or set head=own.",
         )
 
-    def beside(self, base: GPTConfig) -> EagleConfig:
+    def for_base(self, base: GPTConfig) -> EagleConfig:
         """Return the configuration with all sizes, for this base.
 
         Raises:
@@ -129,7 +129,7 @@ class EagleConfig(PlainConfig):
     def layer(self) -> GPTConfig:
         """The same sizes as those of a GPT with one layer, for its builders."""
         if not self.hidden_size:
-            raise ConfigurationError("the draft has no sizes yet; call EagleConfig.beside(base).")
+            raise ConfigurationError("the draft has no sizes yet; call EagleConfig.for_base(base).")
         return GPTConfig(
             num_layers=1,
             hidden_size=self.hidden_size,

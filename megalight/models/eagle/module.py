@@ -17,8 +17,8 @@ from megalight.models.eagle.architecture import read_architecture, read_vocabula
 from megalight.models.eagle.base import BASE, Base, BaseModel, serve
 from megalight.models.eagle.config import EagleConfig
 from megalight.models.family.module import FamilyModule
+from megalight.models.loading import Keys
 from megalight.models.module import Carry
-from megalight.models.saved import Keys
 from megalight.nn import DistillationTarget
 from megalight.ops.divergence import Projection
 from megalight.optim import AdamConfig
@@ -97,7 +97,7 @@ class EagleModule(FamilyModule[EagleConfig]):
             config = replace(config, draft_ids=ids)
         super().__init__(config, optimizer, seed, weights, weights_keys)
         # Also of the configuration in `weights`, whose draft may have served another base.
-        self.config = self.config.beside(self.base_model.config)
+        self.config = self.config.for_base(self.base_model.config)
         self.steps = steps
         self.decay = decay
         self.base: Base = self.base_model.task(self.config.auxiliary_layers)

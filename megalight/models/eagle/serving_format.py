@@ -26,7 +26,7 @@ from megalight.models.eagle.model import DraftModel
 from megalight.models.family import family
 from megalight.models.gpt import GPTConfig
 from megalight.models.gpt.hugging_face.common import rotary_to
-from megalight.models.saved import PREFIX, saved_model
+from megalight.models.loading import PREFIX, saved_model
 from megalight.models.stored import StoredModel, open_model, save_model
 from megalight.nn.canonical import canonical_tensors
 from megalight.parallel.source import Target
@@ -286,7 +286,7 @@ def _usual(config: EagleConfig, source: object, base: str | os.PathLike[str] | N
     served = open_model(base).config
     if not isinstance(served, GPTConfig):
         raise ConfigurationError(f"the base in {base} is no model of the family gpt, and drafts serve these.")
-    return replace(config, auxiliary_layers=config.beside(served).auxiliary_layers)
+    return replace(config, auxiliary_layers=config.for_base(served).auxiliary_layers)
 
 
 def _head_of(source: object, base: str | os.PathLike[str] | None) -> Tensor:

@@ -20,8 +20,7 @@ from megalight.errors import CheckpointError, ConfigurationError
 from megalight.hub import hub_name
 from megalight.models.config import compare
 from megalight.models.family import family
-from megalight.models.module import CANONICAL_PREFIX, Carry, MegalightModule
-from megalight.models.saved import (
+from megalight.models.loading import (
     BASE,
     KEYS,
     Keys,
@@ -32,6 +31,7 @@ from megalight.models.saved import (
     shapes_of,
     unread_of,
 )
+from megalight.models.module import CANONICAL_PREFIX, Carry, MegalightModule
 from megalight.models.transforms import LoRA, describe, rebuild
 from megalight.models.transforms.saved import with_adapters
 from megalight.optim import AdamConfig

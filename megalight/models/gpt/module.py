@@ -16,8 +16,8 @@ from megalight.models.gpt.config import GPTConfig
 from megalight.models.gpt.flops import flops_per_token, weights_of_losses
 from megalight.models.gpt.model import MultiTokenTarget
 from megalight.models.hidden import keeping
+from megalight.models.loading import Keys
 from megalight.models.module import Carry
-from megalight.models.saved import Keys
 from megalight.nn.moe.router import counts_of
 from megalight.ops.row_indexing import put_rows
 from megalight.optim import AdamConfig

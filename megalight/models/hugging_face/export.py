@@ -36,7 +36,7 @@ from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.config import with_floats
 from megalight.models.family import Family
 from megalight.models.hugging_face.folder import GENERATION, UNREAD, is_finite, warn_not_finite
-from megalight.models.saved import PREFIX
+from megalight.models.loading import PREFIX
 from megalight.models.stored import StoredModel
 from megalight.nn.canonical import canonical_tensors, parts
 from megalight.parallel.source import RenamedSource

@@ -27,7 +27,7 @@ from megalight.checkpoint.view import views_of_source
 from megalight.errors import CheckpointError, ConfigurationError, nearest
 from megalight.models.family import Family, WeightConversion, family, family_of_transformers
 from megalight.models.hugging_face.weights import TensorMapping
-from megalight.models.saved import (
+from megalight.models.loading import (
     BASE,
     PREFIX,
     check_held,

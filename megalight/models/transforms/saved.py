@@ -15,7 +15,7 @@ from megalight.checkpoint.view import View, views_of_source
 from megalight.errors import CheckpointError, ConfigurationError, nearest
 from megalight.models.config import compare
 from megalight.models.family import family
-from megalight.models.saved import (
+from megalight.models.loading import (
     BASE,
     PREFIX,
     companions_of,

@@ -13,8 +13,8 @@ from megalight.models.batches import skips
 from megalight.models.family.module import FamilyModule
 from megalight.models.gpt.flops import flops_per_token as flops_of_text
 from megalight.models.gpt.flops import weights_of_losses
+from megalight.models.loading import Keys
 from megalight.models.module import CANONICAL_PREFIX, Carry
-from megalight.models.saved import Keys
 from megalight.models.vision import config as tower
 from megalight.models.vision.config import Passes
 from megalight.models.vision.model import PackedImages

@@ -19,7 +19,7 @@ from megalight.nn.moe.config import BalanceConfig, CapacityConfig, RouterConfig
 from megalight.nn.state import LayerContext
 from megalight.ops.autograd import apply, once_differentiable, save_input, saved_input
 from megalight.ops.batch_invariant import MODE, refuse, rowwise
-from megalight.ops.batch_invariant.product import product as invariant_product
+from megalight.ops.batch_invariant.matmul import product as invariant_product
 from megalight.ops.common import HALF, wide
 from megalight.ops.linear import linear
 from megalight.ops.permute import drop

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megalight.ops.batch_invariant import rowwise
-from megalight.ops.batch_invariant.product import product
+from megalight.ops.batch_invariant.matmul import product
 from megalight.ops.common import lazy, wide
 from megalight.ops.quantized_weight import readable
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from megalight.errors import ConfigurationError
 from megalight.ops.autograd import apply, once_differentiable, recipe_of, save_cast, save_input, saved_input
 from megalight.ops.batch_invariant import MODE, refuse
-from megalight.ops.batch_invariant.product import grouped_product
+from megalight.ops.batch_invariant.matmul import grouped_product
 from megalight.ops.grouped_linear import few_rows, low_precision
 from megalight.ops.grouped_linear.backends import EXAMPLE, PRODUCT, WGRAD, GroupedLinearSpec
 from megalight.ops.grouped_linear.low_precision import stack_precision_of

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megalight.ops.autograd import apply, once_differentiable, recipe_of, save_cast, save_input, saved_input
 from megalight.ops.batch_invariant import MODE, refuse
-from megalight.ops.batch_invariant.product import product as invariant_product
+from megalight.ops.batch_invariant.matmul import product as invariant_product
 from megalight.ops.common import HALF, cuda_why_not, fp8_why_not, last_contiguous, lazy, serve_all, triton_why_not, wide
 from megalight.ops.jit import Value, cdiv, constexpr, jit, tl
 from megalight.ops.linear import aligned

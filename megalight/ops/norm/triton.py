@@ -238,7 +238,7 @@ def _run_backward(
     return grad_x, grad_weight, grad_bias, parts
 
 
-def _told(x: Tensor, parts: Tensor | None) -> Tensor:
+def _annotated(x: Tensor, parts: Tensor | None) -> Tensor:
     return x if parts is None else annotate_amax(x, parts)
 
 
@@ -251,7 +251,7 @@ class _Norm(torch.autograd.Function):
         y, _, mean, rstd, parts = _run_forward(flat, None, weight, bias, eps, center, measure)
         ctx.save_for_backward(flat, weight, mean, rstd)
         ctx.center, ctx.bias_dtype, ctx.measure = center, None if bias is None else bias.dtype, measure
-        return _told(_like(y, x), parts)
+        return _annotated(_like(y, x), parts)
 
     @staticmethod
     @once_differentiable
@@ -262,7 +262,7 @@ class _Norm(torch.autograd.Function):
         grad_x, grad_weight, grad_bias, parts = _run_backward(
             grad, None, flat, weight, mean, rstd, ctx.center, has_bias, ctx.measure
         )
-        grad_x = _told(_like(grad_x, grad_y), parts)
+        grad_x = _annotated(_like(grad_x, grad_y), parts)
         bias = None if grad_bias is None else _gradient(grad_bias, ctx.bias_dtype)
         return grad_x, _gradient(grad_weight, weight.dtype), bias, None, None, None
 
@@ -297,7 +297,7 @@ class _AddNorm(torch.autograd.Function):
         ctx.save_for_backward(total, weight, mean, rstd)
         ctx.center, ctx.bias_dtype = center, None if bias is None else bias.dtype
         ctx.added, ctx.measure, ctx.hidden = residual is not None, measure, hidden
-        return _told(_like(y, x), parts), x if residual is None else _like(total, x)
+        return _annotated(_like(y, x), parts), x if residual is None else _like(total, x)
 
     @staticmethod
     @once_differentiable
@@ -312,7 +312,7 @@ class _AddNorm(torch.autograd.Function):
         grad_x, grad_weight, grad_bias, parts = _run_backward(
             grad, other, total, weight, mean, rstd, ctx.center, has_bias, ctx.measure
         )
-        grad_x = _told(_like(grad_x, grad_y), parts)
+        grad_x = _annotated(_like(grad_x, grad_y), parts)
         other = grad_x if ctx.added else None
         if ctx.hidden is not None:
             for parameter, sums in zip(ctx.hidden, (grad_weight, grad_bias), strict=True):

@@ -102,7 +102,7 @@ class GradReadyCounter:
         """The largest number of arrivals per micro-batch seen so far, per bucket and parameter."""
         for index, bucket in enumerate(buckets):
             for place, (parameter, main_grad) in enumerate(bucket.main_grads):
-                arrived, announced = self._on_arrival(index, place), self._on_announcement(index, place)
+                arrived, announced = self._on_grad_ready(index, place), self._on_announcement(index, place)
                 register_grad_hook(parameter, main_grad, arrived, announced, bucket.autograd_adds)
 
     def begin(self, micro_batches: int, send: bool) -> None:
@@ -158,7 +158,7 @@ class GradReadyCounter:
                 unused[0],
             )
 
-    def _on_arrival(self, index: int, place: int) -> Callable[[], None]:
+    def _on_grad_ready(self, index: int, place: int) -> Callable[[], None]:
         here = weakref.ref(self)  # a hook of a parameter holds this closure: a strong reference would leak the engine
 
         def arrived() -> None:

@@ -64,7 +64,7 @@ class UnitGradients:
         self.recording = False
         for bucket in buckets:
             for info, (parameter, main_grad) in zip(bucket.infos, bucket.main_grads, strict=True):
-                arrived = self._on_arrival(bucket, info.name)
+                arrived = self._on_grad_ready(bucket, info.name)
                 register_grad_hook(parameter, main_grad, arrived, arrived, bucket.autograd_adds)
                 state = state_of(parameter)
                 state.expect_late, state.begin_late = self._on_put_off(bucket), self._on_late(bucket)
@@ -204,7 +204,7 @@ class UnitGradients:
 
         return begin
 
-    def _on_arrival(self, bucket: Bucket, name: str) -> Callable[[], None]:
+    def _on_grad_ready(self, bucket: Bucket, name: str) -> Callable[[], None]:
         here = weakref.ref(self)  # a hook of a parameter holds this closure: a strong reference would leak the engine
         unit = bucket.layout.kind.unit
 

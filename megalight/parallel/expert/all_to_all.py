@@ -180,7 +180,7 @@ class AllToAllDispatcher(ShardedDispatcher):
         # Sorted by expert over all ranks, so rows for one rank are contiguous: the all-to-all needs no further copy.
         copies = permutation(routes.experts, group.size() * num_experts, capacity=capacity)
         sizes = copies.offsets.diff(prepend=copies.offsets.new_zeros(1)).view(group.size(), num_experts)
-        with _beside(sizes):
+        with _side_stream(sizes):
             # Counts first: a receiver must know how many rows come before it can allocate them.
             received, numbers = self.exchange_counts(sizes)
         # the copies are made while the numbers travel
@@ -263,7 +263,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
-def _beside(*counts: Tensor) -> AbstractContextManager[object]:
+def _side_stream(*counts: Tensor) -> AbstractContextManager[object]:
     """Run the exchange of counts on a stream of its own, beside the copies of the tokens."""
     if not counts[0].is_cuda:
         return nullcontext()

@@ -27,7 +27,7 @@ from megalight.parallel.peers.memory import BOUNDARY, Flag, PeerCopyStream, Peer
 from megalight.parallel.peers.spin import Watch
 
 if TYPE_CHECKING:
-    from megalight.parallel.tensor.shared import Shared
+    from megalight.parallel.shared_state import SharedState
 
 
 @DISPATCHERS.register("symmetric")
@@ -38,7 +38,7 @@ class SymmetricDispatcher(AllToAllDispatcher):
         LayoutError: this machine has no symmetric memory. :meth:`connect`: the ranks cannot reach each other's.
     """
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(self, shared: SharedState) -> None:
         super().__init__(shared)
         if (reason := memory.why_not("cuda")) is not None:
             raise _refusal(reason)

@@ -24,7 +24,7 @@ from megalight.registry import Registry
 from megalight.types import PackedSequences
 
 if TYPE_CHECKING:
-    from megalight.parallel.tensor.shared import Shared
+    from megalight.parallel.shared_state import SharedState
 
 
 DISPATCHERS: Registry[Callable[[Any], Dispatcher]] = Registry("dispatcher")
@@ -92,7 +92,7 @@ class ShardedDispatcher(Dispatcher):
         shared: the state that all parallel layers share.
     """
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(self, shared: SharedState) -> None:
         super().__init__()
         self.shared = shared
 
@@ -157,7 +157,7 @@ class RecordedDispatcher(ShardedDispatcher):
         alignment: see :class:`Dispatcher`.
     """
 
-    def __init__(self, shared: Shared, alignment: int) -> None:
+    def __init__(self, shared: SharedState, alignment: int) -> None:
         super().__init__(shared)
         self.alignment = alignment
         # Made now: in a recording, no memory could be exchanged.
@@ -204,7 +204,7 @@ class MeshPool(Pool):
         shared: the state that all parallel layers share.
     """
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(self, shared: SharedState) -> None:
         self.shared = shared
         # Seeds the random logits of `force_balance`, which must differ between ranks.
         self.place = shared.mesh.global_rank
@@ -260,7 +260,7 @@ class EqualTokens:
         shared: the state that all parallel layers share.
     """
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(self, shared: SharedState) -> None:
         self.shared = shared
         mesh = shared.mesh
         within = set(mesh.ranks("ep", "etp")) <= set(mesh.ranks("tp"))

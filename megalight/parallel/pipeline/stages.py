@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalight.attachments import STAGE, keep_apart, overridden, shadow_of
+from megalight.attachments import STAGE, attach_modules, overridden, shadow_of
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.nn.canonical import joined
 from megalight.parallel.initial_values import Elsewhere, on_meta
@@ -505,7 +505,7 @@ class _Entry(nn.Module):
     def __init__(self, run: DeclaredStage, index: int, layer: nn.Module) -> None:
         super().__init__()
         here = index in run.stage.layers
-        keep_apart(self, layer=layer if here else shadow_of(layer, {}, _parameters={}, _buffers={}))
+        attach_modules(self, layer=layer if here else shadow_of(layer, {}, _parameters={}, _buffers={}))
         self.run = run
         self.index = index
 

@@ -20,8 +20,8 @@ from megalight.parallel.context.all_to_all import HeadShare, RowAttention
 from megalight.parallel.context.attention import ContextAttention, ContextDraftAttention
 from megalight.parallel.context.divided_calls import ContextCore, divide_calls, why_not
 from megalight.parallel.context.divided_layers import ContextMean, OwnPart, compute_part, own_features
+from megalight.parallel.shared_state import GroupMean
 from megalight.parallel.styles.style import Splitter, Style, register
-from megalight.parallel.tensor.shared import GroupMean
 
 
 @register

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from megalight.errors import LayoutError
 from megalight.parallel.collectives import all_gather, copy, join, own_slice, split
 from megalight.parallel.context.divided_layers import change_arguments, read_alike
+from megalight.parallel.shared_state import SharedState
 from megalight.parallel.styles.style import Splitter, Style, register
-from megalight.parallel.tensor.shared import Shared
 
 
 @register
@@ -38,7 +38,7 @@ class Boundary(Style):
         """Keep the module, and add hooks."""
         self.add_to(module, splitter.shared)
 
-    def add_to(self, module: nn.Module, shared: Shared) -> None:
+    def add_to(self, module: nn.Module, shared: SharedState) -> None:
         """Add hooks that act while sequence parallelism is on; add none if it is never used.
 
         Hooks are used because foreign modules must keep their type. A model has few of them per layer.
@@ -98,7 +98,7 @@ class Boundary(Style):
                 module, self.arguments, lambda x: self._share(x, shared) if shared.sequence_parallel else x
             )
 
-    def _enter(self, x: Tensor, shared: Shared) -> Tensor:
+    def _enter(self, x: Tensor, shared: SharedState) -> Tensor:
         # The backward of `gather` sums gradients over ranks, as the layers inside see part of the
         # features. That of `join` takes the own share, as gradients are equal there: a sum would make
         # them tp times too large.
@@ -113,7 +113,7 @@ class Boundary(Style):
             )
         return self._share(x, shared)
 
-    def _share(self, x: Tensor, shared: Shared) -> Tensor:
+    def _share(self, x: Tensor, shared: SharedState) -> Tensor:
         if not x.is_floating_point():  # ids have no gradient
             return own_slice(x, shared.group, shared.sequence_dim)
         return split(x, shared.group, shared.sequence_dim)

@@ -10,11 +10,11 @@ from megalight.errors import LayoutError
 from megalight.nn import Embedding, Linear, LMHead, StateComparison, latent_attention
 from megalight.parallel import shard
 from megalight.parallel.expert.dispatch import MeshPool
+from megalight.parallel.shared_state import Tokens
 from megalight.parallel.styles.boundaries import Boundary
 from megalight.parallel.styles.style import Splitter, Style, register
 from megalight.parallel.tensor import embedding_and_head
 from megalight.parallel.tensor.embedding_and_head import ForAllHeads, VocabEmbedding
-from megalight.parallel.tensor.shared import Tokens
 
 
 @register

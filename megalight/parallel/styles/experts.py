@@ -22,9 +22,9 @@ from megalight.parallel.expert import DISPATCHERS
 from megalight.parallel.expert.dispatch import MeshPool
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
+from megalight.parallel.shared_state import SharedState
 from megalight.parallel.styles.style import Splitter, Style, register
 from megalight.parallel.tensor.linear import RowStackAdapter
-from megalight.parallel.tensor.shared import Shared
 
 
 @register
@@ -157,7 +157,7 @@ def _with_a_term_of_the_bias(
 
 
 def _narrow(
-    shared: Shared,
+    shared: SharedState,
     compute: Callable[[Tensor, Tensor, Tensor], Tensor],
     hidden: Tensor,
     experts: Tensor,
@@ -172,7 +172,7 @@ def _narrow(
 def _dispatched(
     module: nn.Module,
     dispatcher: Dispatcher,
-    shared: Shared,
+    shared: SharedState,
     compute: Callable[[Tensor, Tensor, Tensor], Tensor],
     hidden: Tensor,
     experts: Tensor,

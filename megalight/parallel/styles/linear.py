@@ -15,9 +15,9 @@ from megalight.nn.mamba2 import GatedNorm
 from megalight.parallel import shard
 from megalight.parallel.degrees import replicas_of
 from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.shared_state import GroupMean, ParallelDropout, SharedState, Tokens
 from megalight.parallel.styles.style import Rule, Splitter, Style, register
 from megalight.parallel.tensor.linear import ColumnAdapter, ColumnLinear, RowAdapter, RowLinear, column_linear, row_sum
-from megalight.parallel.tensor.shared import GroupMean, ParallelDropout, Shared, Tokens
 
 
 def column_adapters(
@@ -300,7 +300,13 @@ class TransposedColumn(nn.Module):
     """
 
     def __init__(
-        self, weight: nn.Parameter, bias: nn.Parameter | None, sections: int, shared: Shared, tokens: Tokens, name: str
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        sections: int,
+        shared: SharedState,
+        tokens: Tokens,
+        name: str,
     ) -> None:
         super().__init__()
         self.weight = weight
@@ -330,7 +336,7 @@ class TransposedRow(nn.Module):
     """
 
     def __init__(
-        self, weight: nn.Parameter, bias: nn.Parameter | None, shared: Shared, scatter_output: bool, name: str
+        self, weight: nn.Parameter, bias: nn.Parameter | None, shared: SharedState, scatter_output: bool, name: str
     ) -> None:
         super().__init__()
         self.weight = weight

@@ -24,7 +24,7 @@ from megalight.parallel.degrees import replicas_of
 from megalight.parallel.initial_values import SplitOrigin, on_meta
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.shard import ShardSpec
-from megalight.parallel.tensor.shared import OwnStream, ParallelDropout, Shared, has_dropout
+from megalight.parallel.shared_state import OwnStream, ParallelDropout, SharedState, has_dropout
 from megalight.registry import Registry
 
 LINEARS = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
@@ -155,7 +155,7 @@ class Splitter:
         specs: the parameters split so far, by name.
     """
 
-    def __init__(self, model: nn.Module, shared: Shared, prefix: str) -> None:
+    def __init__(self, model: nn.Module, shared: SharedState, prefix: str) -> None:
         self.model = model
         self.shared = shared
         self.prefix = prefix

@@ -14,8 +14,8 @@ from megalight.ops.cross_entropy import linear_cross_entropy, top_token
 from megalight.ops.divergence import Projection, linear_divergence
 from megalight.ops.embedding import embedding
 from megalight.parallel.collectives import all_gather, all_reduce, copy, join, reduce_scatter
+from megalight.parallel.shared_state import SharedState, Tokens
 from megalight.parallel.tensor.linear import column_linear
-from megalight.parallel.tensor.shared import Shared, Tokens
 
 
 class VocabEmbedding(nn.Module):
@@ -33,7 +33,7 @@ class VocabEmbedding(nn.Module):
         self,
         weight: nn.Parameter,
         num_embeddings: int,
-        shared: Shared,
+        shared: SharedState,
         *,
         scatter_output: bool = True,
         padding_idx: int | None = None,
@@ -95,7 +95,7 @@ class VocabLinear(nn.Module):
         weight: nn.Parameter,
         bias: nn.Parameter | None,
         vocab_size: int,
-        shared: Shared,
+        shared: SharedState,
         *,
         tokens: Tokens = "share",
     ) -> None:
@@ -255,7 +255,7 @@ class ForAllHeads(nn.Module):
         shared: the state that all tensor-parallel layers share.
     """
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(self, shared: SharedState) -> None:
         super().__init__()
         self.shared = shared
 

@@ -43,8 +43,8 @@ from megalight.parallel.collectives import (
     start_all_reduce,
 )
 from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.shared_state import SharedState, Tokens
 from megalight.parallel.tensor.overlap.spec import Overlap, Product
-from megalight.parallel.tensor.shared import Shared, Tokens
 
 DIVIDED = "layers that are divided over tensor-parallel ranks, whose sums are rounded as messages are divided"
 
@@ -70,7 +70,7 @@ class ColumnLinear(nn.Module):
         weight: nn.Parameter,
         bias: nn.Parameter | None,
         section_sizes: Sequence[int],
-        shared: Shared,
+        shared: SharedState,
         *,
         tokens: Tokens = "share",
         gather_output: bool = False,
@@ -106,7 +106,7 @@ class ColumnLinear(nn.Module):
 
 
 def column_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, shared: Shared, planned: Tokens = "share", name: str = ""
+    x: Tensor, weight: Tensor, bias: Tensor | None, shared: SharedState, planned: Tokens = "share", name: str = ""
 ) -> Tensor:
     """Apply a column-parallel linear layer, as a function."""
     if shared.group is not None:
@@ -286,7 +286,7 @@ class RowLinear(nn.Module):
         self,
         weight: nn.Parameter,
         bias: nn.Parameter | None,
-        shared: Shared,
+        shared: SharedState,
         name: str = "",
         *,
         scatter_output: bool = True,
@@ -332,7 +332,7 @@ class RowLinear(nn.Module):
         return f"{self.in_features} x {self.shared.mesh.tp} -> {self.out_features}, bias={self.bias is not None}"
 
 
-def row_sum(x: Tensor, weight: Tensor, shared: Shared, scatter_output: bool, name: str = "") -> Tensor:
+def row_sum(x: Tensor, weight: Tensor, shared: SharedState, scatter_output: bool, name: str = "") -> Tensor:
     """Apply a row-parallel linear layer without its bias, as a function."""
     refuse(DIVIDED)
     function = _ScatteredSum if shared.sequence_parallel and scatter_output else _WholeSum
@@ -436,7 +436,7 @@ class ColumnAdapter(Adapter):
         down: nn.Parameter,
         up: nn.Parameter,
         section_sizes: Sequence[int],
-        shared: Shared,
+        shared: SharedState,
         tokens: Tokens,
         dropout: nn.Module | None,
     ) -> None:
@@ -467,7 +467,7 @@ class RowAdapter(Adapter):
     """
 
     def __init__(
-        self, adapter: Adapter, down: nn.Parameter, up: nn.Parameter, shared: Shared, dropout: nn.Module | None
+        self, adapter: Adapter, down: nn.Parameter, up: nn.Parameter, shared: SharedState, dropout: nn.Module | None
     ) -> None:
         super().__init__(down, up, adapter.units, adapter.section_sizes, adapter.adapted, adapter.scale, dropout)
         self.shared = shared

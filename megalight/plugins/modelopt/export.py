@@ -26,7 +26,7 @@ from megalight.imports import version
 from megalight.models.family import WeightConversion, family
 from megalight.models.hugging_face.export import config_values, files_beside
 from megalight.models.hugging_face.weights import WeightMap
-from megalight.models.saved import companions_of, description, saved_model
+from megalight.models.loading import companions_of, description, saved_model
 from megalight.models.stored import StoredModel
 from megalight.nn import LatentAttention, Linear
 from megalight.nn.canonical import Section, canonical_tensors

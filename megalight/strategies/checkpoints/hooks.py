@@ -36,7 +36,7 @@ from megalight.strategies import _lightning
 from megalight.strategies.checkpoints.resuming import Resumed, newer_than_last, open_saved
 from megalight.strategies.checkpoints.saving import Edits, edits_of, save, views
 from megalight.strategies.mesh_strategy import MeshStrategy
-from megalight.strategies.refusals import check_checkpoint_io
+from megalight.strategies.validation import check_checkpoint_io
 
 log = logging.getLogger(__name__)
 

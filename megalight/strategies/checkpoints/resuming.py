@@ -24,8 +24,8 @@ from megalight.checkpoint.ranks import alone
 from megalight.checkpoint.run import changes_matrices
 from megalight.checkpoint.sources import FullPrecision
 from megalight.errors import CheckpointError, MegalightError
+from megalight.models.loading import holds_base, needs_base, widest
 from megalight.models.module import CANONICAL_PREFIX, MegalightModule
-from megalight.models.saved import holds_base, needs_base, widest
 from megalight.ops.quantized_weight import stored_of
 from megalight.optim import schedules
 from megalight.optim.configured import Configured, go_on

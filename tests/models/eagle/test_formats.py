@@ -18,7 +18,7 @@ from megalight.errors import CheckpointError, ConfigurationError
 from megalight.models.eagle import DraftModel, EagleConfig, export_draft, import_draft, read_architecture
 from megalight.models.eagle.architecture import DEFAULTS, read_vocabulary
 from megalight.models.gpt import GPTConfig, LatentConfig
-from megalight.models.saved import saved_model
+from megalight.models.loading import saved_model
 from megalight.models.stored import held_model, save_model
 from megalight.nn import DraftState
 from megalight.nn.canonical import canonical_tensors
@@ -42,7 +42,7 @@ DRAFTS = {"llama": LLAMA, "kimi": KIMI, "direct": replace(KIMI, latent=replace(K
 
 
 def saved(folder: Path, config: EagleConfig) -> DraftModel:
-    draft = DraftModel(config.beside(BASE))
+    draft = DraftModel(config.for_base(BASE))
     initialize(draft, 3)
     save_model(held_model("eagle", draft.config, draft), folder)
     return draft

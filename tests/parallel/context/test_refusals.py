@@ -20,8 +20,8 @@ from megalight.parallel.context.attention import KINDS, ContextAttention, Contex
 from megalight.parallel.context.spec import ContextGroups
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plan import ParallelizePlan
+from megalight.parallel.shared_state import OwnStream
 from megalight.parallel.styles import ContextRegion
-from megalight.parallel.tensor.shared import OwnStream
 from megalight.registry import Backend
 from megalight.types import PackedSequences
 from tests.parallel.test_apply import BASE

@@ -34,8 +34,8 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.shard import check_cover
+from megalight.parallel.shared_state import SharedState
 from megalight.parallel.styles import Expert
-from megalight.parallel.tensor.shared import Shared
 from megalight.types import PackedSequences
 from tests.parallel.expert.model import CONFIG, MOE, build
 from tests.parallel.gathering import gather_canonical, relative_error
@@ -218,7 +218,7 @@ def test_a_fixed_number_of_rows_needs_no_wait_where_ranks_have_equally_many_toke
 def _broken_promise() -> str:
     """Rank 0 repeats its number of tokens, and rank 1 brings a new one."""
     mesh = ParallelMesh(2, dist.get_rank(), ep=2)
-    dispatcher = AllToAllDispatcher(Shared(mesh, expert=ExpertOptions(equal_tokens=True)))
+    dispatcher = AllToAllDispatcher(SharedState(mesh, expert=ExpertOptions(equal_tokens=True)))
     one, more = Expected(EXTREMES["some dropped"][0]), Expected(EXTREMES["some dropped"][0] + [[0, 1]])
     dispatcher.dispatch(one.hidden, one.routes, 2, 3)
     now = more if mesh.rank("ep") else one
@@ -232,9 +232,9 @@ def test_a_broken_promise_is_told_on_every_rank() -> None:
         assert "equal_tokens=True, but the ranks along ep and etp bring [2, 3] tokens. Make batches" in message
     with pytest.raises(LayoutError, match="equal_tokens=True with dispatcher='deepep'"):
         ExpertOptions("deepep", equal_tokens=True)
-    shares = Shared(ParallelMesh(4, 0, tp=4, ep=2, etp=2))
+    shares = SharedState(ParallelMesh(4, 0, tp=4, ep=2, etp=2))
     assert shares.equal_tokens.holds  # shares along tp
-    assert not Shared(ParallelMesh(4, 0, tp=2, ep=4)).equal_tokens.holds
+    assert not SharedState(ParallelMesh(4, 0, tp=2, ep=4)).equal_tokens.holds
 
 
 def _groups_of_messages() -> tuple[int, bool, bool]:

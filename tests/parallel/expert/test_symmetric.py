@@ -24,7 +24,7 @@ from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.model import ParallelModel
 from megalight.parallel.peers import memory
 from megalight.parallel.peers.memory import BOUNDARY
-from megalight.parallel.tensor.shared import Shared
+from megalight.parallel.shared_state import SharedState
 from tests.parallel.expert import test_dispatch, test_overlap
 from tests.parallel.expert.model import build
 from tests.parallel.peers.shared_files import symmetric_on_cpu
@@ -214,7 +214,7 @@ def test_traffic_goes_back_the_way_it_came() -> None:
 
 
 def test_machines_without_such_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    shared = Shared(ParallelMesh(2, 0, ep=2), expert=ExpertOptions("symmetric"))
+    shared = SharedState(ParallelMesh(2, 0, ep=2), expert=ExpertOptions("symmetric"))
     monkeypatch.setattr(memory, "why_not", lambda device: f"needs a tensor on {device}, and there is none")
     with pytest.raises(LayoutError, match=r"'symmetric' cannot serve: it needs .* Set dispatcher='all_to_all'"):
         SymmetricDispatcher(shared)

@@ -10,13 +10,13 @@ from torch import nn
 
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.peers.one_shot import OneShotCollectives
-from megalight.parallel.tensor.shared import Shared
+from megalight.parallel.shared_state import SharedState
 
 MOST, FEATURES = 1024, 16
 
 
 def _found(shape: tuple[int, ...], training: bool = False) -> Any:
-    shared, way = Shared(ParallelMesh(2, 0, tp=2)), object.__new__(OneShotCollectives)
+    shared, way = SharedState(ParallelMesh(2, 0, tp=2)), object.__new__(OneShotCollectives)
     way.most = MOST
     vars(shared)["_one_shot"] = way
     on_gpu: Any = SimpleNamespace(is_cuda=True, shape=shape, numel=lambda: prod(shape), dtype=torch.bfloat16)

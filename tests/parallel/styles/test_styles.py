@@ -12,6 +12,7 @@ from megalight.errors import LayoutError
 from megalight.parallel.apply import parallelize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.plan import ParallelizePlan
+from megalight.parallel.shared_state import ParallelDropout
 from megalight.parallel.styles import (
     Attributes,
     Channels,
@@ -25,7 +26,6 @@ from megalight.parallel.styles import (
     Vocab,
     VocabHeadStyle,
 )
-from megalight.parallel.tensor.shared import ParallelDropout
 
 MESH = ParallelMesh(4, 2, tp=4)
 

@@ -10,17 +10,17 @@ from torch import Tensor, nn
 
 from megalight.ops.parameter import collect
 from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.shared_state import SharedState
 from megalight.parallel.tensor import linear
 from megalight.parallel.tensor.linear import ColumnLinear
 from megalight.parallel.tensor.overlap import spec
-from megalight.parallel.tensor.shared import Shared
 from tests.support.workers import run
 
 
 def layer(sequence_parallel: bool) -> tuple[ColumnLinear, Tensor, Tensor, Tensor]:
     """This rank's layer and input, the whole weight and the whole input."""
     size, rank = dist.get_world_size(), dist.get_rank()
-    shared = Shared(ParallelMesh(size, rank, tp=size), sequence_parallel)
+    shared = SharedState(ParallelMesh(size, rank, tp=size), sequence_parallel)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(6 * size, 5, generator=generator, dtype=torch.float64)
     x = torch.randn(4 * size, 5, generator=generator, dtype=torch.float64)

@@ -14,11 +14,11 @@ from megalight.ops.linear.low_precision import LowPrecision, Session, precision_
 from megalight.ops.parameter import state_of
 from megalight.ops.quantize.recipes import recipe
 from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.shared_state import SharedState
 from megalight.parallel.tensor import linear as row
 from megalight.parallel.tensor.linear import RowLinear, column_linear
 from megalight.parallel.tensor.overlap import spec
 from megalight.parallel.tensor.overlap.spec import TensorOptions
-from megalight.parallel.tensor.shared import Shared
 from tests.ops.test_linear import Parameter, with_main_grad
 from tests.support.workers import run
 
@@ -39,7 +39,7 @@ def _weight(name: str, session: Session) -> Parameter:
 
 def _compare(name: str, dim: int, shape: tuple[int, ...], wait: bool, kept: bool = False) -> dict[str, Any]:
     rank, size = dist.get_rank(), dist.get_world_size()
-    shared = Shared(ParallelMesh(size, rank, tp=size), True, dim, tensor=TensorOptions(keep_gathered=kept))
+    shared = SharedState(ParallelMesh(size, rank, tp=size), True, dim, tensor=TensorOptions(keep_gathered=kept))
     generator = torch.Generator().manual_seed(1)
     sent: list[torch.dtype] = []
     saved: list[Tensor] = []
@@ -112,7 +112,7 @@ def test_other_recipes_gather_the_input() -> None:
 def _gradients(name: str, dim: int, shape: tuple[int, ...], wait: bool) -> dict[str, Any]:
     """A layer that sums over ranks, with its gradient gathered quantized, and gathered before it is cast."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    shared = Shared(ParallelMesh(size, rank, tp=size), True, dim)
+    shared = SharedState(ParallelMesh(size, rank, tp=size), True, dim)
     tokens = tuple(n // size if d == dim else n for d, n in enumerate(shape[:-1]))
     ways: list[dict[str, Any]] = []
     gather_gradient = row.gather_gradient

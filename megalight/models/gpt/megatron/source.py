@@ -25,7 +25,7 @@ from megalight.models.gpt.config import GPTConfig
 from megalight.models.gpt.megatron import buckets
 from megalight.models.gpt.megatron.arguments import COMMON, config_of
 from megalight.models.gpt.megatron.param_mapping import OPTIMIZER, ParamMapping, map_params, plain
-from megalight.models.saved import check_held
+from megalight.models.loading import check_held
 from megalight.parallel.shard import boxes
 from megalight.parallel.source import FillReport, Target
 

@@ -16,14 +16,14 @@ from megalight.errors import ConfigurationError, LayoutError
 from megalight.models.gpt import GPT, GPTConfig
 from megalight.models.gpt.plan import gpt_plan
 from megalight.ops.parameter import state_of
+from megalight.parallel import shared_state as shared_module
 from megalight.parallel.apply import check_overlap, parallelize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.peers import memory
-from megalight.parallel.tensor import shared as shared_module
+from megalight.parallel.shared_state import OVERLAPS, SharedState, choose, gains_by_recording, steps_recorded
 from megalight.parallel.tensor.linear import ColumnLinear
 from megalight.parallel.tensor.overlap import symmetric
 from megalight.parallel.tensor.overlap.spec import MAX_CTAS, OverlapSpec, TensorOptions
-from megalight.parallel.tensor.shared import OVERLAPS, Shared, choose, gains_by_recording, steps_recorded
 from tests.parallel.test_apply import BASE
 from tests.support.workers import run
 
@@ -138,7 +138,7 @@ def per_layer(limit: int | None) -> tuple[list[str], list[int | None]]:
         return dist.group.WORLD
 
     options = TensorOptions(overlap={"*.qkv": "pipelined", "*.proj": "plain"}, max_ctas=limit)
-    shared = Shared(ParallelMesh(2, dist.get_rank(), tp=2), True, tensor=options)
+    shared = SharedState(ParallelMesh(2, dist.get_rank(), tp=2), True, tensor=options)
     x, weight = torch.zeros(2, 4), torch.zeros(6, 4)
     with patch.object(shared_module, "new_group", group), patch.object(dist, "get_backend", lambda: "nccl"):
         ways = [shared.overlap(f"layers.0.{name}", x, weight) for name in ("qkv", "proj", "up", "qkv")]
@@ -153,7 +153,7 @@ def test_patterns_and_the_limit_on_sms_act() -> None:
 
 
 def limited(way: str) -> None:
-    shared = Shared(ParallelMesh(2, dist.get_rank(), tp=2), True, tensor=TensorOptions(overlap=way, max_ctas=5))
+    shared = SharedState(ParallelMesh(2, dist.get_rank(), tp=2), True, tensor=TensorOptions(overlap=way, max_ctas=5))
     for _ in range(2):
         with pytest.raises(ConfigurationError, match=r"TensorOptions\.max_ctas=5 limits.*here is gloo\. Remove it"):
             shared.overlap("qkv", torch.zeros(2, 4), torch.zeros(6, 4))
@@ -168,7 +168,7 @@ def kept(keep: bool) -> tuple[int, int]:
     """Numbers that a column layer keeps, and gathers in the backward pass."""
     gathers = []
     options = TensorOptions(keep_gathered=keep)
-    shared = Shared(ParallelMesh(2, dist.get_rank(), tp=2), True, tensor=options)
+    shared = SharedState(ParallelMesh(2, dist.get_rank(), tp=2), True, tensor=options)
     module = ColumnLinear(nn.Parameter(torch.ones(6, 5)), None, [6], shared)
     x = torch.ones(4, 5, requires_grad=True)
     way = shared.overlap("", x, module.weight)

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from megalight.ops.parameter import collect
 from megalight.parallel.mesh import ParallelMesh
+from megalight.parallel.shared_state import SharedState
 from megalight.parallel.tensor.linear import ColumnLinear, RowLinear
 from megalight.parallel.tensor.overlap import symmetric
 from megalight.parallel.tensor.overlap.spec import TensorOptions
-from megalight.parallel.tensor.shared import Shared
 from tests.support.nccl import runs_of
 
 pytestmark = pytest.mark.gpu
@@ -30,7 +30,7 @@ OPTIONS = [
 ]
 
 
-def mlp(shared: Shared, dtype: torch.dtype) -> nn.Sequential:
+def mlp(shared: SharedState, dtype: torch.dtype) -> nn.Sequential:
     """A column and a row layer of this rank, whose weight gradients go to float32."""
     tp, rank = shared.mesh.tp, shared.mesh.rank("tp")
     generator = torch.Generator("cuda").manual_seed(rank)
@@ -62,8 +62,8 @@ def _compare(options: TensorOptions) -> None:
     symmetric.LEAST_BYTES = 0  # in a process of the test's own
     rank, size = dist.get_rank(), dist.get_world_size()
     mesh = ParallelMesh(size, rank, tp=size)
-    plain = Shared(mesh, True, tensor=TensorOptions(overlap="plain"))
-    exact, module = mlp(plain, torch.float32), mlp(Shared(mesh, True, tensor=options), torch.bfloat16)
+    plain = SharedState(mesh, True, tensor=TensorOptions(overlap="plain"))
+    exact, module = mlp(plain, torch.float32), mlp(SharedState(mesh, True, tensor=options), torch.bfloat16)
     for mine, theirs in zip(module.parameters(), exact.parameters(), strict=True):
         theirs.data.copy_(mine.data)
     results = []
@@ -91,7 +91,9 @@ def _recorded(overlap: str) -> None:
     symmetric.LEAST_BYTES = 0
     rank, size = dist.get_rank(), dist.get_world_size()
     mesh, tokens = ParallelMesh(size, rank, tp=size), 256
-    modules = [mlp(Shared(mesh, True, tensor=TensorOptions(overlap=way)), torch.bfloat16) for way in ("plain", overlap)]
+    modules = [
+        mlp(SharedState(mesh, True, tensor=TensorOptions(overlap=way)), torch.bfloat16) for way in ("plain", overlap)
+    ]
     for mine, theirs in zip(modules[1].parameters(), modules[0].parameters(), strict=True):
         mine.data.copy_(theirs.data)
     x = torch.randn(tokens, WIDTH, device="cuda").bfloat16().requires_grad_()
@@ -125,7 +127,9 @@ def _recorded(overlap: str) -> None:
 def _limited(limit: int) -> None:
     """The limit reaches NCCL."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    shared = Shared(ParallelMesh(size, rank, tp=size), True, tensor=TensorOptions(overlap="pipelined", max_ctas=limit))
+    shared = SharedState(
+        ParallelMesh(size, rank, tp=size), True, tensor=TensorOptions(overlap="pipelined", max_ctas=limit)
+    )
     options = shared.message_group._get_backend(torch.device("cuda", rank)).options
     assert options.config.max_ctas == limit
     assert options.is_high_priority_stream

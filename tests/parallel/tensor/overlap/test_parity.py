@@ -14,9 +14,9 @@ from megalight.models.gpt.plan import gpt_plan
 from megalight.parallel.apply import parallelize
 from megalight.parallel.mesh import ParallelMesh
 from megalight.parallel.recompute import RecomputeOptions, apply_recompute
+from megalight.parallel.shared_state import SharedState
 from megalight.parallel.tensor.linear import ColumnLinear, RowLinear
 from megalight.parallel.tensor.overlap.spec import TensorOptions
-from megalight.parallel.tensor.shared import Shared
 from tests.parallel.peers.shared_files import symmetric_on_cpu
 from tests.parallel.test_apply import BASE, VARIANTS, batch, jitter, parity, twin
 from tests.support.workers import run
@@ -99,7 +99,7 @@ def rows_of_tokens(kind: str) -> dict[str, float]:
     )
 
     def gradients(tensor: TensorOptions, frozen: int | None, plain_input: bool) -> list[torch.Tensor]:
-        shared = Shared(mesh, True, sequence_dim=1, tensor=tensor)
+        shared = SharedState(mesh, True, sequence_dim=1, tensor=tensor)
         up, bias, down = (nn.Parameter(weight.clone(), requires_grad=i != frozen) for i, weight in enumerate(weights))
         module = nn.Sequential(ColumnLinear(up, bias, [6], shared), RowLinear(down, None, shared))
         own = x.clone().requires_grad_(not plain_input)

@@ -17,8 +17,8 @@ from megalight.errors import CheckpointError
 from megalight.first_rank import only_first
 from megalight.models.config import compare
 from megalight.models.family import WeightConversion
-from megalight.models.hf.config import HFConfig
-from megalight.models.hf.model import HFModel
+from megalight.models.hf_causal_lm.config import HFConfig
+from megalight.models.hf_causal_lm.model import HFModel
 from megalight.models.hugging_face.weights import NUMBER, TensorMapping, WeightMap
 
 log = logging.getLogger(__name__)

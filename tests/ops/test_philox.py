@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megalight.imports import has
-from megalight.ops.draws import draws, exponentials
+from megalight.ops.philox import draws, exponentials
 
 
 def test_are_those_of_philox() -> None:
@@ -29,7 +29,7 @@ def test_are_those_of_philox() -> None:
 @pytest.mark.parametrize("size", [1, 6, 5000])
 def test_kernels_draw_the_same(size: int) -> None:
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is declared
-    module = importlib.import_module("megalight.ops.draws")
+    module = importlib.import_module("megalight.ops.philox")
     seeds, positions = torch.tensor([0, 2**63 - 1, 3 << 31]), torch.tensor([5, 0, 2**31 + 3])
     assert torch.equal(module.triton_draws(seeds, positions, size), draws(seeds, positions, size, backend="reference"))
 

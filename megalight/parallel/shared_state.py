@@ -30,14 +30,14 @@ from megalight.parallel.tensor.overlap.pipelined import Messages, Pipelined, pie
 from megalight.parallel.tensor.overlap.spec import MAX_CTAS, Overlap, OverlapSpec, TensorOptions
 from megalight.registry import Backend, BackendRegistry
 
-Make: TypeAlias = "Callable[[Shared], Overlap]"
+Make: TypeAlias = "Callable[[SharedState], Overlap]"
 
 
-def _pipelined(shared: Shared) -> Overlap:
+def _pipelined(shared: SharedState) -> Overlap:
     return Pipelined(shared.tp_group, Messages(shared.message_group), shared.tensor.pieces)
 
 
-def _symmetric(shared: Shared) -> Overlap:
+def _symmetric(shared: SharedState) -> Overlap:
     return symmetric.Symmetric(shared.tp_group, shared.tensor.pieces)
 
 
@@ -84,7 +84,7 @@ sequence parallelism all inputs are whole.
 
 
 @dataclass
-class Shared:
+class SharedState:
     """State shared by the tensor-parallel layers: one object per parallel model.
 
     Attributes:
@@ -257,7 +257,7 @@ class Shared:
         """Return the tokens that a layer receives now; ``planned`` holds under sequence parallelism."""
         return planned if self.sequence_parallel else "whole"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Shared:
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedState:
         """Return the same object, so that copies of a model share it: process groups cannot be copied."""
         return self
 
@@ -282,9 +282,9 @@ def gains_by_recording(model: nn.Module) -> bool:
     return any(shared.gains_by_recording() for shared in _states(model))
 
 
-def _states(model: nn.Module) -> list[Shared]:
+def _states(model: nn.Module) -> list[SharedState]:
     found = [getattr(module, "shared", None) for module in model.modules()]
-    return list({id(shared): shared for shared in found if isinstance(shared, Shared)}.values())
+    return list({id(shared): shared for shared in found if isinstance(shared, SharedState)}.values())
 
 
 @dataclass(frozen=True)
@@ -298,7 +298,7 @@ class GroupMean:
         ranks: number of ranks that hold a group.
     """
 
-    shared: Shared
+    shared: SharedState
     ranks: int
 
     def __call__(self, part: Tensor) -> Tensor:
@@ -318,7 +318,7 @@ class ParallelDropout(nn.Module):
         split: the input differs between ranks even without sequence parallelism.
     """
 
-    def __init__(self, p: float, shared: Shared, *, split: bool = False) -> None:
+    def __init__(self, p: float, shared: SharedState, *, split: bool = False) -> None:
         super().__init__()
         self.p = p
         self.shared = shared
@@ -346,7 +346,7 @@ class OwnStream(nn.Module):
         shared: the state that all tensor-parallel layers share.
     """
 
-    def __init__(self, module: nn.Module, shared: Shared) -> None:
+    def __init__(self, module: nn.Module, shared: SharedState) -> None:
         super().__init__()
         self.module = module
         self.shared = shared

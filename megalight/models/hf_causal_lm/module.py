@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from megalight.errors import ConfigurationError
 from megalight.models.batches import IGNORED, masked_sum, pack
 from megalight.models.family.module import FamilyModule
-from megalight.models.hf.config import HFConfig
-from megalight.models.hf.model import HFModel
+from megalight.models.hf_causal_lm.config import HFConfig
+from megalight.models.hf_causal_lm.model import HFModel
+from megalight.models.loading import Keys
 from megalight.models.module import Carry
-from megalight.models.saved import Keys
 from megalight.optim import AdamConfig
 from megalight.parallel.apply import whole_tokens
 from megalight.types import Loss, TokenBatch, WithResults

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megalight.errors import ConfigurationError, LayoutError
 from megalight.models.fused import CausalLM
-from megalight.models.hf.config import HFConfig
+from megalight.models.hf_causal_lm.config import HFConfig
 from megalight.nn.state import KeysAndValues, Slots
 from megalight.nn.transformers_attention import Core, MaskPattern, calling, plain, use_attention, why_not_packed
 from megalight.ops.batch_invariant import refuse
@@ -129,7 +129,7 @@ class HFModel(nn.Module):
         self._caches: dict[nn.Module, AttentionCache] = {}
 
     @classmethod
-    def around(cls, net: Any) -> Self:
+    def of(cls, net: Any) -> Self:
         """Return a model of ``transformers`` as one on packed tokens, which shares its weights.
 
         Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megalight.models.hf.model import HFModel
+from megalight.models.hf_causal_lm.model import HFModel
 from megalight.parallel.model_plans import plan_for
 from megalight.parallel.plan import ParallelizePlan
 from megalight.parallel.styles import InterfaceRegion

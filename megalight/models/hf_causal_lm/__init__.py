@@ -4,11 +4,11 @@ from importlib import import_module
 
 from megalight.imports import lazy_members
 from megalight.models.family import Family, register
-from megalight.models.hf.config import HFConfig as HFConfig
-from megalight.models.hf.model import HFModel as HFModel
-from megalight.models.hf.model import HFOutput as HFOutput
-from megalight.models.hf.plan import hf_plan
-from megalight.models.hf.weights import HFConversion, weight_map, write_config
+from megalight.models.hf_causal_lm.config import HFConfig as HFConfig
+from megalight.models.hf_causal_lm.model import HFModel as HFModel
+from megalight.models.hf_causal_lm.model import HFOutput as HFOutput
+from megalight.models.hf_causal_lm.plan import hf_plan
+from megalight.models.hf_causal_lm.weights import HFConversion, weight_map, write_config
 from megalight.registry import Registry
 
 PRESETS: Registry[HFConfig] = Registry("preset of hf")
@@ -21,7 +21,7 @@ register(
         model=HFModel,
         plan=hf_plan,
         presets=PRESETS,
-        module=lambda: import_module("megalight.models.hf.module").HFCausalLM,
+        module=lambda: import_module("megalight.models.hf_causal_lm.module").HFCausalLM,
         # No type: those that another family reads are read by that one where no family is named.
         generates=True,
         weights=HFConversion((), lambda values: HFConfig(dict(values)), weight_map, write_config),
@@ -29,4 +29,4 @@ register(
 )
 
 # Late: it imports Lightning, which the model itself does not need.
-__getattr__ = lazy_members(__name__, {"HFCausalLM": "megalight.models.hf.module"})
+__getattr__ = lazy_members(__name__, {"HFCausalLM": "megalight.models.hf_causal_lm.module"})
