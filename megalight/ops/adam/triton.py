@@ -162,44 +162,21 @@ def adam_step(
         step_size, root_correction = rate / (1 - beta1 ** float(step)), (1 - beta2 ** float(step)) ** -0.5
     if not param.numel():
         return
+    given = quantized_out
     _step[(cdiv(param.numel(), BLOCK),)](
-        param,
-        grad,
-        exp_avg,
-        exp_avg_sq,
-        *exponents,
-        out if quantized_out is None else quantized_out.data,
-        None if quantized_out is None else quantized_out.amax,
-        None if quantized_out is None or quantized_out.largest is None else quantized_out.largest.view(torch.int32),
-        None if grad_scale is None else grad_scale.float(),
-        scalars,
-        param.numel(),
-        rate,
-        step_size,
-        root_correction,
-        beta1,
-        beta2,
-        # Computed in float64 on the host. In the kernel, 1 - 0.999 in float32 would be wrong in the fifth digit.
-        1 - beta1,
-        1 - beta2,
-        eps,
-        float(weight_decay),
-        shift,
-        FIRST=_form(exp_avg, exponents[0]),
-        SECOND=_form(exp_avg_sq, exponents[1]),
-        DECOUPLED=decoupled,
-        SCALED=grad_scale is not None,
-        COPY=out is not None,
-        QUANTIZE_OUT=quantized_out is not None,
-        TELL=quantized_out is not None and quantized_out.largest is not None,
-        BEFORE=TYPES[torch.float32 if quantized_out is None else quantized_out.rounded],
-        TOP=1.0 if quantized_out is None else LARGEST[quantized_out.scheme.format],
-        SMALLEST=TINY,
-        POWER=quantized_out is not None and quantized_out.scheme.scale == "power",
-        ON_DEVICE=on_device,
-        BLOCK=BLOCK,
-        num_warps=4,
-    )
+        param, grad, exp_avg, exp_avg_sq, *exponents, out if given is None else given.data,
+        None if given is None else given.amax,
+        None if given is None or given.largest is None else given.largest.view(torch.int32),
+        None if grad_scale is None else grad_scale.float(), scalars, param.numel(), rate, step_size, root_correction,
+        # The rests in float64 on the host. In the kernel, 1 - 0.999 in float32 would be wrong in the fifth digit.
+        beta1, beta2, 1 - beta1, 1 - beta2, eps, float(weight_decay), shift,
+        FIRST=_form(exp_avg, exponents[0]), SECOND=_form(exp_avg_sq, exponents[1]), DECOUPLED=decoupled,
+        SCALED=grad_scale is not None, COPY=out is not None, QUANTIZE_OUT=given is not None,
+        TELL=given is not None and given.largest is not None,
+        BEFORE=TYPES[torch.float32 if given is None else given.rounded],
+        TOP=1.0 if given is None else LARGEST[given.scheme.format], SMALLEST=TINY,
+        POWER=given is not None and given.scheme.scale == "power", ON_DEVICE=on_device, BLOCK=BLOCK, num_warps=4,
+    )  # fmt: skip
 
 
 def _form(moment: Tensor, exponents: Tensor | None) -> int:

@@ -156,23 +156,12 @@ def _run_apply(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward:
     tokens, heads, head_dim = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if tokens:
+        # More warps for wide tokens, as one program serves all heads.
         _apply[(tokens,)](
-            x,
-            out,
-            cos,
-            sin,
-            x.stride(0),
-            x.stride(1),
-            out.stride(0),
-            out.stride(1),
-            HEADS=heads,
-            HEAD_BLOCK=next_power(heads),
-            **_shape(head_dim, cos.shape[-1]),
-            INTERLEAVED=interleaved,
-            BACKWARD=backward,
-            # More warps for wide tokens, as one program serves all heads.
-            num_warps=4 if heads * head_dim <= 8192 else 8,
-        )
+            x, out, cos, sin, *x.stride()[:2], *out.stride()[:2],
+            HEADS=heads, HEAD_BLOCK=next_power(heads), **_shape(head_dim, cos.shape[-1]), INTERLEAVED=interleaved,
+            BACKWARD=backward, num_warps=4 if heads * head_dim <= 8192 else 8,
+        )  # fmt: skip
     return out
 
 

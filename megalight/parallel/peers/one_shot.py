@@ -77,14 +77,9 @@ class OneShotCollectives:
         pdl = OVERLAP.on
         _reduce[(cdiv(words, WORDS),)](
             *(_words(x), _words(y), self._begins, self._calls, words, step, self._stride),
-            RANK=self.rank,
-            RANKS=self.ranks,
-            DTYPE=getattr(tl, str(x.dtype).removeprefix("torch.")),
-            WORDS=WORDS,
-            PDL=pdl,
-            launch_pdl=pdl,
-            num_warps=4,
-        )
+            RANK=self.rank, RANKS=self.ranks, DTYPE=getattr(tl, str(x.dtype).removeprefix("torch.")), WORDS=WORDS,
+            PDL=pdl, launch_pdl=pdl, num_warps=4,
+        )  # fmt: skip
 
     def all_gather(self, first: Tensor, second: Tensor, third: Tensor) -> list[Tensor]:
         """Return each of three tensors of all ranks, concatenated along dim 0, by one kernel."""
@@ -93,15 +88,9 @@ class OneShotCollectives:
         sizes = [part.numel() * part.element_size() // 4 for part in parts]
         ends, pdl = [*accumulate(cdiv(size, WORDS) for size in sizes)], OVERLAP.on
         _gather[(ends[-1],)](
-            *(*map(_words, parts), *map(_words, found), *sizes, *ends[:-1]),
-            *(self._begins, self._calls, self._stride),
-            RANK=self.rank,
-            RANKS=self.ranks,
-            WORDS=WORDS,
-            PDL=pdl,
-            launch_pdl=pdl,
-            num_warps=4,
-        )
+            *(*map(_words, parts), *map(_words, found), *sizes, *ends[:-1]), *(self._begins, self._calls, self._stride),
+            RANK=self.rank, RANKS=self.ranks, WORDS=WORDS, PDL=pdl, launch_pdl=pdl, num_warps=4,
+        )  # fmt: skip
         return found
 
 
@@ -185,19 +174,9 @@ def _next_call(calls: Value, program: Value, WORDS: constexpr) -> tuple[Value, V
 
 @jit
 def _reduce(
-    x: Value,
-    y: Value,
-    begins: Value,
-    calls: Value,
-    words: Value,
-    step: Value,
-    stride: Value,
-    RANK: constexpr,
-    RANKS: constexpr,
-    DTYPE: constexpr,
-    WORDS: constexpr,
-    PDL: constexpr,
-) -> None:
+    x: Value, y: Value, begins: Value, calls: Value, words: Value, step: Value, stride: Value,
+    RANK: constexpr, RANKS: constexpr, DTYPE: constexpr, WORDS: constexpr, PDL: constexpr,
+) -> None:  # fmt: skip
     """Sum the words of ``x`` that begin at ``step`` times this rank: with ``step`` 0, all ranks get all."""
     program = tl.program_id(0)
     place = program * WORDS + tl.arange(0, WORDS)
@@ -224,25 +203,11 @@ def _reduce(
 
 @jit
 def _gather(
-    first: Value,
-    second: Value,
-    third: Value,
-    first_out: Value,
-    second_out: Value,
-    third_out: Value,
-    first_words: Value,
-    second_words: Value,
-    third_words: Value,
-    first_end: Value,
-    second_end: Value,
-    begins: Value,
-    calls: Value,
-    stride: Value,
-    RANK: constexpr,
-    RANKS: constexpr,
-    WORDS: constexpr,
-    PDL: constexpr,
-) -> None:
+    first: Value, second: Value, third: Value, first_out: Value, second_out: Value, third_out: Value,
+    first_words: Value, second_words: Value, third_words: Value, first_end: Value, second_end: Value, begins: Value,
+    calls: Value, stride: Value,
+    RANK: constexpr, RANKS: constexpr, WORDS: constexpr, PDL: constexpr,
+) -> None:  # fmt: skip
     """Gather the words of three tensors: programs before ``first_end`` those of the first, and so on."""
     program = tl.program_id(0)
     lane = tl.arange(0, WORDS)

@@ -202,16 +202,9 @@ def _up(flag: Value) -> None:
 
 @triton.jit(do_not_specialize=["first", "which", "notes", "free", "others", "stride", "limit"])  # type: ignore[untyped-decorator]
 def _wait_with(
-    first: Value,
-    which: Value,
-    notes: Value,
-    free: Value,
-    others: Value,
-    stride: Value,
-    limit: Value,
-    WIDTH: constexpr,
-    SLOTS: constexpr,
-) -> None:
+    first: Value, which: Value, notes: Value, free: Value, others: Value, stride: Value, limit: Value,
+    WIDTH: constexpr, SLOTS: constexpr,
+) -> None:  # fmt: skip
     row, noted, unlocked, beside = _words(first), _words(notes), _words(free), _words(others)
     began = _now()
     for word in range(WIDTH):
