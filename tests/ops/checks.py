@@ -673,9 +673,7 @@ def check_quantized_adam(fn: Callable[..., None], device: str, n: int, interpret
         for told in (None, *largest):
             quantized_out: Any = QuantizedOutput(place, scheme, amax, rounded, told)
             if interpreted:
-                quantized_out = SimpleNamespace(
-                    quantized=place, scheme=scheme, amax=amax, rounded=rounded, largest=told
-                )
+                quantized_out = SimpleNamespace(data=place, scheme=scheme, amax=amax, rounded=rounded, largest=told)
             again = [each.clone() for each in state]
             fn(*again, **settings, quantized_out=quantized_out)
             assert all(map(torch.equal, again, alone))
