@@ -203,20 +203,22 @@ class _Drafts(Collector):
         self._llm, self._model = llm, model
 
     def collect(self) -> Iterator[Metric]:
-        """Yield nothing if nobody guesses."""
+        """Yield nothing without a draft."""
         engines = [*self._llm.engines.values()]
         drafted = [sum(each) for each in zip_longest(*(engine.drafted for engine in engines), fillvalue=0)]
         accepted = [sum(each) for each in zip_longest(*(engine.accepted for engine in engines), fillvalue=0)]
         if not drafted:
             return
         for name, what, counts in (
-            ("draft_tokens", "Tokens that a draft guessed, by their position after a token", drafted),
+            ("draft_tokens", "Tokens that a draft proposed, by their position after a token", drafted),
             ("draft_tokens_accepted", "Those of them that were right", accepted),
         ):
             family = CounterMetricFamily(f"megalight_{name}", what, labels=["model", "position"])
             for position, count in enumerate(counts, 1):
                 family.add_metric([self._model, str(position)], count)
             yield family
-        share = GaugeMetricFamily("megalight_draft_acceptance", "Share of guesses that were right", labels=["model"])
+        share = GaugeMetricFamily(
+            "megalight_draft_acceptance", "Share of draft tokens that were accepted", labels=["model"]
+        )
         share.add_metric([self._model], sum(accepted) / sum(drafted))
         yield share

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft", required=True, help="the checkpoint of its draft model")
     parser.add_argument("--questions", type=Path, required=True, help="a JSONL file in MT-Bench's format")
     parser.add_argument("-n", "--max-new-tokens", type=int, default=256, help="limit of an answer (default: 256)")
-    parser.add_argument("--guesses", type=int, default=4, help="tokens that the draft guesses in a round (default: 4)")
+    parser.add_argument("--guesses", type=int, default=4, help="tokens that the draft proposes in a round (default: 4)")
     parser.add_argument(
         "--plain", action="store_true", help="turns are texts to continue; for a tokenizer without a chat template"
     )

@@ -74,8 +74,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_sampling_arguments(parser)
     add_model_arguments(parser)
-    parser.add_argument("--draft", help="a draft model's checkpoint, which guesses tokens: faster, and the same text")
-    parser.add_argument("--guesses", type=int, help="tokens that the draft guesses at a time (default: 4)")
+    parser.add_argument(
+        "--draft", help="a draft model's checkpoint, which proposes tokens: faster, with the same completions"
+    )
+    parser.add_argument("--guesses", type=int, help="tokens that the draft proposes at a time (default: 4)")
     add_layout_arguments(parser)
 
 
@@ -117,7 +119,7 @@ OTHERS = ("prompt", "image", "image_text", "resize", "draft")
 NEEDED = {
     **dict.fromkeys(SIZES, ("prompts", "is for a file of prompts")),
     **dict.fromkeys(("resize", "image_text"), ("image", "is for images")),
-    "guesses": ("draft", "is the number of tokens that a draft guesses"),
+    "guesses": ("draft", "is the number of tokens that a draft proposes"),
 }
 """Option -> the one without which it does nothing, and why."""
 

@@ -54,8 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("max-sequences", int, "sequences that run at once (default: 64)"),
         ("step-tokens", int, "tokens of a step; longer prompts run in parts (default: 512)"),
         ("kv-cache-dtype", str, "auto: keys and values are stored in the weights' dtype; fp8: in half the bytes"),
-        ("draft", str, "a draft model's checkpoint, which guesses tokens: faster, and the same texts"),
-        ("guesses", int, "tokens that the draft guesses at a time (default: 4)"),
+        ("draft", str, "a draft model's checkpoint, which proposes tokens: faster, with the same completions"),
+        ("guesses", int, "tokens that the draft proposes at a time (default: 4)"),
     ):
         parser.add_argument(f"--{option}", type=kind, help=what)
     parser.add_argument(

@@ -190,7 +190,7 @@ class ContextRegion(Style):
 class InterfaceRegion(Style):
     """A model of ``transformers`` that uses our attention by its attention interface, or a module around one.
 
-    A module around one has an attribute ``core`` (``models.hf.HFModel``), and gets shares of sequences. A model alone
+    A module around one has an attribute ``core`` (``HFModel``), and gets shares of sequences. A model alone
     takes its share by itself, of each call with labels (:mod:`megalight.parallel.context.divided_calls`).
     """
 
