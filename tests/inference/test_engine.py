@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from megalight.errors import BackendError, ConfigurationError, DataError, MegalightError
 from megalight.inference import Completion, DynamicEngine, EngineStep, SamplingParams, generate
 from megalight.inference.scheduler import Stop
-from megalight.models.gpt import GPT, MambaConfig
+from megalight.models.gpt import GPT, AttentionConfig, MambaConfig
 from megalight.nn.init import initialize
 from megalight.nn.moe import MoEConfig
 from megalight.nn.moe.config import CapacityConfig, RouterConfig
@@ -80,6 +81,64 @@ def test_completions_are_those_of_each_prompt_alone(name: str, step_tokens: int,
         assert engine.unfinished == []
         if num_blocks == 6 and step_tokens >= 3:
             assert preempted, "the small pool forces nothing"
+
+
+SHARED = MoEConfig(num_experts=6, ffn_hidden_size=10, router=RouterConfig(top_k=2, score="sigmoid"))
+KINDS = MODELS | {
+    "chunks": {"attention": AttentionConfig(chunk=6, window_pattern=(True, False))},
+    "shared": {"moe": SHARED},
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (name != "windowed")) for name in KINDS]
+)
+def test_requests_that_come_at_random_become_what_they_become_alone(name: str, poison: None) -> None:
+    """26 for each of 13 models, with cancels, all ways to suspend, preemption and shared beginnings, in both ways."""
+    model, chance = build(**KINDS[name]), random.Random(name)
+    engine = DynamicEngine(model, num_blocks=12, block_size=3, max_sequences=5, step_tokens=7)
+    first = [chance.randrange(61) for _ in range(12)]
+    asked: dict[int, list[int]] = {}
+    lengths: dict[int, int] = {}
+    found: dict[int, Completion] = {}
+    preempted = shared = suspends = 0
+    while len(asked) < 26 or engine.unfinished:
+        engine._passes.runs_ahead = len(asked) > 12
+        for _ in range(chance.choice([0, 0, 1, 2]) * (len(asked) < 26)):
+            own = [chance.randrange(61) for _ in range(chance.randint(1, 5))]
+            prompt, new = [*first[: chance.choice([0, 6, 12])], *own], chance.randint(1, 16)
+            scored, number = chance.random() < 0.3, max(asked, default=-1) + 1
+            given = {"max_new_tokens": new, "sampling_params": SAMPLED, "seed": number}
+            assert engine.add(prompt, log_probs=True, prompt_log_probs=scored, **given) == number
+            asked[number], lengths[number] = prompt, new
+        if (step := engine.step()) is not None:
+            preempted, shared = preempted + len(step.preempted), shared + sum(step.shared.values())
+            found |= step.finished
+        if engine.unfinished and chance.random() < 0.08:
+            number = chance.choice(engine.unfinished)
+            engine.cancel(number)
+            lengths.pop(number)
+        if chance.random() < 0.1:
+            suspends += 1
+            engine.suspend(keep_cache=chance.random() < 0.5, weights=chance.random() < 0.5)
+            engine.resume()
+    assert found.keys() == lengths.keys()
+    assert preempted
+    assert shared
+    assert suspends
+    assert len(found) < len(asked)
+    options: dict[str, Any] = {"temperature": 0.7, "top_k": 20, "top_p": 0.9}
+    for number, completion in found.items():
+        prompt = asked[number]
+        (tokens,) = generate(model, [prompt], max_new_tokens=lengths[number], seed=number, **options)
+        assert completion.tokens == tokens
+        row = torch.tensor([*prompt, *tokens])
+        with torch.no_grad():
+            logits = model(row, PackedSequences.of_lengths([len(row)])).logits
+        expected = logits.log_softmax(-1)[:-1].gather(-1, row[1:, None])[:, 0].tolist()
+        assert completion.log_probs == pytest.approx(expected[len(prompt) - 1 :], abs=1e-10)
+        assert (completion.prompt_log_probs or []) == pytest.approx(expected[: len(completion.prompt_log_probs or [])])
+    assert engine.blocks.free == 12
 
 
 @pytest.mark.parametrize(

@@ -34,12 +34,17 @@ def ask(model: Any) -> Any:
     # Without top-k and top-p, no rank gets the logits of the whole vocabulary.
     engine = DynamicEngine(model, num_blocks=20, block_size=3)
     for seed, prompt in enumerate(PROMPTS):
-        params = SamplingParams(temperature=seed % 2, repetition_penalty=1.3, frequency_penalty=0.4, logit_bias={40: 2})
+        # Of a token of the second rank, too.
+        bias = {40: 2.0, 77: 50.0 * (seed == 3)}
+        params = SamplingParams(temperature=seed % 2, repetition_penalty=1.3, frequency_penalty=0.4, logit_bias=bias)
         engine.add(prompt, max_new_tokens=6, sampling_params=params, seed=seed, log_probs=seed == 1)
-        params = SamplingParams(min_p=0.02, min_new_tokens=2)
-        engine.add(prompt, max_new_tokens=4, sampling_params=params, seed=seed, prompt_log_probs=seed == 2)
+        params = SamplingParams(min_p=0.02, min_new_tokens=2, logit_bias={99: 50.0})
+        scored = seed == 2
+        engine.add(prompt, max_new_tokens=4, sampling_params=params, seed=seed, eos_id=99, prompt_log_probs=scored)
     more = engine.run()
     assert len(more[5].prompt_log_probs or []) == len(PROMPTS[2]) - 1
+    assert all(more[number].tokens.index(99) == 2 for number in (1, 3, 5, 7)), "they end after their least tokens"
+    assert more[6].tokens == [77] * 6
     tokens += [completion.tokens for completion in more.values()]
     values = [*(more[2].log_probs or []), *(more[5].prompt_log_probs or [])]
     # All settings, and log-probabilities of all kinds, beside each other, in parts of prompts.
@@ -56,8 +61,13 @@ def ask(model: Any) -> Any:
             processed_log_probs=number % 2 == 1,
             prompt_log_probs=number % 3 == 2,
         )
-    engine.add(PROMPTS[2], max_new_tokens=4, sampling_params=SamplingParams(temperature=1.5), seed=7, n=3)
-    for _, each in sorted(engine.run().items()):
+    found = engine.run()
+    # Each kind by itself: what needs the whole vocabulary on a rank, no other request may ask for.
+    for kind in ({"top_log_probs": 3}, {"processed_log_probs": True}):
+        params = SamplingParams(temperature=1.5)
+        engine.add(PROMPTS[2], max_new_tokens=4, sampling_params=params, seed=7, n=2, log_probs=True, **kind)
+        found |= engine.run()
+    for _, each in sorted(found.items()):
         tokens += [each.tokens, *map(list, each.top_log_probs or [])]
         values += [*(each.log_probs or []), *(each.prompt_log_probs or [])]
         # Not of tokens that are not sampled.

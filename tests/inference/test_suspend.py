@@ -29,7 +29,7 @@ def complete(engine: DynamicEngine, cycles: int, **how: Any) -> dict[int, Comple
         if not engine.unfinished:
             for number, prompt in enumerate(PROMPTS):
                 engine.add(prompt, max_new_tokens=9, sampling_params=SAMPLED, seed=11 + number, log_probs=True)
-        order = engine.unfinished
+        order, schedule = engine.unfinished, engine._scheduler
         step = engine.step()
         assert step is not None
         found |= step.finished
@@ -43,7 +43,9 @@ def complete(engine: DynamicEngine, cycles: int, **how: Any) -> dict[int, Comple
         engine.resume()
         if cycle % 3 == 0:
             engine.resume()
-        assert engine.unfinished == [number for number in order if number not in step.finished]
+        left = [number for number in order if number not in step.finished]
+        assert engine.unfinished == left
+        assert [request.number for request in (*schedule.running, *schedule.waiting)] == left, "they go on in order"
     return found | engine.run()
 
 
