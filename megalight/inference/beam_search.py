@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from megalight.errors import ConfigurationError, as_float, integer
+from megalight.errors import ConfigurationError, as_float, integer, is_bool
 from megalight.inference.engine import DynamicEngine
 from megalight.inference.prompts import check_prompts, end_ids
 from megalight.inference.sampling import SamplingParams
+
+LARGEST_PENALTY = 50
+"""The power of a length of a million tokens is a number, still."""
 
 
 class Beam(NamedTuple):
@@ -46,7 +50,7 @@ def beam_search(
         max_new_tokens: maximum length of a completion.
         eos_id: a completion ends with this token, or with one of these.
         length_penalty: the sum of log-probabilities is divided by this power of the number of tokens. Above 0, longer
-            completions gain.
+            completions gain. From -50 to 50.
 
     Raises:
         ConfigurationError: the engine has requests, or a number is out of range.
@@ -56,9 +60,11 @@ def beam_search(
         raise ConfigurationError("the engine has other requests; search when it has none, or make another engine.")
     width = integer("width", width)
     (prompt,), max_new_tokens = check_prompts(engine.model, [prompt], max_new_tokens)
-    penalty = as_float(length_penalty)
-    if penalty != penalty or abs(penalty) == float("inf"):
-        raise ConfigurationError(f"length_penalty is {length_penalty!r}; it must be a finite number.")
+    penalty = math.nan if is_bool(length_penalty) else as_float(length_penalty)
+    if not abs(penalty) <= LARGEST_PENALTY:
+        raise ConfigurationError(
+            f"length_penalty is {length_penalty!r}; it must be a number from -{LARGEST_PENALTY} to {LARGEST_PENALTY}."
+        )
     ends = end_ids(engine.model, eos_id)
     # Each beam may end in as many ways as there are ends, and must have as many others.
     count = min(engine.model.config.vocab_size, width + len(ends))

@@ -38,8 +38,12 @@ def test_a_wider_search_finds_no_worse_text_than_greedy() -> None:
 
 def test_an_engine_with_requests_and_wrong_numbers_are_refused() -> None:
     engine = DynamicEngine(build(), num_blocks=40)
-    with pytest.raises(ConfigurationError, match="length_penalty is nan; it must be a finite number"):
-        beam_search(engine, [1], width=2, max_new_tokens=2, length_penalty=float("nan"))
+    for bad in (float("nan"), float("inf"), -1e9, True, "1", None):
+        with pytest.raises(ConfigurationError, match=f"length_penalty is {bad!r}; it must be a number from -50 to 50"):
+            beam_search(engine, [1], width=2, max_new_tokens=2, length_penalty=bad)  # type: ignore[arg-type]
+    for bad in (0, 1.5, True):
+        with pytest.raises(ConfigurationError, match=f"width is {bad!r}; it must be"):
+            beam_search(engine, [1], width=bad, max_new_tokens=2)  # type: ignore[arg-type]
     engine.add([1], max_new_tokens=2)
     with pytest.raises(ConfigurationError, match="the engine has other requests"):
         beam_search(engine, [1], width=2, max_new_tokens=2)

@@ -12,6 +12,7 @@ import torch
 
 from megalight.errors import ConfigurationError, MegalightError
 from megalight.inference import Completion, DynamicEngine
+from megalight.inference.cache import SlotEntries
 from megalight.inference.engine_memory import _weights
 from megalight.inference.fp8_weights import quantize_weights
 from megalight.nn.init import initialize
@@ -101,6 +102,8 @@ def test_graphs_survive_where_addresses_stay(name: str, driver: FakeDriver) -> N
             for _ in range(2):
                 engine.resume()
             assert driver.mapped == size
+            states = [pool.stored for pool in engine._scheduler.cache._pools if isinstance(pool, SlotEntries)]
+            assert turn == 0 or not any(bool(each.any()) for each in states if each is not None), "not zero"
         assert [each.tokens for _, each in sorted(found.items())] == expected
     assert [each.data_ptr() for each in engine._scheduler.cache.tensors] == addresses
     assert len(tape.tapes) == recordings == len(graphs._steps)
@@ -111,7 +114,7 @@ def test_graphs_survive_where_addresses_stay(name: str, driver: FakeDriver) -> N
     engine.resume()
     assert not graphs._steps
     assert not tape.tapes
-    del engine, graphs, pools, step, tape
+    del engine, graphs, pools, states, step, tape
     gc.collect()
     assert (driver.mapped, driver.reserved, driver.handles, driver.mistakes) == (0, 0, 0, 0)
 
