@@ -18,9 +18,9 @@ from megalight.parallel.data_parallel.buffers import Bucket, FlatParameters, all
 from megalight.parallel.data_parallel.communication import TransportChoice, side_stream
 from megalight.parallel.data_parallel.fp8_parameters import FlatQuantized
 from megalight.parallel.mesh import FAILED
-from megalight.parallel.peers import driver
-from megalight.parallel.peers.memory import Flag, PeerCopyStream, PeerMemory, PeerSlot
-from megalight.parallel.peers.spin import Watch
+from megalight.parallel.peers import driver, spin
+from megalight.parallel.peers.memory import Flag, PeerMemory, PeerSlot
+from megalight.parallel.peers.spin import PeerCopyStream, Watch
 
 
 @dataclass(eq=False)
@@ -130,7 +130,6 @@ class Pushes:
         if buffer.used:
             driver.raise_flags(stream, slot.flags_at(Flag.FREE, others))
         buffer.used = True
-        spin = self._copies.spin
         spin.wait_with(buffer.watch, slot.flags(Flag.FREE, others), buffer.memory)
         own, first = bucket.own_params, bucket.kept[0]
         for to in others:

@@ -17,9 +17,9 @@ from megalight.ops.sum_terms import sum_terms
 from megalight.parallel.data_parallel.buffers import Bucket, FlatShard
 from megalight.parallel.data_parallel.communication import TransportChoice
 from megalight.parallel.data_parallel.gather import finish
-from megalight.parallel.peers import driver
-from megalight.parallel.peers.memory import BOUNDARY, Flag, PeerCopyStream, PeerMemory
-from megalight.parallel.peers.spin import Watch
+from megalight.parallel.peers import driver, spin
+from megalight.parallel.peers.memory import BOUNDARY, Flag, PeerMemory
+from megalight.parallel.peers.spin import PeerCopyStream, Watch
 
 SLOT_BYTES = 64 << 20
 """Largest size of a slot, for the terms of all peers together. Larger ones gain nothing: a piece takes 0.2 ms."""
@@ -105,7 +105,7 @@ class PushedSums:
         made, watch = self._slots[group]
         watch.check()
         others, rank = made.others, made.rank
-        current, copies, spin = torch.cuda.current_stream(), self._copies, self._copies.spin
+        current, copies = torch.cuda.current_stream(), self._copies
         length, most = len(terms) // made.size, made.capacity // len(others) // BOUNDARY * BOUNDARY // terms.itemsize
         copies.stream.wait_stream(current)
         for first in range(0, length, most):

@@ -22,9 +22,9 @@ from megalight.parallel.collectives import as_bytes, start_all_gather
 from megalight.parallel.expert.all_to_all import AllToAllDispatcher, Traffic
 from megalight.parallel.expert.dispatch import DISPATCHERS
 from megalight.parallel.interleaved_passes import interleaving, pause
-from megalight.parallel.peers import memory
-from megalight.parallel.peers.memory import BOUNDARY, Flag, PeerCopyStream, PeerMemory
-from megalight.parallel.peers.spin import Watch
+from megalight.parallel.peers import memory, spin
+from megalight.parallel.peers.memory import BOUNDARY, Flag, PeerMemory
+from megalight.parallel.peers.spin import PeerCopyStream, Watch
 
 if TYPE_CHECKING:
     from megalight.parallel.shared_state import SharedState
@@ -168,7 +168,7 @@ class PeerExchange:
             # Also if the pass was abandoned in its pause. The peers have sent their rows, and would wait for this slot
             # in the next step, forever.
             current = torch.cuda.current_stream()
-            self.copies.spin.wait_with(self.watch, slot.flags(Flag.READY, self.memory.others))
+            spin.wait_with(self.watch, slot.flags(Flag.READY, self.memory.others))
             for number, (out, source, width) in enumerate(zip(outs, leaving, regions.widths, strict=True)):
                 # Out of the slot at once: it must be free again soon, or the peers wait.
                 target, place = as_bytes(out), regions.arrived(number, rank)

@@ -11,7 +11,6 @@ import socket
 from collections.abc import Container, Iterable
 from enum import IntEnum
 from functools import lru_cache
-from importlib import import_module
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -26,7 +25,6 @@ from megalight.imports import has, has_symmetric_memory, symmetric_memory
 from megalight.ops.common import cuda_why_not
 from megalight.parallel.mesh import shared_group
 from megalight.parallel.peers import driver
-from megalight.parallel.trace import capturing
 
 LEAST_BYTES = 16
 
@@ -287,35 +285,3 @@ class PeerSlot:
     def flags_at(self, kind: Flag, ranks: Iterable[int]) -> tuple[int, ...]:
         """Return the addresses of the flags that this rank raises on the given ranks."""
         return tuple(self.memory.flag(rank, self.place, kind, self.memory.rank) for rank in ranks)
-
-
-class PeerCopyStream:
-    """A stream for copies, and the flags around them."""
-
-    def __init__(self) -> None:
-        self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self.spin: Any = import_module("megalight.parallel.peers.spin")
-
-    def push(self, slot: PeerSlot, to: int, *pairs: tuple[Tensor, Tensor]) -> None:
-        """Copy each second tensor to the first, a place in the slot of rank ``to``, and raise its flag."""
-        for place, source in pairs:
-            driver.copy(self.stream, place, source)
-        # Stream order makes the flag visible only after the data.
-        driver.raise_flags(self.stream, slot.flags_at(Flag.READY, (to,)))
-
-    def await_free(self, slot: PeerSlot) -> None:
-        """Wait, before the first push, until all peers have read the previous contents of their slots."""
-        driver.wait(self.stream, slot.flags(Flag.FREE, slot.memory.others))
-
-    def free(self, slot: PeerSlot) -> None:
-        """Let peers write into a slot of this rank, after the work that the current stream has queued."""
-        current = torch.cuda.current_stream()
-        flags = slot.flags_at(Flag.FREE, slot.memory.others)
-        if capturing():  # a capture must not end with work left on another stream
-            # By a kernel: the longest idle times of recorded steps lay behind flags that the front end raised here.
-            self.spin.raise_flags(flags)
-            return
-        self.spin.prepare(len(flags))
-        # After what the stream of products has queued so far, which still reads the slot.
-        self.stream.wait_stream(current)
-        driver.raise_flags(self.stream, flags)

@@ -16,7 +16,9 @@ from torch.distributed import ProcessGroup
 
 from megalight.errors import MegalightError
 from megalight.ops.jit import Value, constexpr, tl, triton
-from megalight.parallel.peers.memory import Flag, PeerMemory
+from megalight.parallel.peers import driver
+from megalight.parallel.peers.memory import Flag, PeerMemory, PeerSlot
+from megalight.parallel.trace import capturing
 
 DEFAULT_LIMIT = 1800.0
 """Seconds, where the group does not tell how long its collectives wait."""
@@ -228,3 +230,34 @@ def _wait_with(
 def _now() -> Value:
     """Nanoseconds of the device's clock."""
     return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+
+
+class PeerCopyStream:
+    """A stream for copies, and the flags around them."""
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def push(self, slot: PeerSlot, to: int, *pairs: tuple[Tensor, Tensor]) -> None:
+        """Copy each second tensor to the first, a place in the slot of rank ``to``, and raise its flag."""
+        for place, source in pairs:
+            driver.copy(self.stream, place, source)
+        # Stream order makes the flag visible only after the data.
+        driver.raise_flags(self.stream, slot.flags_at(Flag.READY, (to,)))
+
+    def await_free(self, slot: PeerSlot) -> None:
+        """Wait, before the first push, until all peers have read the previous contents of their slots."""
+        driver.wait(self.stream, slot.flags(Flag.FREE, slot.memory.others))
+
+    def free(self, slot: PeerSlot) -> None:
+        """Let peers write into a slot of this rank, after the work that the current stream has queued."""
+        current = torch.cuda.current_stream()
+        flags = slot.flags_at(Flag.FREE, slot.memory.others)
+        if capturing():  # a capture must not end with work left on another stream
+            # By a kernel: the longest idle times of recorded steps lay behind flags that the front end raised here.
+            raise_flags(flags)
+            return
+        prepare(len(flags))
+        # After what the stream of products has queued so far, which still reads the slot.
+        self.stream.wait_stream(current)
+        driver.raise_flags(self.stream, flags)

@@ -25,9 +25,9 @@ from torch.distributed import ProcessGroup
 from megalight.errors import LayoutError
 from megalight.parallel.collectives import Message, receive_text, send_text, start
 from megalight.parallel.mesh import ParallelMesh, new_group, uses_backend
-from megalight.parallel.peers import memory
-from megalight.parallel.peers.memory import BOUNDARY, Flag, PeerCopyStream, PeerMemory, PeerSlot
-from megalight.parallel.peers.spin import Watch
+from megalight.parallel.peers import memory, spin
+from megalight.parallel.peers.memory import BOUNDARY, Flag, PeerMemory, PeerSlot
+from megalight.parallel.peers.spin import PeerCopyStream, Watch
 from megalight.parallel.pipeline.schedules import Messages
 from megalight.parallel.pipeline.timeline import Expected
 from megalight.parallel.trace import capturing, spanned
@@ -337,7 +337,7 @@ class PendingReceive:
         """Let the current stream wait for the message, copy it out and free the slot."""
         memory, copies = self.slot.memory, self.channel.copies
         assert self.channel.line.watch is not None
-        copies.spin.wait_with(self.channel.line.watch, self.slot.flags(Flag.READY, memory.others), memory)
+        spin.wait_with(self.channel.line.watch, self.slot.flags(Flag.READY, memory.others), memory)
         for place, buffer in zip(slot_views(self.slot, memory.rank, self.buffers), nonempty(self.buffers), strict=True):
             # Out of the slot at once: activations are kept until their backward, and the slot is needed sooner.
             buffer.copy_(place)

@@ -19,7 +19,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from megalight.parallel.peers import driver
+from megalight.parallel.peers import driver, spin
 from megalight.parallel.peers import memory as copies
 from megalight.parallel.peers.memory import Flag
 
@@ -241,14 +241,11 @@ def play(size: int, calls: Callable[[World], None], forgotten: tuple[int, Flag] 
         patch.multiple(driver, **calls_of),
         patch.object(copies, "symmetric_memory", lambda: memory),
         patch.object(copies, "MEETINGS", SimpleNamespace(meet=rendezvous)),
-        patch.object(
-            copies,
-            "import_module",
-            lambda name: SimpleNamespace(
-                wait_with=world.spin,
-                raise_flags=lambda flags: world.raise_flags(world.local.stream, flags),
-                prepare=lambda count: None,
-            ),
+        patch.multiple(
+            spin,
+            wait_with=world.spin,
+            raise_flags=lambda flags: world.raise_flags(world.local.stream, flags),
+            prepare=lambda count: None,
         ),
     ):
         threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(size)]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalight.ops.common import HALF
-from megalight.parallel.peers import driver
+from megalight.parallel.peers import driver, spin
 from megalight.parallel.peers import memory as copies
 from megalight.parallel.tensor.overlap import symmetric
 from tests.parallel.graphs.tape import act
@@ -137,17 +137,10 @@ def symmetric_on_cpu() -> Iterator[None]:
             (copies, "why_not", lambda device: None),
             (copies, "unreachable", lambda group: None),
             (copies, "symmetric_memory", lambda: memory),
-            (copies, "symmetric_memory", lambda: memory),
             (copies.MEETINGS, "count", 0),
-            (
-                copies,
-                "import_module",
-                lambda name: SimpleNamespace(
-                    wait_with=memory.spin_with,
-                    raise_flags=lambda flags: memory.raise_flags(stream, flags),
-                    prepare=lambda count: None,
-                ),
-            ),
+            (spin, "wait_with", memory.spin_with),
+            (spin, "raise_flags", lambda flags: memory.raise_flags(stream, flags)),
+            (spin, "prepare", lambda count: None),
         ):
             stack.enter_context(patch.object(module, name, value))
         stack.enter_context(patch.multiple(driver, wait=memory.wait, raise_flags=memory.raise_flags, copy=memory.copy))

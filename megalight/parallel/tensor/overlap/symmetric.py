@@ -22,9 +22,9 @@ from megalight.ops.linear import queue_for
 from megalight.ops.parameter import do_nothing, state_of
 from megalight.ops.sum_terms import sum_terms
 from megalight.parallel.collectives import PendingCollective, check_divides
-from megalight.parallel.peers import driver, memory
-from megalight.parallel.peers.memory import Flag, PeerCopyStream, PeerMemory, PeerSlot
-from megalight.parallel.peers.spin import Watch
+from megalight.parallel.peers import driver, memory, spin
+from megalight.parallel.peers.memory import Flag, PeerMemory, PeerSlot
+from megalight.parallel.peers.spin import PeerCopyStream, Watch
 from megalight.parallel.tensor.overlap.pipelined import (
     Pipelined,
     as_rows,
@@ -272,7 +272,7 @@ class PeerCopies(PeerCopyStream):
 
         Wait for own copies after this, never before: they may wait for a peer that is gone, and this wait ends that.
         """
-        self.spin.wait_with(self.watch, slot.flags(Flag.READY, peers), slot.memory)
+        spin.wait_with(self.watch, slot.flags(Flag.READY, peers), slot.memory)
 
     def gather(self, share: Tensor, rounds: tuple[ExchangeRound, ...], own: Own) -> GatheringCopies:
         """Start to gather all shares."""

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 
-from megalight.parallel.peers import memory as copies
+from megalight.parallel import peers
 from megalight.parallel.peers.memory import Flag
 from megalight.parallel.tensor.overlap import symmetric
 from megalight.parallel.tensor.overlap.spec import Product, rounds_of
@@ -81,7 +81,7 @@ def play(size: int, pieces: int, forgotten: tuple[int, Flag] | None = None) -> l
 @pytest.mark.parametrize("recorded", [False, True], ids=["eager", "recorded"])
 @pytest.mark.parametrize(("size", "pieces"), [(2, 2), (4, 2), (4, 4)])
 def test_everything_is_ordered(size: int, pieces: int, recorded: bool) -> None:
-    with patch.object(copies, "capturing", lambda: recorded):
+    with patch.object(peers.spin, "capturing", lambda: recorded):
         assert play(size, pieces) == []
 
 
