@@ -133,7 +133,7 @@ def test_scores_are_sums_over_the_batches_asked_for(tmp_path: Path) -> None:
     (one, first), (every, whole) = (run(scores_of_some, 1, n, str(tmp_path / "f.json"))[0] for n in (1, BATCHES))
     assert (one, every) == (1, BATCHES)
     assert all(0 < first[path][name] < score for path, each in whole.items() for name, score in each.items())
-    with pytest.raises(ConfigurationError, match="score_batches=0; it must be at least 1"):
+    with pytest.raises(ConfigurationError, match="score_batches is 0; it must be at least 1"):
         AutoQuantize(FORMATS, tmp_path / "f.json", score_batches=0)
 
 
