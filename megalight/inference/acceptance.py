@@ -47,7 +47,7 @@ def measure(
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
-    guesses: int = 4,
+    num_speculative_tokens: int = 4,
     eos_id: Collection[int] = (),
 ) -> tuple[list[list[int]], Acceptance]:
     """Complete prompts greedily, and count what the rounds yield.
@@ -57,20 +57,22 @@ def measure(
         draft: a draft that was trained for it, on the same device and in the same dtype.
         prompts: token ids.
         max_new_tokens: length of each completion, at most.
-        guesses: how many tokens the draft guesses in a round.
+        num_speculative_tokens: how many tokens the draft guesses in a round.
         eos_id: tokens that end a completion.
 
     Returns:
         the completions, and what was counted.
     """
     prompts, max_new_tokens = check_prompts(base, prompts, max_new_tokens)
-    engine = drafted_engine(base, draft, prompts, max_new_tokens, guesses)
+    engine = drafted_engine(base, draft, prompts, max_new_tokens, num_speculative_tokens)
     greedy = SamplingParams(temperature=0.0)
     for prompt in prompts:
         engine.add(prompt, max_new_tokens=max_new_tokens, sampling_params=greedy, eos_id=eos_id)
     completions = engine.run()
     check_sampled({prompt: [FAILED] for prompt, each in completions.items() if each.reason == "error"})
-    whole = {each: n for each, n in engine.draft_rounds.items() if each.guessed == guesses and each.complete}
+    whole = {
+        each: n for each, n in engine.draft_rounds.items() if each.guessed == num_speculative_tokens and each.complete
+    }
     tokens = sum((each.accepted + 1) * n for each, n in whole.items())
     return [each.tokens for each in completions.values()], Acceptance(tokens, sum(whole.values()))
 
@@ -81,10 +83,12 @@ def acceptance_length(
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
-    guesses: int = 4,
+    num_speculative_tokens: int = 4,
     eos_id: Collection[int] = (),
 ) -> float:
-    """Return the mean number of tokens per round over greedy completions of the prompts: 1 to ``guesses + 1``.
+    """Return the mean number of tokens per round over greedy completions of the prompts.
+
+    It is from 1 to ``num_speculative_tokens + 1``.
 
     The arguments are those of :func:`measure`.
 
@@ -93,12 +97,19 @@ def acceptance_length(
     """
     total = Acceptance()
     if prompts:
-        _, total = measure(base, draft, prompts, max_new_tokens=max_new_tokens, guesses=guesses, eos_id=eos_id)
-    check_rounds(total, len(prompts), max_new_tokens, guesses)
+        _, total = measure(
+            base,
+            draft,
+            prompts,
+            max_new_tokens=max_new_tokens,
+            num_speculative_tokens=num_speculative_tokens,
+            eos_id=eos_id,
+        )
+    check_rounds(total, len(prompts), max_new_tokens, num_speculative_tokens)
     return total.length
 
 
-def check_rounds(total: Acceptance, prompts: int, max_new_tokens: int, guesses: int) -> None:
+def check_rounds(total: Acceptance, prompts: int, max_new_tokens: int, num_speculative_tokens: int) -> None:
     """Refuse counts without a round.
 
     Raises:
@@ -107,8 +118,8 @@ def check_rounds(total: Acceptance, prompts: int, max_new_tokens: int, guesses: 
     if not total.rounds:
         raise ConfigurationError(
             f"{prompts} prompts with max_new_tokens={max_new_tokens} hold no whole round: the first token is of the "
-            f"prompt's own pass, and a round yields up to {guesses + 1} more. Give prompts, and at least "
-            f"max_new_tokens={guesses + 2}."
+            f"prompt's own pass, and a round yields up to {num_speculative_tokens + 1} more. Give prompts, and at "
+            f"least max_new_tokens={num_speculative_tokens + 2}."
         )
 
 
@@ -166,7 +177,7 @@ class Interview:
         tokenizer: of both.
         template: how a conversation is written; None: turns are texts that the model continues.
         max_new_tokens: limit of an answer. An answer is shorter where the model's longest sequence ends.
-        guesses: how many tokens the draft guesses in a round.
+        num_speculative_tokens: how many tokens the draft guesses in a round.
         start: tokens that are put before questions that do not begin with them.
     """
 
@@ -175,7 +186,7 @@ class Interview:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     max_new_tokens: int
-    guesses: int = 4
+    num_speculative_tokens: int = 4
     start: tuple[int, ...] = ()
 
     def ask(self, question: Question) -> Acceptance:
@@ -203,7 +214,12 @@ class Interview:
                     )
                 break
             (answer,), count = measure(
-                self.base, self.draft, [prompt], max_new_tokens=room, guesses=self.guesses, eos_id=ends
+                self.base,
+                self.draft,
+                [prompt],
+                max_new_tokens=room,
+                num_speculative_tokens=self.num_speculative_tokens,
+                eos_id=ends,
             )
             total += count
             said = self.tokenizer.decode_after(prompt, answer)

@@ -100,17 +100,19 @@ class CUDAGraphBatchDimensionBuilder:
 
 
 def with_guesses(
-    decodes: Iterable[InferenceBatchDimensions], guesses: int, max_tokens: int
+    decodes: Iterable[InferenceBatchDimensions], num_speculative_tokens: int, max_tokens: int
 ) -> list[InferenceBatchDimensions]:
     """Return dimensions of steps that decode, and of those in which each sequence has so many guesses, too.
 
     Args:
         decodes: the largest first.
-        guesses: most guesses of a sequence.
+        num_speculative_tokens: most guesses of a sequence.
         max_tokens: of a step with guesses.
     """
     decodes = [*decodes]
-    found = [InferenceBatchDimensions(each.req_count * (guesses + 1), each.req_count, 0) for each in decodes]
+    found = [
+        InferenceBatchDimensions(each.req_count * (num_speculative_tokens + 1), each.req_count, 0) for each in decodes
+    ]
     return [*(each for each in found if each.token_count <= max_tokens), *decodes]
 
 

@@ -466,16 +466,17 @@ class NewestTokens:
     Args:
         entries: number of slots; the last one is of no sequence.
         device: of the model.
-        guesses: the most that may follow a newest token.
+        num_speculative_tokens: the most that may follow a newest token.
 
     Attributes:
-        tokens: ``[entries, 1 + guesses]``: the newest token, which has not run, and guesses of what follows it.
+        tokens: ``[entries, 1 + num_speculative_tokens]``: the newest token, which has not run, and guesses of what
+            follows it.
         before: ``[entries]``, the token before it.
         lengths: ``[entries]``, how many tokens have run and are right.
     """
 
-    def __init__(self, entries: int, device: torch.device, guesses: int = 0) -> None:
-        self.tokens = torch.zeros(entries, 1 + guesses, dtype=torch.int64, device=device)
+    def __init__(self, entries: int, device: torch.device, num_speculative_tokens: int = 0) -> None:
+        self.tokens = torch.zeros(entries, 1 + num_speculative_tokens, dtype=torch.int64, device=device)
         self.before = torch.zeros(entries, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(entries, dtype=torch.int64, device=device)
 
@@ -485,7 +486,7 @@ class NewestTokens:
         return self.tokens.device
 
     @property
-    def guesses(self) -> int:
+    def num_speculative_tokens(self) -> int:
         """The most that may follow a newest token."""
         return self.tokens.shape[1] - 1
 
@@ -543,7 +544,7 @@ class NewestTokens:
         Returns:
             the rows ``[R]`` of the newest tokens.
         """
-        step = torch.arange(self.guesses, device=self.device)
+        step = torch.arange(self.num_speculative_tokens, device=self.device)
         asked = step < guessed[:, None]
         row = torch.where(asked, first[:, None] + step, 0)
         after = (row + 1).clamp(max=len(ids) - 1)

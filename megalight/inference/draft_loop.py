@@ -37,14 +37,22 @@ class DraftLoop:
     Args:
         cache: where the draft keeps keys and values.
         newest: where sequences are.
-        guesses: number of guesses of a recorded loop.
+        num_speculative_tokens: number of guesses of a recorded loop.
         chain: the loop.
         again: whether the first step reads the newest token and the one before it. Otherwise the first guess follows
             from what the base has read.
     """
 
-    def __init__(self, cache: Cache, newest: NewestTokens, guesses: int, chain: Chain, again: bool) -> None:
-        self._cache, self._newest, self._guesses, self._chain, self._again = cache, newest, guesses, chain, again
+    def __init__(
+        self, cache: Cache, newest: NewestTokens, num_speculative_tokens: int, chain: Chain, again: bool
+    ) -> None:
+        self._cache, self._newest, self._guesses, self._chain, self._again = (
+            cache,
+            newest,
+            num_speculative_tokens,
+            chain,
+            again,
+        )
         self._recorder: Recorder | None = None
         self._sizes: list[int] = []
         self._graphs: dict[int, _Graph] = {}
@@ -136,7 +144,7 @@ class _Inputs:
         cache: where they lie.
         newest: where they are.
         count: ``N``.
-        guesses: number of guesses of the loop.
+        num_speculative_tokens: number of guesses of the loop.
         bound: at least the number of stored tokens of each, with all guesses but the last.
         recorded: whether what reads them is recorded.
 
@@ -145,9 +153,15 @@ class _Inputs:
     """
 
     def __init__(
-        self, cache: Cache, newest: NewestTokens, count: int, guesses: int, bound: int, recorded: bool
+        self, cache: Cache, newest: NewestTokens, count: int, num_speculative_tokens: int, bound: int, recorded: bool
     ) -> None:
-        self._cache, self._newest, self._count, self._guesses, self._recorded = cache, newest, count, guesses, recorded
+        self._cache, self._newest, self._count, self._guesses, self._recorded = (
+            cache,
+            newest,
+            count,
+            num_speculative_tokens,
+            recorded,
+        )
         self._bound = min(bound, cache.capacity)
         width = min(cache.blocks.holding(self._bound), cache.blocks.count)
         self._buffer = InputBuffer([count] * 2, [count * width] * len(cache.blocks.pools), newest.device)

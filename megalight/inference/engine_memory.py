@@ -86,7 +86,7 @@ class CacheForms:
         sampling = PassSampling(TokenCounts(1), [Request(0, [0] * tokens, tokens, 1)])
         run_pass(model, cache, [0], [[0] * tokens], sampling)
         if eagle is not None:
-            eagle.join(cache, NewestTokens(cache.dummy_slot + 1, device_of(model), eagle.guesses))
+            eagle.join(cache, NewestTokens(cache.dummy_slot + 1, device_of(model), eagle.num_speculative_tokens))
             cache.release(0)
             eagle.probe(cache.extend([0], [tokens], device_of(model)))
         forms, token, entry = cache.forms()

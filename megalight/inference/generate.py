@@ -44,7 +44,7 @@ def generate(
     axis_positions: Sequence[Tensor] | None = None,
     packed_images: PackedImages | None = None,
     draft: DraftModel | None = None,
-    guesses: int = 4,
+    num_speculative_tokens: int = 4,
     **sampling: Any,
 ) -> list[list[int]]:
     """Generate the tokens that follow each prompt.
@@ -65,7 +65,7 @@ def generate(
             :func:`~megalight.inference.images.prepare_images` makes them.
         draft: a draft model that guesses tokens, which makes generation faster and changes nothing else; see
             :mod:`megalight.inference.speculator`. Each rank has a whole draft.
-        guesses: how many tokens the draft guesses at a time.
+        num_speculative_tokens: how many tokens the draft guesses at a time.
         **sampling: how tokens are chosen, such as ``temperature``: the fields of
             :class:`~megalight.inference.sampling.SamplingParams`.
 
@@ -89,7 +89,7 @@ def generate(
         axis_positions=axis_positions,
         packed_images=packed_images,
         draft=draft,
-        guesses=guesses,
+        num_speculative_tokens=num_speculative_tokens,
     ):
         for prompt, token in step.items():
             completions[prompt].append(token)
@@ -107,7 +107,7 @@ def stream(
     axis_positions: Sequence[Tensor] | None = None,
     packed_images: PackedImages | None = None,
     draft: DraftModel | None = None,
-    guesses: int = 4,
+    num_speculative_tokens: int = 4,
 ) -> Iterator[dict[int, int]]:
     """Generate as :func:`generate` does, but yield the tokens of every step: prompt index -> token.
 
@@ -125,24 +125,28 @@ def stream(
         return _steps(model, prompts, max_new_tokens, sampling_params, ends, seeds, axis_positions, packed_images)
     if axis_positions is not None:
         raise ConfigurationError("a draft's guesses have no axis_positions; leave the draft out.")
-    engine = drafted_engine(model, draft, prompts, max_new_tokens, guesses)
+    engine = drafted_engine(model, draft, prompts, max_new_tokens, num_speculative_tokens)
     for prompt, own in zip(prompts, seeds, strict=True):
         engine.add(prompt, max_new_tokens=max_new_tokens, sampling_params=sampling_params, eos_id=ends, seed=own)
     return _drafted(engine)
 
 
 def drafted_engine(
-    model: GenerativeModel, draft: DraftModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, guesses: int
+    model: GenerativeModel,
+    draft: DraftModel,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    num_speculative_tokens: int,
 ) -> DynamicEngine:
     """Return an engine with a draft that completes all of these prompts at once."""
-    speculator = EagleSpeculator(draft, model, guesses)
+    speculator = EagleSpeculator(draft, model, num_speculative_tokens)
     lengths = [len(prompt) + max_new_tokens for prompt in prompts]
     return DynamicEngine(
         model,
         num_blocks=blocks_at_once(lengths, len(prompts)),
         block_size=BLOCK_SIZE,
         max_sequences=len(prompts),
-        step_tokens=max(sum(map(len, prompts)), len(prompts) * (guesses + 1)),
+        step_tokens=max(sum(map(len, prompts)), len(prompts) * (num_speculative_tokens + 1)),
         speculator=speculator,
     )
 

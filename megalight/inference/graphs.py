@@ -178,7 +178,7 @@ class StepGraphs:
                 dimensions = [each for each in dimensions if each.prefill_req_count <= mixed_prefill_count]
             return cls(model, cache, newest, dimensions, recorder)
         builder = CUDAGraphBatchDimensionBuilder(count, cache.num_slots, cache.capacity)
-        dimensions = with_guesses(builder.build(), speculator.guesses, max_tokens)
+        dimensions = with_guesses(builder.build(), speculator.num_speculative_tokens, max_tokens)
         return cls(model, cache, newest, dimensions, recorder, speculator)
 
     def create(self) -> None:
@@ -464,7 +464,7 @@ class _Step:
         requests = dimensions.req_count
         # With prefill, padding is a sequence of its own, without stored tokens; otherwise there is one for each token.
         prefills = dimensions.prefill_req_count
-        guesses = newest.guesses > 0
+        guesses = newest.num_speculative_tokens > 0
         self._sequences = requests + (prefills > 0)
         width = min(cache.blocks.holding(cache.capacity), cache.blocks.count)
         # Layers that see a span have rows to write and tables of their own, after those of the others.
@@ -488,7 +488,7 @@ class _Step:
     def inputs(self) -> tuple[Tensor, PackedSequences]:
         """Return tokens and sequences, anew for each run, as they remember what follows from them."""
         ids, sequences = self._newest.decode(self.ids), self._given()
-        return ids, self._newest.locate(sequences, self._before) if self._newest.guesses else sequences
+        return ids, self._newest.locate(sequences, self._before) if self._newest.num_speculative_tokens else sequences
 
     def _given(self) -> PackedSequences:
         each = [

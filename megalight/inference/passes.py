@@ -118,7 +118,7 @@ class _PendingPass(NamedTuple):
         results: None: the last stage of the pipeline has them.
         scored: whose prompts were scored: from which token on, and how many.
         step: what is known.
-        guesses: how many follow the newest token of a request; it has a result for each of them, too.
+        num_speculative_tokens: how many follow the newest token of a request; it has a result for each of them, too.
         launched: its dimensions, those of its graph, and when its launch began and ended; None: it is the rest of a
             pass whose guesses were right.
     """
@@ -170,7 +170,7 @@ class PassesInFlight:
         self._eagle = speculator if isinstance(speculator, EagleSpeculator) else None
         cache = scheduler.cache
         # On a GPU, the next pass begins before the host knows the tokens of the last one.
-        guesses = 0 if speculator is None else speculator.guesses
+        guesses = 0 if speculator is None else speculator.num_speculative_tokens
         self.newest = NewestTokens(cache.dummy_slot + 1, device_of(model), guesses)
         if speculator is not None:
             speculator.join(cache, self.newest)
@@ -209,7 +209,7 @@ class PassesInFlight:
             self.flights.popleft()
         begun = False
         while len(self.flights) < self.depth and (
-            not self.flights or self._scheduler.may_run_ahead(self.newest.guesses)
+            not self.flights or self._scheduler.may_run_ahead(self.newest.num_speculative_tokens)
         ):
             begun = self.launch()
             if not begun or one:
@@ -335,7 +335,7 @@ class PassesInFlight:
             if self._guessed.get(request.slot) is not request and stored > len(request.tokens):
                 continue
             # The base adds a token to the right guesses.
-            most = min(self._speculator.guesses, request.left - 1, self._speculator.longest - stored)
+            most = min(self._speculator.num_speculative_tokens, request.left - 1, self._speculator.longest - stored)
             request.guesses = [PENDING] * most
 
     def _guess(self, counts: dict[Request, int]) -> None:

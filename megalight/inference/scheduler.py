@@ -280,18 +280,20 @@ class Scheduler:
         stored = self.cache.lengths[slot]
         return stored % self.cache.blocks.size > 0 or self.cache.blocks.fits({slot: stored + 1})
 
-    def may_run_ahead(self, guesses: int = 0) -> bool:
+    def may_run_ahead(self, num_speculative_tokens: int = 0) -> bool:
         """Return whether a pass can be planned while tokens are pending: none would be preempted, none runs alone.
 
         Args:
-            guesses: the most that follow a newest token.
+            num_speculative_tokens: the most that follow a newest token.
         """
         totals: dict[int, int] = {}
         for request in self.running:
             if request.suspect or request.slot is None:
                 return False
             if request.left > 0:
-                totals[request.slot] = self.cache.lengths[request.slot] + 1 + min(guesses, request.left - 1)
+                totals[request.slot] = (
+                    self.cache.lengths[request.slot] + 1 + min(num_speculative_tokens, request.left - 1)
+                )
         return self.cache.blocks.fits(totals) and not any(request.suspect for request in self.waiting)
 
     def preempt(self) -> Request:

@@ -84,12 +84,12 @@ class Speculator(Protocol):
     """Guesses tokens on the device; on all ranks of a replica the same. The host need not know what is guessed.
 
     Attributes:
-        guesses: the most that it guesses after a token.
+        num_speculative_tokens: the most that it guesses after a token.
         longest: how many tokens a sequence may have with all guesses but the last.
         loop: the loop of its draft; None: it has none.
     """
 
-    guesses: int
+    num_speculative_tokens: int
     longest: int
     loop: DraftLoop | None
 
@@ -124,7 +124,7 @@ class NGramSpeculator:
     Sequences lie on the device, so a pass begins before the host knows the tokens of the last one.
 
     Args:
-        guesses: maximum number of guesses.
+        num_speculative_tokens: maximum number of guesses.
         longest: how many of the last tokens must come before; fewer serve, down to ``shortest``, if so many do not.
         shortest: at least 1.
 
@@ -132,14 +132,14 @@ class NGramSpeculator:
         ConfigurationError: a number is no integer of at least 1, or ``shortest`` is above ``longest``.
     """
 
-    def __init__(self, guesses: int = 4, *, longest: int = 3, shortest: int = 2) -> None:
-        self.guesses = integer("guesses", guesses)
+    def __init__(self, num_speculative_tokens: int = 4, *, longest: int = 3, shortest: int = 2) -> None:
+        self.num_speculative_tokens = integer("num_speculative_tokens", num_speculative_tokens)
         self._fewest = integer("shortest", shortest)
         self._most = integer("longest", longest, self._fewest)
         self.longest, self.loop, self.draft = sys.maxsize, None, None
         self._cache: Cache | None = None
         self._newest: NewestTokens | None = None
-        # ``[slots, capacity + guesses + 1]``: the tokens of each slot, up to its newest one.
+        # ``[slots, capacity + num_speculative_tokens + 1]``: the tokens of each slot, up to its newest one.
         self._tokens: Tensor | None = None
 
     def join(self, cache: Cache, newest: NewestTokens) -> None:
@@ -151,7 +151,7 @@ class NGramSpeculator:
         assert self._cache is not None and self._newest is not None
         device, entries = self._newest.device, len(self._newest.lengths)
         if self._tokens is None:
-            width = self._cache.capacity + self.guesses + 1
+            width = self._cache.capacity + self.num_speculative_tokens + 1
             self._tokens = torch.zeros(entries, width, dtype=torch.int32, device=device)
         for request in requests:
             assert request.slot is not None
@@ -164,7 +164,7 @@ class NGramSpeculator:
         # No sequence has more tokens before its newest one.
         bound = max(self._cache.lengths[slot] for slot in slots) + 1
         own = to_device(slots, torch.int64, self._newest.device)
-        length, step = self._newest.lengths[own, None], torch.arange(self.guesses, device=own.device)
+        length, step = self._newest.lengths[own, None], torch.arange(self.num_speculative_tokens, device=own.device)
         self._tokens[own[:, None], length] = self._newest.tokens[own, :1].int()
         rows = self._tokens[own, :bound]
         found = self._after(rows, length)
@@ -205,7 +205,7 @@ class DraftSpeculator:
     Args:
         model: a whole model on the device of the base. On a divided base each rank has it.
         base: the model that it serves.
-        guesses: maximum number of guesses.
+        num_speculative_tokens: maximum number of guesses.
         max_sequences: that of the engine.
 
     Raises:
@@ -213,14 +213,16 @@ class DraftSpeculator:
             its layers cannot forget wrong guesses.
     """
 
-    def __init__(self, model: GPT, base: GenerativeModel, guesses: int = 4, *, max_sequences: int = 64) -> None:
+    def __init__(
+        self, model: GPT, base: GenerativeModel, num_speculative_tokens: int = 4, *, max_sequences: int = 64
+    ) -> None:
         config: object = model.config
         if not isinstance(config, GPTConfig) or config.vocab_size != base.config.vocab_size:
             raise ConfigurationError(
                 f"the small model has {model.config.vocab_size} tokens and the base {base.config.vocab_size}; take a "
                 "model of text with the base's tokenizer."
             )
-        self.guesses, self.draft = integer("guesses", guesses), model
+        self.num_speculative_tokens, self.draft = integer("num_speculative_tokens", num_speculative_tokens), model
         self.longest, slots = config.max_sequence_length, integer("max_sequences", max_sequences)
         blocks = BlockPool(slots, slots * -(-self.longest // 16), 16)
         self._cache = Cache(model.layers, slots, self.longest, blocks)
@@ -238,7 +240,7 @@ class DraftSpeculator:
         self._lengths, self._newest = cache.lengths, newest
         # It comes and goes with that of the engine.
         self._cache.lie_in(cache.memory)
-        self.loop = DraftLoop(self._cache, newest, self.guesses, self._chain, again=True)
+        self.loop = DraftLoop(self._cache, newest, self.num_speculative_tokens, self._chain, again=True)
 
     def begin(self, requests: Sequence[Request]) -> None:
         """See :class:`Speculator`."""
@@ -296,7 +298,7 @@ class EagleSpeculator:
         draft: a draft that was trained for the base, on the same device and in the same dtype. On a divided base each
             rank has it whole.
         base: the model of the engine.
-        guesses: maximum number of guesses.
+        num_speculative_tokens: maximum number of guesses.
 
     Attributes:
         layers: those that the cache of the engine must have.
@@ -306,10 +308,10 @@ class EagleSpeculator:
         ConfigurationError: see :func:`check_draft`.
     """
 
-    def __init__(self, draft: DraftModel, base: GenerativeModel, guesses: int = 4) -> None:
-        check_draft(base, draft, guesses)
+    def __init__(self, draft: DraftModel, base: GenerativeModel, num_speculative_tokens: int = 4) -> None:
+        check_draft(base, draft, num_speculative_tokens)
         assert not isinstance(base, HFModel)
-        self.guesses, self.draft, self._base = guesses, draft, base
+        self.num_speculative_tokens, self.draft, self._base = num_speculative_tokens, draft, base
         self.layers: Mapping[str, nn.Module] = {"draft": draft.layer}
         self.places = [f"layers.{after - 1}" for after in draft.config.auxiliary_layers]
         self._device = device_of(base)
@@ -324,7 +326,7 @@ class EagleSpeculator:
         self._cache = cache
         # The draft's output at the last place of each slot that the base has read.
         self._hidden = self.draft.fuse.weight.new_zeros(len(newest.lengths), self.draft.config.hidden_size)
-        self.loop = DraftLoop(cache, newest, self.guesses, self._chain, again=False)
+        self.loop = DraftLoop(cache, newest, self.num_speculative_tokens, self._chain, again=False)
 
     def probe(self, sequences: PackedSequences) -> None:
         """Run tokens of value 0, which shows what :attr:`layers` keep."""
@@ -389,12 +391,12 @@ class EagleSpeculator:
         """See :class:`Speculator`. Its keys and values are in the cache of the engine."""
 
 
-def check_draft(base: GenerativeModel, draft: DraftModel, guesses: int = 1) -> None:
+def check_draft(base: GenerativeModel, draft: DraftModel, num_speculative_tokens: int = 1) -> None:
     """Refuse a draft that was made for another base, bases that drafts cannot serve, and rounds without a guess.
 
     Raises:
         ConfigurationError: sizes differ, the base lacks a layer that the draft reads, is no GPT, or has experts that
-            several replicas share, or ``guesses`` is no integer of at least 1.
+            several replicas share, or ``num_speculative_tokens`` is no integer of at least 1.
     """
     config: object = base.config
     if not isinstance(config, GPTConfig):
@@ -406,7 +408,7 @@ def check_draft(base: GenerativeModel, draft: DraftModel, guesses: int = 1) -> N
             "experts of the base are on ranks of several replicas, which must run equally often, and rounds of a draft "
             "differ in number. Leave the draft out, or divide the base otherwise."
         )
-    integer("guesses", guesses)
+    integer("num_speculative_tokens", num_speculative_tokens)
     if draft.config.for_base(config) != draft.config:
         raise ConfigurationError("the draft has no sizes yet; build it of EagleConfig.for_base(base).")
 

@@ -314,7 +314,7 @@ class TextGenerator:
         image_text: str | None = None,
         resize: Resize | None = None,
         draft: DraftModel | None = None,
-        guesses: int = 4,
+        num_speculative_tokens: int = 4,
     ) -> list[str]:
         """Generate text after each prompt, up to the end of the document. An empty prompt starts a document.
 
@@ -333,7 +333,7 @@ class TextGenerator:
                 :func:`~megalight.data.multimodal.template.image_text_of`.
             resize: how an image becomes a square; see :class:`~megalight.data.multimodal.images.ImageForm`. The same
                 as in training.
-            draft, guesses: see :func:`~megalight.inference.generate.generate`.
+            draft, num_speculative_tokens: see :func:`~megalight.inference.generate.generate`.
 
         Raises:
             DataError: the model reads no images, an image cannot be read, or a prompt has another number of places for
@@ -364,7 +364,7 @@ class TextGenerator:
             seed=seed,
             packed_images=packed_images,
             draft=draft,
-            guesses=guesses,
+            num_speculative_tokens=num_speculative_tokens,
             axis_positions=axes,
         )
         # Without special tokens: the end of the document is no text.

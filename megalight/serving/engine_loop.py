@@ -58,7 +58,7 @@ class EngineOptions:
         batch_invariant: see :class:`~megalight.inference.DynamicEngine`.
         draft: the checkpoint of a draft model (EAGLE-3), which guesses tokens; see
             :mod:`megalight.inference.speculator`. None: nobody does.
-        guesses: the most that it guesses after a token.
+        num_speculative_tokens: the most that it guesses after a token.
     """
 
     cache_tokens: int | None = None
@@ -67,7 +67,7 @@ class EngineOptions:
     kv_cache_dtype: str = "auto"
     batch_invariant: bool = False
     draft: str | os.PathLike[str] | None = None
-    guesses: int = 4
+    num_speculative_tokens: int = 4
 
     def num_blocks(self, longest: int) -> int:
         """Return the number of blocks of a cache, for sequences of at most ``longest`` tokens.
@@ -92,7 +92,7 @@ class EngineOptions:
         """
         speculator = None
         if self.draft is not None:
-            speculator = EagleSpeculator(load_draft(self.draft, model, tokenizer), model, self.guesses)
+            speculator = EagleSpeculator(load_draft(self.draft, model, tokenizer), model, self.num_speculative_tokens)
         return DynamicEngine(
             model,
             num_blocks=self.num_blocks(model.config.max_sequence_length),

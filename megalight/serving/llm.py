@@ -72,7 +72,7 @@ class LLM:
         base: the weights that training began with, for a checkpoint of adapters.
         quantization: ``auto``: weights that were published in FP8 stay so; ``fp8``: those of all linear layers are
             stored in FP8; ``none``: all are widened.
-        cache_tokens, max_sequences, step_tokens, kv_cache_dtype, batch_invariant, draft, guesses: see
+        cache_tokens, max_sequences, step_tokens, kv_cache_dtype, batch_invariant, draft, num_speculative_tokens: see
             :class:`EngineOptions`.
 
     Raises:
@@ -96,7 +96,7 @@ class LLM:
         kv_cache_dtype: str = "auto",
         batch_invariant: bool = False,
         draft: str | os.PathLike[str] | None = None,
-        guesses: int = 4,
+        num_speculative_tokens: int = 4,
     ) -> None:
         self._trained: InferenceModel | None = None
         self._ids = itertools.count()
@@ -116,7 +116,7 @@ class LLM:
                 kv_cache_dtype=kv_cache_dtype,
                 batch_invariant=batch_invariant,
                 draft=draft,
-                guesses=guesses,
+                num_speculative_tokens=num_speculative_tokens,
             ),
             tokenizer=tokenizer,
             dtype=dtype,

@@ -63,16 +63,16 @@ def states_of(base: GPT, tokens: list[int]) -> Tensor:
 
 
 @torch.no_grad()
-def token_by_token(base: GPT, draft: DraftModel, text: list[int], guesses: int) -> list[int]:
+def token_by_token(base: GPT, draft: DraftModel, text: list[int], num_speculative_tokens: int) -> list[int]:
     """One round after a text, with an ordinary causal pass over real and guessed tokens for each guess."""
     hidden, tokens = draft.fuse(states_of(base, text[:-1])), text[1:]
-    for _ in range(guesses):
+    for _ in range(num_speculative_tokens):
         sequences = PackedSequences.of_uniform(1, len(tokens), torch.device("cpu"))
         out = draft.step(hidden, base.embed.word(torch.tensor(tokens)), sequences, DraftState())
         top = int(draft.head.top(out[-1:]))
         tokens.append(draft.config.draft_ids[top] if draft.config.draft_ids else top)
         hidden = torch.cat([hidden, out[-1:]])
-    return tokens[-guesses:]
+    return tokens[-num_speculative_tokens:]
 
 
 @torch.no_grad()
@@ -169,7 +169,10 @@ def test_greedy_text_is_the_bases_own(base_kind: str, kind: str, monkeypatch: py
     base, draft = models(base_kind, kind)
     plain = generate(base, PROMPTS, max_new_tokens=20, temperature=0.0, eos_id=5)
     seen = watched_guesses(monkeypatch)
-    assert generate(base, PROMPTS, max_new_tokens=20, temperature=0.0, eos_id=5, draft=draft, guesses=3) == plain
+    assert (
+        generate(base, PROMPTS, max_new_tokens=20, temperature=0.0, eos_id=5, draft=draft, num_speculative_tokens=3)
+        == plain
+    )
     # Also where earlier guesses were wrong: what was read of them is forgotten.
     assert checked(base, draft, seen) > 20
 
@@ -200,7 +203,7 @@ def told(texts: list[list[int]], wrong: int) -> Any:
     """Return a method that guesses what the base will say, but for each token at a multiple of ``wrong``."""
 
     def guess(self: EagleSpeculator, requests: Sequence[Request], counts: Sequence[int]) -> Tensor:
-        found = torch.zeros(len(requests), self.guesses, dtype=torch.int64)
+        found = torch.zeros(len(requests), self.num_speculative_tokens, dtype=torch.int64)
         for row, request, count in zip(found, requests, counts, strict=True):
             start = len(request.tokens)
             text = next(text for text in texts if text[:start] == request.tokens)
@@ -234,7 +237,7 @@ def test_a_draft_does_not_change_samples() -> None:
     """They follow from the seed and the place, so they are those of the base alone."""
     base, draft = models()
     prompts, options = [[3, 1, 4]] * 200, {"max_new_tokens": 5, "temperature": 1.7, "top_k": 4, "seed": 5}
-    found = generate(base, prompts, draft=draft, guesses=2, **options)
+    found = generate(base, prompts, draft=draft, num_speculative_tokens=2, **options)
     assert found == generate(base, prompts, **options)
     assert len({*map(tuple, found)}) > 50
 
@@ -248,12 +251,14 @@ def test_an_acceptance_length_of_no_rounds_is_refused(prompts: list[list[int]], 
 
 def test_what_a_draft_cannot_serve_is_refused() -> None:
     base, draft = models()
-    with pytest.raises(ConfigurationError, match="guesses is 0; it must be at least 1"):
-        generate(base, PROMPTS, max_new_tokens=4, draft=draft, guesses=0)
-    with pytest.raises(ConfigurationError, match="guesses is 0; it must be at least 1"):
-        stream(base, PROMPTS, max_new_tokens=4, draft=draft, guesses=0)  # at the call, not at its first item
-    with pytest.raises(ConfigurationError, match=r"guesses is 2\.5; it must be an integer, at least 1"):
-        generate(base, PROMPTS, max_new_tokens=4, draft=draft, guesses=2.5)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="num_speculative_tokens is 0; it must be at least 1"):
+        generate(base, PROMPTS, max_new_tokens=4, draft=draft, num_speculative_tokens=0)
+    with pytest.raises(ConfigurationError, match="num_speculative_tokens is 0; it must be at least 1"):
+        stream(
+            base, PROMPTS, max_new_tokens=4, draft=draft, num_speculative_tokens=0
+        )  # at the call, not at its first item
+    with pytest.raises(ConfigurationError, match=r"num_speculative_tokens is 2\.5; it must be an integer, at least 1"):
+        generate(base, PROMPTS, max_new_tokens=4, draft=draft, num_speculative_tokens=2.5)  # type: ignore[arg-type]
     other = GPT(replace(SMALL, vocab_size=32))
     with pytest.raises(ConfigurationError, match="vocab_size of the draft is 31 and that of the base 32"):
         generate(other, PROMPTS, max_new_tokens=4, draft=draft)
@@ -314,11 +319,11 @@ def test_the_command_tells_the_length_of_each_category(tmp_path: Path, capsys: p
     command = ["generate", str(tmp_path / "base"), "-p", "some words", "-t", "0", "-n", "9"]
     assert main(command) == 0
     plain = capsys.readouterr().out
-    assert main([*command, "--draft", str(tmp_path / "draft"), "--guesses", "2"]) == 0
+    assert main([*command, "--draft", str(tmp_path / "draft"), "--num-speculative-tokens", "2"]) == 0
     assert capsys.readouterr().out == plain
     for more, message in {
-        ("--guesses", "2"): "give --draft, too",
-        ("--draft", str(tmp_path / "draft"), "--guesses", "0"): "must be at least 1",
+        ("--num-speculative-tokens", "2"): "give --draft, too",
+        ("--draft", str(tmp_path / "draft"), "--num-speculative-tokens", "0"): "must be at least 1",
         ("--draft", str(tmp_path / "draft"), "--image", "x.png"): "serves models of text",
     }.items():
         assert main([*command, *more]) != 0

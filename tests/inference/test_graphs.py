@@ -116,7 +116,7 @@ def test_steps_with_guesses_are_recorded(name: str, kind: str, poison: None) -> 
         )
         engine._passes.runs_ahead = ahead
         if recorded:
-            dimensions = with_guesses([D(5, 0, 5), D(2, 0, 2)], speculator.guesses, 99)
+            dimensions = with_guesses([D(5, 0, 5), D(2, 0, 2)], speculator.num_speculative_tokens, 99)
             cache, newest = engine._scheduler.cache, engine._passes.newest
             engine._passes.graphs = StepGraphs(model, cache, newest, dimensions, Tape(), speculator)  # type: ignore[arg-type]
         for number, prompt in enumerate(PROMPTS):
@@ -153,7 +153,7 @@ def test_the_loop_of_a_draft_survives_a_suspend(kind: str, tmp_path: Path, monke
         speculator = DraftSpeculator(build(**MODELS["windowed"]), model, 3, max_sequences=5)
     with fake_driver(tmp_path, monkeypatch) as driver:
         engine = DynamicEngine(model, num_blocks=20, block_size=3, max_sequences=5, speculator=speculator)
-        dimensions = with_guesses([D(5, 0, 5)], speculator.guesses, 99)
+        dimensions = with_guesses([D(5, 0, 5)], speculator.num_speculative_tokens, 99)
         cache, passes = engine._scheduler.cache, engine._passes
         passes.graphs = StepGraphs(model, cache, passes.newest, dimensions, tape, speculator)  # type: ignore[arg-type]
         engine.create_cuda_graphs()

@@ -30,7 +30,13 @@ class Told:
     """Guesses what a text will be, or something else at each ``wrong``-th token."""
 
     def __init__(self, texts: Sequence[Sequence[int]], wrong: int, vocabulary: int = 61) -> None:
-        self.texts, self.wrong, self.vocabulary, self.guesses, self.longest = texts, wrong, vocabulary, 4, 10**6
+        self.texts, self.wrong, self.vocabulary, self.num_speculative_tokens, self.longest = (
+            texts,
+            wrong,
+            vocabulary,
+            4,
+            10**6,
+        )
         self.loop = self.draft = None
 
     def join(self, cache: Cache, newest: NewestTokens) -> None:
@@ -40,7 +46,7 @@ class Told:
         pass
 
     def guess(self, requests: Sequence[Request], counts: Sequence[int]) -> torch.Tensor:
-        found = torch.full((len(requests), self.guesses), -1)
+        found = torch.full((len(requests), self.num_speculative_tokens), -1)
         for row, request, count in zip(found, requests, counts, strict=True):
             begin = int(self.newest.lengths[request.slot]) + 1
             text = [*request.tokens[: request.prompt_length], *self.texts[request.number % len(self.texts)]]
@@ -202,9 +208,10 @@ def test_a_wrong_guess_of_a_token_with_nan_costs_nobody_anything() -> None:
 
 
 def test_what_followed_before_is_guessed_to_follow() -> None:
-    def guesser(guesses: int, shortest: int = 2) -> tuple[NGramSpeculator, Request, Cache]:
+    def guesser(num_speculative_tokens: int, shortest: int = 2) -> tuple[NGramSpeculator, Request, Cache]:
         cache = Cache({}, 2, 20, BlockPool(2, 8, 5))
-        speculator, newest = NGramSpeculator(guesses, shortest=shortest), NewestTokens(3, torch.device("cpu"), guesses)
+        speculator = NGramSpeculator(num_speculative_tokens, shortest=shortest)
+        newest = NewestTokens(3, torch.device("cpu"), num_speculative_tokens)
         speculator.join(cache, newest)
         return speculator, Request(0, [], 1, 99, slot=1), cache
 

@@ -61,7 +61,7 @@ def test_a_draft_changes_no_text(folder: Path, tmp_path: Path) -> None:
         save_model(held_model(kind, model.config, model), tmp_path / name)
     plain, drafted = (
         LLM(tmp_path / "base", device="cpu", dtype=torch.float64, tokenizer=folder, **more)
-        for more in ({}, {"draft": tmp_path / "draft", "guesses": 3})
+        for more in ({}, {"draft": tmp_path / "draft", "num_speculative_tokens": 3})
     )
     options: dict[str, Any] = {"max_new_tokens": 12, "seed": 3}
     prompts = [[1, 2, 3], [4]]

@@ -21,7 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft", required=True, help="the checkpoint of its draft model")
     parser.add_argument("--questions", type=Path, required=True, help="a JSONL file in MT-Bench's format")
     parser.add_argument("-n", "--max-new-tokens", type=int, default=256, help="limit of an answer (default: 256)")
-    parser.add_argument("--guesses", type=int, default=4, help="tokens that the draft proposes in a round (default: 4)")
+    parser.add_argument(
+        "--num-speculative-tokens", type=int, default=4, help="tokens that the draft proposes in a round (default: 4)"
+    )
     parser.add_argument(
         "--plain", action="store_true", help="turns are texts to continue; for a tokenizer without a chat template"
     )
@@ -58,13 +60,19 @@ def run(arguments: argparse.Namespace) -> int:
     template = None if arguments.plain else ChatTemplate.of(writer.tokenizer, source)
     draft = load_draft(arguments.draft, writer.whole, writer.tokenizer)
     interview = Interview(
-        writer.whole, draft, writer.tokenizer, template, arguments.max_new_tokens, arguments.guesses, writer.start
+        writer.whole,
+        draft,
+        writer.tokenizer,
+        template,
+        arguments.max_new_tokens,
+        arguments.num_speculative_tokens,
+        writer.start,
     )
     counts: dict[str, Acceptance] = defaultdict(Acceptance)
     for question in questions:
         counts[question.category or "-"] += interview.ask(question)
     total = sum(counts.values(), Acceptance())
-    check_rounds(total, len(questions), arguments.max_new_tokens, arguments.guesses)
+    check_rounds(total, len(questions), arguments.max_new_tokens, arguments.num_speculative_tokens)
     rows = [*sorted(counts.items()), ("all", total)] if len(counts) > 1 else [("all", total)]
     for name, each in rows:
         length = f"{each.length:.3f}" if each.rounds else "-"

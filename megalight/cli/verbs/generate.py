@@ -77,7 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft", help="a draft model's checkpoint, which proposes tokens: faster, with the same completions"
     )
-    parser.add_argument("--guesses", type=int, help="tokens that the draft proposes at a time (default: 4)")
+    parser.add_argument(
+        "--num-speculative-tokens", type=int, help="tokens that the draft proposes at a time (default: 4)"
+    )
     add_layout_arguments(parser)
 
 
@@ -119,7 +121,7 @@ OTHERS = ("prompt", "image", "image_text", "resize", "draft")
 NEEDED = {
     **dict.fromkeys(SIZES, ("prompts", "is for a file of prompts")),
     **dict.fromkeys(("resize", "image_text"), ("image", "is for images")),
-    "guesses": ("draft", "is the number of tokens that a draft proposes"),
+    "num_speculative_tokens": ("draft", "is the number of tokens that a draft proposes"),
 }
 """Option -> the one without which it does nothing, and why."""
 
@@ -132,7 +134,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
     for name, (other, reason) in NEEDED.items():
         if getattr(arguments, name) is not None and not getattr(arguments, other):
             raise ConfigurationError(f"{_option(name)} {reason}; give {_option(other)}, too.")
-    for name in (*SIZES, "guesses"):
+    for name in (*SIZES, "num_speculative_tokens"):
         if (value := getattr(arguments, name)) is not None:
             integer(_option(name), value)
     if arguments.draft is not None and arguments.image:
@@ -174,8 +176,8 @@ def _complete(
         from megalight.inference.speculator import load_draft
 
         draft = load_draft(arguments.draft, writer.model, writer.tokenizer)
-        if arguments.guesses is not None:
-            guessing["guesses"] = arguments.guesses
+        if arguments.num_speculative_tokens is not None:
+            guessing["num_speculative_tokens"] = arguments.num_speculative_tokens
     contents: Sequence[str | list[dict[str, str]]] = prompts
     images, image = None, None
     if files:

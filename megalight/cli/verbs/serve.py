@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("step-tokens", int, "tokens of a step; longer prompts run in parts (default: 512)"),
         ("kv-cache-dtype", str, "auto: keys and values are stored in the weights' dtype; fp8: in half the bytes"),
         ("draft", str, "a draft model's checkpoint, which proposes tokens: faster, with the same completions"),
-        ("guesses", int, "tokens that the draft proposes at a time (default: 4)"),
+        ("num_speculative_tokens", int, "tokens that the draft proposes at a time (default: 4)"),
     ):
         parser.add_argument(f"--{option}", type=kind, help=what)
     parser.add_argument(
@@ -137,7 +137,15 @@ def run(arguments: argparse.Namespace) -> int:
     keys = arguments.api_key or [key for key in [os.environ.get(KEY)] if key]
     control_keys = arguments.control_key or [key for key in [os.environ.get(CONTROL_KEY)] if key]
     check_host(arguments.host, keys)
-    names = ("cache_tokens", "max_sequences", "step_tokens", "kv_cache_dtype", "batch_invariant", "draft", "guesses")
+    names = (
+        "cache_tokens",
+        "max_sequences",
+        "step_tokens",
+        "kv_cache_dtype",
+        "batch_invariant",
+        "draft",
+        "num_speculative_tokens",
+    )
     sizes = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     model = {
         "tensor_parallel": arguments.tensor_parallel,
