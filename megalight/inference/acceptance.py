@@ -71,7 +71,7 @@ def measure(
     completions = engine.run()
     check_sampled({prompt: [FAILED] for prompt, each in completions.items() if each.reason == "error"})
     whole = {
-        each: n for each, n in engine.draft_rounds.items() if each.guessed == num_speculative_tokens and each.complete
+        each: n for each, n in engine.draft_rounds.items() if each.proposed == num_speculative_tokens and each.complete
     }
     tokens = sum((each.accepted + 1) * n for each, n in whole.items())
     return [each.tokens for each in completions.values()], Acceptance(tokens, sum(whole.values()))

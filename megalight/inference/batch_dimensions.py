@@ -99,7 +99,7 @@ class CUDAGraphBatchDimensionBuilder:
         return sorted(valid, key=lambda each: (each.token_count - each.decode_req_count, each.decode_req_count))[::-1]
 
 
-def with_guesses(
+def with_draft_tokens(
     decodes: Iterable[InferenceBatchDimensions], num_speculative_tokens: int, max_tokens: int
 ) -> list[InferenceBatchDimensions]:
     """Return dimensions of steps that decode, and of those in which each sequence has so many guesses, too.

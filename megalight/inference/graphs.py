@@ -24,7 +24,7 @@ from megalight.inference.batch_dimensions import (
     CUDAGraphBatchDimensionBuilder,
     InferenceBatchDimensions,
     match_graph_config,
-    with_guesses,
+    with_draft_tokens,
 )
 from megalight.inference.cache import PENDING, Cache, InputBuffer, NewestTokens
 from megalight.inference.parallel import GenerativeModel, ParallelGPT, evaluating
@@ -178,7 +178,7 @@ class StepGraphs:
                 dimensions = [each for each in dimensions if each.prefill_req_count <= mixed_prefill_count]
             return cls(model, cache, newest, dimensions, recorder)
         builder = CUDAGraphBatchDimensionBuilder(count, cache.num_slots, cache.capacity)
-        dimensions = with_guesses(builder.build(), speculator.num_speculative_tokens, max_tokens)
+        dimensions = with_draft_tokens(builder.build(), speculator.num_speculative_tokens, max_tokens)
         return cls(model, cache, newest, dimensions, recorder, speculator)
 
     def create(self) -> None:

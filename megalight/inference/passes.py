@@ -127,7 +127,7 @@ class _PendingPass(NamedTuple):
     results: _Results | None
     scored: list[tuple[Request, int, int]]
     step: EngineStep
-    guesses: dict[Request, int]
+    draft_tokens: dict[Request, int]
     launched: tuple[InferenceBatchDimensions, InferenceBatchDimensions | None, float, float] | None = None
 
 
@@ -176,7 +176,7 @@ class PassesInFlight:
             speculator.join(cache, self.newest)
         # By slot: the requests whose newest token is known there, and those for which guesses are made.
         self._there: dict[int | None, Request] = {}
-        self._guessed: dict[int | None, Request] = {}
+        self._drafted: dict[int | None, Request] = {}
         self._token_counts = TokenCounts(cache.num_slots)
         self.graphs = StepGraphs.of(
             model,
@@ -242,22 +242,22 @@ class PassesInFlight:
         plan = schedule.plan(passes, self._waits)
         counts = plan.counts
         for request in schedule.running:
-            request.guesses = request.guesses if request in counts else []
+            request.draft_tokens = request.draft_tokens if request in counts else []
         if not counts:
             return False
-        self._guess(counts)
+        self._propose(counts)
         slots = [request.slot for request in counts if request.slot is not None]
         fresh: list[list[int]] = []
         for request, count in counts.items():
             first = schedule.cache.lengths[request.slot or 0]
             known = request.tokens[first : first + count]
             known += [PENDING] * min(1, count - len(known)) if request.pending else []
-            fresh.append(known + request.guesses[: count - len(known)])
+            fresh.append(known + request.draft_tokens[: count - len(known)])
         schedule.cache.copy_states(plan.restored)
         # A part of a prompt has no next token yet.
         requests = [request for request, count in counts.items() if schedule.unread(request) == count]
         scored, places = _scored(counts, fresh, schedule)
-        guesses = {request: len(request.guesses) for request in requests if request.guesses}
+        guesses = {request: len(request.draft_tokens) for request in requests if request.draft_tokens}
         sampling, guessed = self._sampling(counts, requests, self._to_device(places))
         results: Tensor | None = None
         given = graph = None
@@ -266,7 +266,7 @@ class PassesInFlight:
             results = self.graphs.run(slots, fresh, sampling, guessed, following, recordable=not scored)
             given, graph = self.graphs.given, self.graphs.last
         if graph is None and self._speculator is not None:
-            results, given = self._run_guessed(slots, fresh, sampling, guessed, following)
+            results, given = self._run_drafted(slots, fresh, sampling, guessed, following)
         elif graph is None:
             results = self._run(slots, fresh, sampling)
             if results is not None and self.runs_ahead:
@@ -276,8 +276,8 @@ class PassesInFlight:
         schedule.cache.copy_states(plan.kept)
         for request in requests:
             request.pending += 1
-            request.unchecked += len(request.guesses)
-            request.guesses = []
+            request.unchecked += len(request.draft_tokens)
+            request.draft_tokens = []
         if self._speculator is not None:
             self._there = {slot: each for slot, each in self._there.items() if each not in counts}
             self._there |= {request.slot: request for request in requests}
@@ -325,20 +325,20 @@ class PassesInFlight:
             return
         lengths = self._scheduler.cache.lengths
         for request in self._scheduler.running:
-            request.guesses = []
+            request.draft_tokens = []
             stored = lengths[request.slot or 0]
             if request.suspect or self._scheduler.unread(request) != 1 or self._there.get(request.slot) is not request:
                 continue
             if request.pending and (self._waits(request) or request.left <= 0):
                 continue
             # Who begins needs all tokens that have run.
-            if self._guessed.get(request.slot) is not request and stored > len(request.tokens):
+            if self._drafted.get(request.slot) is not request and stored > len(request.tokens):
                 continue
             # The base adds a token to the right guesses.
             most = min(self._speculator.num_speculative_tokens, request.left - 1, self._speculator.longest - stored)
-            request.guesses = [PENDING] * most
+            request.draft_tokens = [PENDING] * most
 
-    def _guess(self, counts: dict[Request, int]) -> None:
+    def _propose(self, counts: dict[Request, int]) -> None:
         """Let tokens be guessed, as many as are planned; the host waits for them only where their rows depend on them.
 
         Args:
@@ -346,18 +346,18 @@ class PassesInFlight:
         """
         if self._speculator is None:
             return
-        asked = {request: len(request.guesses) for request in counts if request.guesses}
-        self._guessed = {slot: each for slot, each in self._guessed.items() if each not in counts or each in asked}
+        asked = {request: len(request.draft_tokens) for request in counts if request.draft_tokens}
+        self._drafted = {slot: each for slot, each in self._drafted.items() if each not in counts or each in asked}
         if not asked:
             return
         slots = [request.slot or 0 for request in asked]
         if self.stages > 1:
             self.newest.put(slots, [request.tokens for request in asked])
         with batch_invariant_mode(False):
-            if begin := [request for request in asked if self._guessed.get(request.slot) is not request]:
+            if begin := [request for request in asked if self._drafted.get(request.slot) is not request]:
                 self._speculator.begin(begin)
-                self._guessed |= {request.slot: request for request in begin}
-            found = self._speculator.guess([*asked], [*asked.values()])
+                self._drafted |= {request.slot: request for request in begin}
+            found = self._speculator.propose([*asked], [*asked.values()])
         own = to_device(slots, torch.int64, found.device)
         self.newest.tokens[:, 1 : 1 + found.shape[1]].index_copy_(0, own, found)
         if not any(request.matcher is not None or request.sampling_params.penalized for request in asked):
@@ -369,7 +369,7 @@ class PassesInFlight:
             known = known[: known.index(PENDING)] if PENDING in known else known
             if request.matcher is not None:
                 known = known[: request.matcher.validate_tokens(known)]
-            request.guesses = known
+            request.draft_tokens = known
             counts[request] -= asked[request] - len(known)
 
     def _sampling(
@@ -380,8 +380,8 @@ class PassesInFlight:
         if self._speculator is None:
             places = [place for place, request in enumerate(counts) if request in ready]
             return PassSampling(self._token_counts, requests, places, scored=scored), []
-        guessed = [len(request.guesses) if request in ready else -1 for request in counts]
-        each = [(request, place) for request in requests for place in range(1 + len(request.guesses))]
+        guessed = [len(request.draft_tokens) if request in ready else -1 for request in counts]
+        each = [(request, place) for request in requests for place in range(1 + len(request.draft_tokens))]
         ahead = [place for _, place in each]
         return PassSampling(self._token_counts, [request for request, _ in each], None, ahead, scored), guessed
 
@@ -410,7 +410,7 @@ class PassesInFlight:
         output = self._model(tokens, sequences, states=states, rows=rows, **more)
         return sampling(output.logits, losses=output.losses)
 
-    def _run_guessed(
+    def _run_drafted(
         self,
         slots: Sequence[int],
         fresh: Sequence[Sequence[int]],
@@ -485,7 +485,7 @@ class PassesInFlight:
             assert request.prompt_log_probs is not None
             request.prompt_log_probs[first : first + count] = values[-count:]
             del values[-count:]
-        count = len(flight.requests) + sum(flight.guesses.values())
+        count = len(flight.requests) + sum(flight.draft_tokens.values())
         given: list[int] = []
         if self._speculator is not None and flight.launched is not None:
             given = [int(token) for token in values[-count:]] if count else []
@@ -527,7 +527,7 @@ class PassesInFlight:
         later: list[list[tuple[Request, list[float]]]] = []
         at, cache = 0, self._scheduler.cache
         for request in flight.requests:
-            count = flight.guesses.get(request, 0)
+            count = flight.draft_tokens.get(request, 0)
             own, guesses = rows[at : at + 1 + count], given[at + 1 : at + 1 + count]
             at += 1 + count
             first.append(own[0])
@@ -560,16 +560,16 @@ class PassesInFlight:
             flight = self.flights.popleft()
             for request in flight.requests:
                 request.pending -= 1
-                request.unchecked -= flight.guesses.get(request, 0)
+                request.unchecked -= flight.draft_tokens.get(request, 0)
         self._token_counts.forget()
         self._there.clear()
-        self._guessed.clear()
+        self._drafted.clear()
 
     def drop_speculator(self) -> None:
         """Give the memory of the speculator back."""
         if self._speculator is not None:
             self._speculator.drop()
-            self._guessed.clear()
+            self._drafted.clear()
 
 
 def _needs_lengths(module: nn.Module) -> bool:

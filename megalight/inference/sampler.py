@@ -182,7 +182,7 @@ def _constrained(
         # A copy reads the guesses, as most of them may be wrong.
         matcher = request.matcher.deep_copy() if more else request.matcher
         if more:
-            matcher.consume_tokens(request.guesses[:more])
+            matcher.consume_tokens(request.draft_tokens[:more])
         rows.append(row)
         masks.append(np.frombuffer(matcher.compute_bitmask(), np.int32))
     if not rows:
@@ -249,7 +249,7 @@ class TokenCounts:
         guessed = [
             row * columns + token - first
             for row, (request, more) in enumerate(zip(requests, ahead, strict=True))
-            for token in request.guesses[:more]
+            for token in request.draft_tokens[:more]
             if first <= token < first + columns
         ]
         if guessed:

@@ -67,7 +67,7 @@ class Request:
         unchecked: how many more may follow: guesses in passes whose results the host does not know yet.
         events: what happened to it.
         earlier: its segments in other engines.
-        guesses: what a speculator guesses to follow, for the next pass. Only the device may know them.
+        draft_tokens: what a speculator guesses to follow, for the next pass. Only the device may know them.
     """
 
     number: int
@@ -91,7 +91,7 @@ class Request:
     unchecked: int = 0
     events: list[RequestEvent] = field(default_factory=list)
     earlier: Sequence[RequestSegment] = ()
-    guesses: list[int] = field(default_factory=list)
+    draft_tokens: list[int] = field(default_factory=list)
 
     def record(self, status: RequestStatus) -> RequestRecord:
         """Return it as plain values."""
@@ -126,7 +126,7 @@ class Request:
     @property
     def extent(self) -> int:
         """Number of tokens, with all guesses."""
-        return self.length + self.unchecked + len(self.guesses)
+        return self.length + self.unchecked + len(self.draft_tokens)
 
     @property
     def left(self) -> int:
@@ -252,12 +252,12 @@ class Scheduler:
             count = min(self.unread(request), left)
             if not count:
                 break
-            if request.guesses and request.slot is not None:
+            if request.draft_tokens and request.slot is not None:
                 # Nobody loses blocks for guesses.
-                while request.guesses and not blocks.fits({request.slot: request.extent}):
-                    request.guesses.pop()
+                while request.draft_tokens and not blocks.fits({request.slot: request.extent}):
+                    request.draft_tokens.pop()
                 count = min(self.unread(request), left)
-                request.guesses = request.guesses[: count - 1]
+                request.draft_tokens = request.draft_tokens[: count - 1]
             # The others of its tokens have blocks already, or run as far as there are some.
             while request.slot is not None and not self._has_room(request.slot):
                 plan.preempted.append(self.preempt())
@@ -327,7 +327,7 @@ class Scheduler:
         self.running.remove(request)
         self.cache.release(request.slot)
         # Room for them is found where they are planned, and not where it begins again.
-        request.slot, request.guesses = None, []
+        request.slot, request.draft_tokens = None, []
 
     def _run(self, plan: StepPlan, request: Request, slot: int, left: int) -> int:
         """Plan the next tokens of a request, at most ``left``; return how many."""

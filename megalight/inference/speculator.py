@@ -43,22 +43,22 @@ class DraftRound(NamedTuple):
     """What became of the guesses after a token.
 
     Attributes:
-        guessed: how many there were.
+        proposed: how many there were.
         accepted: how many of them are in the text.
         complete: whether the text went on after them, or ends with the token that the base added. Otherwise its end
             cut the round short.
     """
 
-    guessed: int
+    proposed: int
     accepted: int
     complete: bool
 
     @classmethod
-    def of(cls, guessed: int, tokens: Sequence[int], ends: Collection[int]) -> DraftRound:
+    def of(cls, proposed: int, tokens: Sequence[int], ends: Collection[int]) -> DraftRound:
         """Return the round of so many guesses, of which all but the last of these tokens were right."""
         last = len(tokens) - 1
         end = next((place for place, token in enumerate(tokens) if token in ends), last)
-        return cls(guessed, min(last, end + 1), end == last)
+        return cls(proposed, min(last, end + 1), end == last)
 
 
 class DraftRounds(Counter[DraftRound]):
@@ -67,7 +67,7 @@ class DraftRounds(Counter[DraftRound]):
     @property
     def drafted(self) -> list[int]:
         """How many tokens were guessed as the first, the second and so on of their rounds."""
-        return self._by_place([(round.guessed, count) for round, count in [*self.items()]])
+        return self._by_place([(round.proposed, count) for round, count in [*self.items()]])
 
     @property
     def accepted(self) -> list[int]:
@@ -75,7 +75,7 @@ class DraftRounds(Counter[DraftRound]):
         return self._by_place([(round.accepted, count) for round, count in [*self.items()]])
 
     def _by_place(self, counts: Sequence[tuple[int, int]]) -> list[int]:
-        longest = max((round.guessed for round in [*self]), default=0)
+        longest = max((round.proposed for round in [*self]), default=0)
         return [sum(count for reached, count in counts if reached > place) for place in range(longest)]
 
 
@@ -105,7 +105,7 @@ class Speculator(Protocol):
         """Guess for these from now on. Of their tokens, the host knows all that have run, and the device the newest."""
         ...
 
-    def guess(self, requests: Sequence[Request], counts: Sequence[int]) -> Tensor:
+    def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> Tensor:
         """Return guesses ``[n, k]``: row ``i`` has ``counts[i]`` of what may follow the newest token of a request.
 
         One that is negative stands for none, like those after it. All passes of a request are told, from
@@ -157,7 +157,7 @@ class NGramSpeculator:
             assert request.slot is not None
             self._tokens[request.slot, : len(request.tokens)] = to_device(request.tokens, torch.int32, device)
 
-    def guess(self, requests: Sequence[Request], counts: Sequence[int]) -> Tensor:
+    def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> Tensor:
         """See :class:`Speculator`."""
         assert self._cache is not None and self._newest is not None and self._tokens is not None
         slots = [request.slot for request in requests if request.slot is not None]
@@ -254,7 +254,7 @@ class DraftSpeculator:
             last = sequences.cu_seqlens[1:].long() - 1
             self.draft(ids, sequences, states=self._cache.states, rows=last)
 
-    def guess(self, requests: Sequence[Request], counts: Sequence[int]) -> Tensor:
+    def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> Tensor:
         """See :class:`Speculator`."""
         assert self.loop is not None
         slots = [request.slot for request in requests if request.slot is not None]
@@ -366,7 +366,7 @@ class EagleSpeculator:
     def begin(self, requests: Sequence[Request]) -> None:
         """See :class:`Speculator`. It has read what the base has."""
 
-    def guess(self, requests: Sequence[Request], counts: Sequence[int]) -> Tensor:
+    def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> Tensor:
         """See :class:`Speculator`."""
         assert self._cache is not None and self.loop is not None
         slots = [request.slot for request in requests if request.slot is not None]

@@ -107,7 +107,7 @@ def test_a_draft_goes_on_where_requests_do(
     """They come at random, in parts, share prefixes, wait, are suspended, cancelled, and end by themselves."""
     base, draft = models(base_kind, kind)
     expected: dict[int, list[int]] = {}
-    seen, draw, guess = watched_guesses(monkeypatch), random.Random(4 if ahead else 3), EagleSpeculator.guess
+    seen, draw, guess = watched_guesses(monkeypatch), random.Random(4 if ahead else 3), EagleSpeculator.propose
 
     def often_right(self: EagleSpeculator, requests: Sequence[Request], counts: Sequence[int]) -> Tensor:
         found = guess(self, requests, counts)
@@ -119,7 +119,7 @@ def test_a_draft_goes_on_where_requests_do(
                 each[: len(right)] = torch.tensor(right)
         return found
 
-    monkeypatch.setattr(EagleSpeculator, "guess", often_right)
+    monkeypatch.setattr(EagleSpeculator, "propose", often_right)
     engine = DynamicEngine(
         base, num_blocks=12, block_size=4, max_sequences=5, step_tokens=11, speculator=EagleSpeculator(draft, base, 3)
     )
@@ -180,7 +180,7 @@ def test_greedy_text_is_the_bases_own(base_kind: str, kind: str, monkeypatch: py
 def watched_guesses(patch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
     """Return a list that fills with texts and what a draft guesses after them."""
     seen: list[tuple[list[int], list[int]]] = []
-    guess = EagleSpeculator.guess
+    guess = EagleSpeculator.propose
 
     def watched(self: EagleSpeculator, requests: Sequence[Request], counts: Sequence[int]) -> Tensor:
         found = guess(self, requests, counts)
@@ -188,7 +188,7 @@ def watched_guesses(patch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int
         seen.extend(([*request.tokens], row[:count]) for request, count, row in each)
         return found
 
-    patch.setattr(EagleSpeculator, "guess", watched)
+    patch.setattr(EagleSpeculator, "propose", watched)
     return seen
 
 
@@ -202,7 +202,7 @@ def checked(base: GPT, draft: DraftModel, seen: list[tuple[list[int], list[int]]
 def told(texts: list[list[int]], wrong: int) -> Any:
     """Return a method that guesses what the base will say, but for each token at a multiple of ``wrong``."""
 
-    def guess(self: EagleSpeculator, requests: Sequence[Request], counts: Sequence[int]) -> Tensor:
+    def propose(self: EagleSpeculator, requests: Sequence[Request], counts: Sequence[int]) -> Tensor:
         found = torch.zeros(len(requests), self.num_speculative_tokens, dtype=torch.int64)
         for row, request, count in zip(found, requests, counts, strict=True):
             start = len(request.tokens)
@@ -211,7 +211,7 @@ def told(texts: list[list[int]], wrong: int) -> Any:
                 row[place - start] = token if place % wrong else (token + 1) % 31
         return found
 
-    return guess
+    return propose
 
 
 @pytest.mark.parametrize(("wrong", "expected"), [(10**6, 5.0), (1, 1.0), (3, 3.0)])
@@ -221,7 +221,7 @@ def test_a_round_yields_its_right_guesses_and_one_token(
     base, draft = models()
     plain = generate(base, PROMPTS, max_new_tokens=24, temperature=0.0)
     texts = [prompt + text for prompt, text in zip(PROMPTS, plain, strict=True)]
-    monkeypatch.setattr(EagleSpeculator, "guess", told(texts, wrong))
+    monkeypatch.setattr(EagleSpeculator, "propose", told(texts, wrong))
     total = Acceptance()
     for prompt, text in zip(PROMPTS, plain, strict=True):
         (found,), count = measure(base, draft, [prompt], max_new_tokens=24)

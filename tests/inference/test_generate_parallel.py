@@ -125,7 +125,7 @@ def draft_of(name: str) -> DraftModel:
 
 def speculate(model: Any, draft: DraftModel) -> Any:
     """Texts of an engine that preempts and runs prompts in parts, what the draft guessed, and what became of it."""
-    guesses, guess = [], EagleSpeculator.guess
+    guesses, guess = [], EagleSpeculator.propose
 
     def watched(self: EagleSpeculator, requests: Any, counts: Any) -> Any:
         found = guess(self, requests, counts)
@@ -133,7 +133,7 @@ def speculate(model: Any, draft: DraftModel) -> Any:
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EagleSpeculator, "guess", watched)
+        patch.setattr(EagleSpeculator, "propose", watched)
         speculator = EagleSpeculator(draft, model, 3)
         engine = DynamicEngine(model, num_blocks=14, block_size=3, step_tokens=9, speculator=speculator)
         for number, prompt in enumerate(PROMPTS):

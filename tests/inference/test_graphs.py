@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalight.errors import ConfigurationError
 from megalight.inference import Completion, DynamicEngine, SamplingParams
-from megalight.inference.batch_dimensions import InferenceBatchDimensions, with_guesses
+from megalight.inference.batch_dimensions import InferenceBatchDimensions, with_draft_tokens
 from megalight.inference.fp8_weights import quantize_weights
 from megalight.inference.graphs import StepGraphs
 from megalight.inference.scheduler import Request
@@ -77,14 +77,14 @@ class Watched:
 
     def __init__(self, speculator: Speculator) -> None:
         self.found: list[list[list[int]]] = []
-        guess = speculator.guess
+        guess = speculator.propose
 
         def watched(requests: Sequence[Request], counts: Sequence[int]) -> Tensor:
             found = guess(requests, counts)
             self.found.append([row[:count] for row, count in zip(found.tolist(), counts, strict=True)])
             return found
 
-        speculator.guess = watched  # type: ignore[method-assign]
+        speculator.propose = watched  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ class Watched:
         ],
     ],
 )
-def test_steps_with_guesses_are_recorded(name: str, kind: str, poison: None) -> None:
+def test_steps_with_draft_tokens_are_recorded(name: str, kind: str, poison: None) -> None:
     """Texts, and what a draft guesses, are those of steps that are not recorded, with whatever settings."""
     model = build(**MODELS[name])
     expected = alone(model, 14, seed=11)
@@ -116,7 +116,7 @@ def test_steps_with_guesses_are_recorded(name: str, kind: str, poison: None) -> 
         )
         engine._passes.runs_ahead = ahead
         if recorded:
-            dimensions = with_guesses([D(5, 0, 5), D(2, 0, 2)], speculator.num_speculative_tokens, 99)
+            dimensions = with_draft_tokens([D(5, 0, 5), D(2, 0, 2)], speculator.num_speculative_tokens, 99)
             cache, newest = engine._scheduler.cache, engine._passes.newest
             engine._passes.graphs = StepGraphs(model, cache, newest, dimensions, Tape(), speculator)  # type: ignore[arg-type]
         for number, prompt in enumerate(PROMPTS):
@@ -153,7 +153,7 @@ def test_the_loop_of_a_draft_survives_a_suspend(kind: str, tmp_path: Path, monke
         speculator = DraftSpeculator(build(**MODELS["windowed"]), model, 3, max_sequences=5)
     with fake_driver(tmp_path, monkeypatch) as driver:
         engine = DynamicEngine(model, num_blocks=20, block_size=3, max_sequences=5, speculator=speculator)
-        dimensions = with_guesses([D(5, 0, 5)], speculator.num_speculative_tokens, 99)
+        dimensions = with_draft_tokens([D(5, 0, 5)], speculator.num_speculative_tokens, 99)
         cache, passes = engine._scheduler.cache, engine._passes
         passes.graphs = StepGraphs(model, cache, passes.newest, dimensions, tape, speculator)  # type: ignore[arg-type]
         engine.create_cuda_graphs()

@@ -164,7 +164,7 @@ def speculator_of(kind: str, model: GPT) -> Speculator:
 
 
 @pytest.mark.parametrize("kind", ["ngrams", "small", "eagle"])
-def test_steady_decode_with_guesses_never_waits_for_the_device(kind: str) -> None:
+def test_steady_decode_with_draft_tokens_never_waits_for_the_device(kind: str) -> None:
     """A round begins before the host knows what the last one accepted. The loop of a draft is one graph."""
     model = build("llama")
     speculator = speculator_of(kind, model)
@@ -172,13 +172,13 @@ def test_steady_decode_with_guesses_never_waits_for_the_device(kind: str) -> Non
     engine.create_cuda_graphs()
     for number in range(8):
         engine.add([5, 6, 7 + number], max_new_tokens=80, sampling_params=SamplingParams(temperature=0))
-    guess, ahead = speculator.guess, [0, 0]
+    guess, ahead = speculator.propose, [0, 0]
 
     def watched(requests: Any, counts: Any) -> torch.Tensor:
         ahead[any(request.unchecked for request in requests)] += 1
         return guess(requests, counts)
 
-    speculator.guess = watched  # type: ignore[method-assign]
+    speculator.propose = watched  # type: ignore[method-assign]
     for _ in range(8):
         engine.step()
     torch.cuda.set_sync_debug_mode("error")
@@ -195,7 +195,7 @@ def test_steady_decode_with_guesses_never_waits_for_the_device(kind: str) -> Non
 
 @pytest.mark.parametrize("kind", ["ngrams", "small", "eagle"])
 @pytest.mark.parametrize("name", ["llama", "latent"])
-def test_steps_with_guesses_are_replayed(name: str, kind: str) -> None:
+def test_steps_with_draft_tokens_are_replayed(name: str, kind: str) -> None:
     model = build(name)
     for graphs in (0, 16):
         speculator = speculator_of(kind, model)

@@ -45,7 +45,7 @@ class Told:
     def begin(self, requests: Sequence[Request]) -> None:
         pass
 
-    def guess(self, requests: Sequence[Request], counts: Sequence[int]) -> torch.Tensor:
+    def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> torch.Tensor:
         found = torch.full((len(requests), self.num_speculative_tokens), -1)
         for row, request, count in zip(found, requests, counts, strict=True):
             begin = int(self.newest.lengths[request.slot]) + 1
@@ -183,13 +183,13 @@ def test_a_round_begins_before_the_host_knows_the_last_one(kind: str) -> None:
     elif kind == "eagle":
         speculator = EagleSpeculator(draft_of(model), model, 3)
     engine = DynamicEngine(model, num_blocks=60, block_size=3, speculator=speculator)
-    engine._passes.runs_ahead, guess, ahead = True, speculator.guess, [0, 0]
+    engine._passes.runs_ahead, guess, ahead = True, speculator.propose, [0, 0]
 
     def watched(requests: Sequence[Request], counts: Sequence[int]) -> torch.Tensor:
         ahead[any(request.unchecked for request in requests)] += 1
         return guess(requests, counts)
 
-    speculator.guess = watched  # type: ignore[method-assign]
+    speculator.propose = watched  # type: ignore[method-assign]
     eos = expected[0][7]
     for prompt in PROMPTS:
         engine.add(prompt, max_new_tokens=LENGTH, sampling_params=GREEDY, eos_id=eos)
@@ -221,22 +221,22 @@ def test_what_followed_before_is_guessed_to_follow() -> None:
         speculator._newest.put([1], [request.tokens])
         # more may be stored than have run
         speculator._cache.lengths[1] = len(request.tokens) + 1
-        found = speculator.guess([request], [count])[0, :count].tolist()
+        found = speculator.propose([request], [count])[0, :count].tolist()
         return found[: found.index(-1)] if -1 in found else found
 
-    def guess(tokens: list[int], count: int = 4, shortest: int = 2) -> list[int]:
+    def propose(tokens: list[int], count: int = 4, shortest: int = 2) -> list[int]:
         speculator, request, _ = guesser(4, shortest)
         request.tokens = tokens
         speculator.begin([request])
         return after(speculator, request, count)
 
-    assert guess([1, 2, 3, 4, 1, 2, 3]) == [4, 1, 2, 3]
-    assert guess([1, 2, 3, 4, 1, 2, 3], 2) == [4, 1]
-    assert guess([7, 2, 3, 4, 1, 2, 3]) == [4, 1, 2, 3]
-    assert guess([9, 3, 4, 1, 2, 3]) == []
-    assert guess([9, 3, 4, 1, 2, 3], shortest=1) == [4, 1, 2, 3]
-    assert guess([5, 1, 5], shortest=1) == [1, 5]
-    assert guess([1, 2]) == []
+    assert propose([1, 2, 3, 4, 1, 2, 3]) == [4, 1, 2, 3]
+    assert propose([1, 2, 3, 4, 1, 2, 3], 2) == [4, 1]
+    assert propose([7, 2, 3, 4, 1, 2, 3]) == [4, 1, 2, 3]
+    assert propose([9, 3, 4, 1, 2, 3]) == []
+    assert propose([9, 3, 4, 1, 2, 3], shortest=1) == [4, 1, 2, 3]
+    assert propose([5, 1, 5], shortest=1) == [1, 5]
+    assert propose([1, 2]) == []
     # the newest of several places, found as tokens come: a right guess, and the one after it
     speculator, request, _ = guesser(1)
     request.tokens = [1, 2, 3, 1, 2]
