@@ -209,13 +209,13 @@ class HostWeights:
             torch.cuda.empty_cache()  # other processes may have it
 
     def allocate(self) -> None:
-        """Take the memory again, all or some of it.
+        """Take the memory of suspended weights again, all or some of it.
 
         Raises:
             torch.OutOfMemoryError: the device has too little. Call :meth:`give_back` then.
             MegalightError: the driver refuses.
         """
-        if self._memory is not None:
+        if self._memory is not None and self._kept:
             self._memory.restore()
         for each in self._freed:
             if self._memory is None or not each.whole:
@@ -225,7 +225,7 @@ class HostWeights:
 
     def give_back(self) -> None:
         """Give back what :meth:`allocate` took."""
-        if self._memory is not None:
+        if self._memory is not None and self._kept:
             self._memory.release()
         for each in self._freed:
             each.storage.resize_(0)

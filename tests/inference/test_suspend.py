@@ -246,6 +246,17 @@ def test_a_resume_without_memory_may_be_tried_again(keep_cache: bool, driver: Fa
         driver.fail(None)
         engine.resume()
         assert [each.tokens for each in engine.run().values()] == expected
+    # Weights that were not suspended are nobody's to give back.
+    values = [each.clone() for each in model.parameters()]
+    engine.suspend(keep_cache=keep_cache)
+    whole = driver.mapped
+    driver.limit = whole
+    with pytest.raises(MegalightError, match="is still suspended"):
+        engine.resume()
+    assert driver.mapped == whole
+    driver.limit = room
+    engine.resume()
+    assert all(map(torch.equal, model.parameters(), values))
     assert driver.mistakes == 0
 
 
