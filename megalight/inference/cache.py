@@ -220,7 +220,7 @@ class Cache:
             pool.stored = None
 
     @property
-    def stay(self) -> bool:
+    def addresses_stay(self) -> bool:
         """Whether addresses stay while the memory is given back."""
         return self.memory is not None
 

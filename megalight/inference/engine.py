@@ -670,7 +670,7 @@ class DynamicEngine:
             self._held_cache.suspend(keep_cache)
         if weights:
             self._held_weights.suspend()
-        if not (self._held_cache.stay and self._held_weights.stay):
+        if not (self._held_cache.addresses_stay and self._held_weights.addresses_stay):
             self._drop_graphs()
         self.suspended = True
 

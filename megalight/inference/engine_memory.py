@@ -187,7 +187,7 @@ class HostWeights:
         self._freed: list[_Kept] = []
 
     @property
-    def stay(self) -> bool:
+    def addresses_stay(self) -> bool:
         """Whether addresses are the same after :meth:`restore`, so that CUDA graphs may be kept."""
         return not self._freed
 
@@ -252,7 +252,7 @@ class ManagedPages:
         tensors: what lies there.
     """
 
-    stay = True
+    addresses_stay = True
 
     def __init__(self, memory: ManagedMemory, tensors: Sequence[Tensor]) -> None:
         self._memory, self._tensors, self._values = memory, tensors, True

@@ -1,4 +1,6 @@
-"""Waits for peers by kernels of one warp, and a limit on them: a rank whose peer is gone names it, and stops waiting.
+"""Waits for peers by kernels of one warp, with a limit, and copies between them.
+
+A rank whose peer is gone names it, and stops waiting. :class:`PeerCopyStream` copies to peers and raises their flags.
 
 A kernel needs a place on an SM, which a GEMM may occupy. So they run on the stream of the GEMMs, between them. A wait
 sees a flag one or two microseconds after a peer has raised it.
